@@ -41,6 +41,7 @@ from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, RendezvousCompleted
+from mpwatch.options.rendezvous import LAST_CALL_OPTION
 from mpwatch.options.spec import Observer
 from mpwatch.results.failure import summarize_exception
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -49,6 +50,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
+ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
 CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
 ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until this thread has written them; then the node waits
@@ -144,6 +146,8 @@ class Driver:
         self._nodes: dict[int, _Node] = {}
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
+        self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
+        self._waits_for_more = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
         self._is_given_up = False
@@ -159,8 +163,16 @@ class Driver:
         self.address: tuple[str, int] = self._listener.address
         self._start_thread(self._accept)
 
-    def run(self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], store: JobStore) -> mpwatch.RunResult[Any] | None:
+    def run(
+        self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], store: JobStore, *, may_begin_early: bool
+    ) -> mpwatch.RunResult[Any] | None:
         """Start the nodes, wait until the job is over, and return its result.
+
+        Args:
+            node_spec: what the nodes need to know.
+            spec: the options of the job.
+            store: where the nodes meet.
+            may_begin_early: whether the job begins without the nodes for which the cluster has no room.
 
         After Ctrl-C it returns what is known, and `interrupt` is set. Raises the error of a node, or LaunchError.
         """
@@ -168,6 +180,7 @@ class Driver:
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
         self._end_seconds = spec.grace_period + END_SECONDS
         self._restarts = JobRestarts(spec.policy, spec.rendezvous.run_id)
+        self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
         for _ in range(self._rendezvous.max_nodes):
             self._start_node()
         self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first node to begin
@@ -199,7 +212,8 @@ class Driver:
 
     def _wait(self) -> None:
         """Wait for a message or a deadline, and handle it."""
-        seconds = min(self._deadline - time.monotonic(), self._view.seconds_to_next_update())
+        period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
+        seconds = min(self._deadline - time.monotonic(), self._view.seconds_to_next_update(), period)
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
@@ -212,6 +226,8 @@ class Driver:
                 if message[0] not in ("event", "output"):
                     self._messages.put(message)  # else `run` would wait until its deadline for the end of this node
                 raise
+        if self._are_meeting:
+            self._check_arrivals()
         self._view.update()
 
     def _is_over(self) -> bool:
@@ -256,6 +272,24 @@ class Driver:
             self._handle_end(node, content)
 
     # --- Nodes
+
+    def _check_arrivals(self) -> None:
+        """Log what nodes wait for that have met, and let them begin if the cluster has no room for more."""
+        nodes = [node for node in self._nodes.values() if not node.is_over]
+        count = sum(node.has_begun for node in nodes)
+        least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
+        if not least <= count < most:
+            return
+        if not self._waits_for_more:
+            self._waits_for_more = True
+            seconds = self._rendezvous.options[LAST_CALL_OPTION]
+            text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
+            log_now(logging.INFO, text, count, most, seconds)
+        if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
+            text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
+            log_now(logging.INFO, text, count, most)
+            self._store.write_expected_nodes(count)
+            self._lacks_room = None
 
     def _start_node(self) -> None:
         number = len(self._nodes)
@@ -321,6 +355,7 @@ class Driver:
             return False
         history, event = restart
         self._store.write_history(history)
+        self._are_meeting = True
         self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first new node to begin
         with ignore_user_errors():
             LogEvents()(event)
@@ -405,6 +440,9 @@ class Driver:
         if isinstance(event, RendezvousCompleted):
             node.group_rank, node.ranks = event.group_rank, event.ranks
             self._losses.clear()
+            if self._are_meeting:
+                self._are_meeting = self._waits_for_more = False
+                self._store.write_expected_nodes(self._rendezvous.max_nodes)  # that was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         self._restarts.handle_event(event)

@@ -13,6 +13,9 @@ from mpwatch.wire.pickling.pickler import pack_by_value
 class Engine(Protocol):
     """Starts functions on nodes. The driver's thread calls the methods.
 
+    An engine may also have the method `lacks_room(number: int) -> bool`. It returns at once whether the cluster has no room
+    for this node at present. A job of (min, max) nodes then does not wait for that node before it begins.
+
     Attributes:
         address: the driver's own address, to which the nodes connect.
     """

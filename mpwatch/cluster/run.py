@@ -14,7 +14,7 @@ from mpwatch.cluster.node import NodeSpec
 from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
-from mpwatch.options.rendezvous import as_node_range
+from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
 from mpwatch.options.spec import Observers
 from mpwatch.options.validation import check_flag
 from mpwatch.results.report import format_report, format_signal
@@ -23,6 +23,7 @@ from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
 
 T = TypeVar("T")
+LAST_CALL_SECONDS = 30.0
 REFUSED = {
     "rendezvous": "the engine makes it",
     "post_mortem": "the nodes have no terminal; use capture_locals=True",
@@ -51,7 +52,7 @@ def run(
     find_address: Callable[[], str] | None = None,
     join_timeout: float = 600.0,
     node_timeout: float = 15.0,
-    last_call_timeout: float = 30.0,
+    last_call_timeout: float | None = None,
     check: bool = True,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
@@ -69,7 +70,8 @@ def run(
         find_address: returns the address of a node, when it is called there. None: mpwatch finds it out.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
-        last_call_timeout: seconds to wait for more nodes, once min nodes have met.
+        last_call_timeout: seconds to wait for more nodes, once min nodes have met. None: 30, but the job begins at once if
+            the engine knows that the cluster has no room for more nodes now. They may join later.
         check: False: return the result of a failed job instead of raising.
         options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
             `forward_signals`.
@@ -97,7 +99,7 @@ def run(
             "is_host": False,
             "join_timeout": join_timeout,
             "node_timeout": node_timeout,
-            "options": {"last_call_timeout": last_call_timeout},
+            "options": {LAST_CALL_OPTION: LAST_CALL_SECONDS if last_call_timeout is None else last_call_timeout},
         }
         shown = logs or mpwatch.LogSpec()
         spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
@@ -127,7 +129,7 @@ def run(
             view_period=view.node_period,
             wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
         )
-        result = driver.run(node_spec, spec, store)
+        result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None
