@@ -90,6 +90,23 @@ def test_ctrl_c_stops_all_nodes():
         cluster.run(cluster.ThreadEngine(), signal.pause, 1, nodes=2, on_event=interrupt)
 
 
+def test_nodes_end_by_themselves_if_a_third_ctrl_c_interrupts_the_wait_for_them(monkeypatch):
+    calls = []
+
+    def interrupt(event=None):
+        calls.extend([event] if isinstance(event, mpwatch.events.CallStarted) else [])
+        if calls:
+            raise KeyboardInterrupt
+
+    engine = cluster.ThreadEngine()
+    close = engine.close
+    monkeypatch.setattr(engine, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(engine, signal.pause, 1, nodes=2, on_event=interrupt)
+    close()
+    assert all(future.done() for future in engine._futures.values())
+
+
 def test_all_nodes_stop_at_the_same_step():
     result = cluster.run(cluster.ThreadEngine(), wait_for_stop, 1, nodes=2, stop_after=2.0)
     assert list(result) == [result.stopped_at] * 2
@@ -101,6 +118,13 @@ def test_a_timeout_names_the_ranks_of_all_nodes():
     )
     with pytest.raises(mpwatch.RunTimeoutError, match=text):
         cluster.run(cluster.ThreadEngine(), signal.pause, 1, nodes=2, timeout=1)
+
+
+def test_a_stop_before_the_ranks_are_started_is_named():
+    with pytest.raises(
+        mpwatch.RunFailedError, match="the run was stopped: a stop was requested, before its ranks were started"
+    ):
+        cluster.run(cluster.ThreadEngine(), functions.rank, 1, nodes=2, stop_after=0.001)
 
 
 class LosingEngine(cluster.ThreadEngine):
@@ -507,6 +531,31 @@ class LateEngine(cluster.ThreadEngine):
 def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting():
     result = cluster.run(LateEngine(), functions.rank, 1, nodes=(1, 2), last_call_timeout=0.0)
     assert list(result) == [0]
+
+
+class SmallEngine(cluster.ThreadEngine):
+    """Has room for two nodes."""
+
+    def start(self, call, number):
+        return super().start(call, number) if number < 2 else Future()
+
+    def lacks_room(self, number):
+        return number >= 2
+
+
+def test_nodes_do_not_wait_for_more_if_the_cluster_has_no_room(caplog):
+    caplog.set_level("INFO", "mpwatch")
+    result = cluster.run(SmallEngine(), functions.rank, 1, nodes=(1, 3), join_timeout=20.0)
+    assert list(result) == [0, 1]
+    assert "of at most 3 nodes have come; waiting up to 30 s for more (last_call_timeout)" in caplog.text
+    assert "the cluster has no room for more nodes now; the job begins with 2 of at most 3" in caplog.text
+
+
+def test_nodes_wait_for_more_if_the_user_wants_it(caplog):
+    caplog.set_level("INFO", "mpwatch")
+    result = cluster.run(SmallEngine(), functions.rank, 1, nodes=(1, 3), last_call_timeout=1.0)
+    assert list(result) == [0, 1]
+    assert "the cluster has no room" not in caplog.text
 
 
 class FullEngine(cluster.ThreadEngine):
