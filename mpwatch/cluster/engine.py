@@ -26,7 +26,10 @@ class Engine(Protocol):
         """Have `call()` executed once, in a process on a node of its own.
 
         If there is no node for it now, it waits for one. If the engine loses the node or the process, the future gets an
-        exception. The call can be pickled by cloudpickle. It returns at once, except that the first call may wait until the
+        exception. The driver waits without limit for the outcome of a node that has ended, since large results take their
+        time. So the engine must notice that an outcome will not come.
+
+        The call can be pickled by cloudpickle. `start` returns at once, except that the first call may wait until the
         cluster has room for the job, and raise LaunchError.
 
         Args:

@@ -74,10 +74,6 @@ def run(
     _check_client(client)
     least, _ = cluster.check_nodes(nodes)
     grace_period = options.get("grace_period", 10.0)
-    # before the wait for workers
-    mpwatch.WorkerSpec(
-        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
-    )
     engine = DaskEngine(
         client,
         least,
@@ -85,7 +81,7 @@ def run(
         resources=resources,
         address=address,
         seconds=join_timeout,
-        stop_seconds=grace_period + END_SECONDS,
+        grace_period=grace_period,
     )
     return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
 
@@ -111,9 +107,7 @@ class DaskEngine:
         resources: of the worker that each node takes.
         address: of this process. None: that of the interface that leads to the scheduler.
         seconds: how long to wait for enough workers.
-        stop_seconds: how long a node may need to end after it has lost the driver.
-
-    Raises LaunchError if the cluster has too few workers.
+        grace_period: the option of the job.
     """
 
     def __init__(
@@ -125,7 +119,7 @@ class DaskEngine:
         resources: Mapping[str, float] | None = None,
         address: str | None = None,
         seconds: float = 600.0,
-        stop_seconds: float = 15.0,
+        grace_period: float = 10.0,
     ) -> None:
         if isinstance(workers, str):
             raise TypeError(f"workers must be a collection of addresses, not a string; write [{workers!r}]")
@@ -134,7 +128,7 @@ class DaskEngine:
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
         self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
-        self._stop_seconds = stop_seconds
+        self._least, self._seconds, self._grace_period = least, seconds, grace_period
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -145,10 +139,14 @@ class DaskEngine:
         self._listed_at = -POLL_SECONDS
         self._lock = asyncio.Lock()
         self.address: str = address or get_ip(get_address_host(client.scheduler.address))
-        self._wait_for_workers(least, seconds)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Call it in a task, on a worker of its own."""
+        """Call it in a task, on a worker of its own. The first call waits for the least number of workers.
+
+        Raises LaunchError if the cluster has too few workers.
+        """
+        if not self._futures:
+            self._wait_for_workers(self._least, self._seconds)
         if self._client.status == "running":
             self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
         else:
@@ -173,7 +171,7 @@ class DaskEngine:
         with suppress(TimeoutError):
             self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
             if self._left and (workers := sorted(self._left & self._client.nthreads().keys())):
-                seconds = self._stop_seconds
+                seconds = self._grace_period + END_SECONDS
                 self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
 
     # --- In the event loop of the client
