@@ -1,7 +1,6 @@
 """The driver's part of a job: `Driver` starts the nodes, replaces those that are lost, and waits until the job is over.
 
-    thread "mpwatch driver"    accepts the connections of nodes
-    one more for each node     puts what the node sends into the queue of messages
+    threads of NodeLinks       put what nodes send into the queue of messages (links.py)
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
@@ -20,21 +19,20 @@ import math
 import pickle
 import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
-from mpwatch.cluster.node import NodeSpec, run_node, shut_down
+from mpwatch.cluster.links import NodeLinks
+from mpwatch.cluster.node import NodeSpec, run_node
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.store import JobStore
@@ -51,9 +49,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
-CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
 ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
-MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until this thread has written them; then the node waits
 
 
 @dataclass
@@ -121,28 +117,24 @@ class Driver:
 
     Args:
         engine: starts the nodes.
-        key: the secret of the links.
+        links: of the nodes. The ends of nodes are put into the same queue of messages.
         view: the live view.
         logs: where shown lines are written.
         observers: called with each event of each node.
 
-    Raises LaunchError if it cannot listen at the engine's address.
-
     Attributes:
-        address: where it listens for the nodes.
         interrupt: the KeyboardInterrupt that has stopped the job.
     """
 
     def __init__(
-        self, engine: Engine, key: bytes, view: JobView, logs: mpwatch.LogSpec, observers: Sequence[Observer]
+        self, engine: Engine, links: NodeLinks, view: JobView, logs: mpwatch.LogSpec, observers: Sequence[Observer]
     ) -> None:
         self.interrupt: KeyboardInterrupt | None = None
         self._engine = engine
-        self._key = key
+        self._links, self._messages = links, links.messages
         self._view = view
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers = list(observers)
-        self._messages: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._nodes: dict[int, _Node] = {}
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
@@ -151,17 +143,6 @@ class Driver:
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
         self._is_given_up = False
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._connections: list[Connection] = []
-        self._output_slots: dict[int, threading.Semaphore] = {}
-        try:
-            self._listener = Listener((engine.address, 0), backlog=128)
-        except OSError as error:
-            text = f"the driver cannot listen at {engine.address}, which must be an address of this machine: {error}"
-            raise mpwatch.LaunchError(text) from error
-        self.address: tuple[str, int] = self._listener.address
-        self._start_thread(self._accept)
 
     def run(
         self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], store: JobStore, *, may_begin_early: bool
@@ -193,22 +174,6 @@ class Driver:
                 self.interrupt = error
                 self._stop_nodes()
         return self._make_result()
-
-    def close(self) -> None:
-        """End the links, and wait for the threads."""
-        self._closed.set()
-        with suppress(OSError):
-            Client(self.address).close()  # this wakes the thread that accepts
-        self._threads[0].join(CLOSE_SECONDS)  # it accepts; after that there are no further connections
-        self._listener.close()
-        for connection in self._connections:
-            shut_down(connection)
-        for slots in self._output_slots.values():
-            slots.release()
-        for thread in self._threads[1:]:
-            thread.join(CLOSE_SECONDS)
-        for connection in self._connections:
-            connection.close()
 
     def _wait(self) -> None:
         """Wait for a message or a deadline, and handle it."""
@@ -264,7 +229,7 @@ class Driver:
         elif kind == "end":
             node.has_ended = True
         elif kind == "output":
-            self._output_slots[number].release()
+            self._links.acknowledge_output(number)
             self._write(*content)
         elif kind == "event":
             self._handle_event(node, content)
@@ -293,7 +258,6 @@ class Driver:
 
     def _start_node(self) -> None:
         number = len(self._nodes)
-        self._output_slots[number] = threading.Semaphore(MAX_WAITING_OUTPUTS)
         future = self._engine.start(partial(run_node, replace(self._spec, number=number)), number)
         self._nodes[number] = _Node(number)
         future.add_done_callback(lambda done: self._messages.put(("done", number, done)))
@@ -470,43 +434,6 @@ class Driver:
         except BaseException as error:  # noqa: BLE001  the reader of a pipe is gone, or the stream is closed
             self._streams[stream] = _NullStream()
             log_now(logging.WARNING, "%s of the ranks is not shown any more", stream, error=error)
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection = self._listener.accept()
-            except OSError:  # too many open files
-                self._closed.wait(0.1)
-                continue
-            self._connections.append(connection)
-            self._start_thread(partial(self._receive, connection))
-
-    def _receive(self, connection: Connection) -> None:
-        number = None
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            _, (number, hostname) = connection.recv()
-            self._messages.put(("hello", number, (hostname, connection)))
-            while not self._closed.is_set():
-                kind, content = connection.recv()
-                if kind == "statuses":
-                    self._view.put(number, content)
-                    continue
-                if kind == "output":
-                    self._output_slots[number].acquire()
-                self._messages.put((kind, number, content))
-        except (EOFError, OSError, AuthenticationError):
-            pass  # a program that does not know the key is no node
-        finally:
-            shut_down(connection)  # after any other error, too: the node must not wait for this thread
-            if number is not None:
-                self._messages.put(("closed", number, connection))
-
-    def _start_thread(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="mpwatch driver", daemon=True)
-        thread.start()
-        self._threads.append(thread)
 
 
 class _NullStream:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import mpwatch
 from mpwatch.cluster.driver import Driver
 from mpwatch.cluster.engine import Engine
+from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec
 from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
@@ -114,12 +115,12 @@ def run(
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
         view = stack.enter_context(closing(JobView(progress)))
-        driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
-        # after the driver: with an address that is not of this machine, torch would try for minutes
+        links = stack.enter_context(closing(NodeLinks(engine.address, key, view.put)))
+        # after the links: with an address that is not of this machine, torch would try for minutes
         store = stack.enter_context(closing(JobStore(engine.address, rendezvous["run_id"], spec.rendezvous.key)))
         node_spec = NodeSpec(
             number=0,
-            driver=driver.address,
+            driver=links.address,
             key=key,
             nprocs=nprocs,
             call=call,
@@ -129,6 +130,7 @@ def run(
             view_period=view.node_period,
             wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
         )
+        driver = Driver(engine, links, view, shown, spec.observers)
         result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 from engines import cases, functions  # noqa: E402
 from engines.cases import KillAllWatchers, RankPids, find_parent, wait_until  # noqa: E402
-from mpwatch.cluster.driver import Driver  # noqa: E402
+from mpwatch.cluster.links import NodeLinks  # noqa: E402
 from mpwatch.integrations.ray import run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
@@ -140,7 +140,7 @@ def test_a_cluster_that_has_no_room_is_named():
 def test_tasks_that_cannot_reach_the_driver_are_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()  # nothing listens there after this block
-    monkeypatch.setattr(Driver, "address", property(lambda self: address, lambda self, value: None), raising=False)
+    monkeypatch.setattr(NodeLinks, "address", property(lambda self: address, lambda self, value: None), raising=False)
     with pytest.raises(mpwatch.LaunchError, match=r"could not start node 2: .* cannot connect to the driver at .*refused"):
         run(functions.report_pid, 1, nodes=1)
 
