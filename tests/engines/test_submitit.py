@@ -17,8 +17,7 @@ submitit = pytest.importorskip("submitit")
 
 from engines import cases, slurm_stand_in  # noqa: E402
 from engines.cases import find_parent, wait_until  # noqa: E402
-from mpwatch.integrations import submitit as submitit_integration  # noqa: E402
-from mpwatch.integrations.submitit import Job, run  # noqa: E402
+from mpwatch.integrations.submitit import Job, engine, run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 KINDS = ("local", "slurm")
@@ -119,12 +118,12 @@ def test_ctrl_c_stops_all_nodes(executor):
 def test_ctrl_c_three_times_leaves_no_job(executor, monkeypatch):
     """The third one interrupts the wait for the end of the jobs. The fixture waits until all processes have ended."""
     waits = iter([cases.interrupt])
-    wait_until_done = submitit_integration._wait_until_done
+    wait_until_done = engine._wait_until_done
 
     def wait(jobs, seconds):
         next(waits, wait_until_done)(jobs, seconds)
 
-    monkeypatch.setattr(submitit_integration, "_wait_until_done", wait)
+    monkeypatch.setattr(engine, "_wait_until_done", wait)
     with pytest.raises(KeyboardInterrupt):
         run(executor, signal.pause, 2, nodes=2, on_event=cases.interrupt)
     assert not list(waits)
