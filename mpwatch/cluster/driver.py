@@ -140,6 +140,7 @@ class Driver:
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
         self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
         self._waits_for_more = False
+        self._begins_early = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
         self._is_given_up = False
@@ -254,7 +255,8 @@ class Driver:
             text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
             log_now(logging.INFO, text, count, most)
             self._store.write_expected_nodes(count)
-            self._lacks_room = None
+            self._are_meeting = self._waits_for_more = False
+            self._begins_early = True
 
     def _start_node(self) -> None:
         number = len(self._nodes)
@@ -404,9 +406,10 @@ class Driver:
         if isinstance(event, RendezvousCompleted):
             node.group_rank, node.ranks = event.group_rank, event.ranks
             self._losses.clear()
-            if self._are_meeting:
-                self._are_meeting = self._waits_for_more = False
-                self._store.write_expected_nodes(self._rendezvous.max_nodes)  # that was for this round only
+            self._are_meeting = self._waits_for_more = False
+            if self._begins_early:
+                self._begins_early = False
+                self._store.write_expected_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         self._restarts.handle_event(event)
