@@ -16,8 +16,8 @@ Guarantees:
 - When `run` returns or raises, the engine has ended everything that it has started.
 - If the driver is killed, each node loses its link, and stops its ranks within 10 seconds.
 - A node that the engine loses is a lost node of the job. The driver makes the engine start another node in its place. The
-  remaining nodes decide whether the ranks are restarted, as in every job of several nodes. If no node remains, the job
-  fails.
+  remaining nodes decide whether the ranks are restarted, as in every job of several nodes. If no node remains, the driver
+  decides, by the same rules (restarts.py).
 
 The driver serves the store, so the job can lose any of its nodes. The nodes must be able to connect to the driver.
 """

@@ -1,7 +1,6 @@
 """`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over. Runs in the calling program.
 
-    thread "mpwatch driver"    accepts the connections of nodes
-    one more for each node     puts what the node sends into the queue of messages
+    threads of NodeLinks       put what nodes send into the queue of messages (links.py)
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
@@ -20,32 +19,37 @@ import math
 import pickle
 import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from itertools import dropwhile
+from multiprocessing.connection import Connection
 from typing import Any
 
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
-from mpwatch.cluster.node import NodeSpec, run_node, shut_down
+from mpwatch.cluster.links import NodeLinks
+from mpwatch.cluster.node import NodeSpec, run_node
+from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
+from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
+from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, RendezvousCompleted
+from mpwatch.options.rendezvous import LAST_CALL_OPTION
 from mpwatch.options.spec import Observer
 from mpwatch.results.failure import summarize_exception
 from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
-CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
-MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until this thread has written them; then the node waits
+ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
+ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 
 
 @dataclass
@@ -113,55 +117,55 @@ class Driver:
 
     Args:
         engine: starts the nodes.
-        key: the secret of the links.
+        links: of the nodes. The ends of nodes are put into the same queue of messages.
         view: the live view.
         logs: where shown lines are written.
         observers: called with each event of each node.
 
-    Raises LaunchError if it cannot listen at the engine's address.
-
     Attributes:
-        address: where it listens for the nodes.
         interrupt: the KeyboardInterrupt that has stopped the job.
     """
 
     def __init__(
-        self, engine: Engine, key: bytes, view: JobView, logs: mpwatch.LogSpec, observers: Sequence[Observer]
+        self, engine: Engine, links: NodeLinks, view: JobView, logs: mpwatch.LogSpec, observers: Sequence[Observer]
     ) -> None:
         self.interrupt: KeyboardInterrupt | None = None
         self._engine = engine
-        self._key = key
+        self._links, self._messages = links, links.messages
         self._view = view
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers = list(observers)
-        self._messages: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._nodes: dict[int, _Node] = {}
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
+        self._are_meeting = True  # no round has formed yet, or all nodes of the last one are lost
+        self._waits_for_more = False
+        self._begins_early = False
         self._is_stopping = False
         self._deadline = math.inf  # when nodes that have not ended are stopped, or if they were, given up
         self._is_given_up = False
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._connections: list[Connection] = []
-        self._output_slots: dict[int, threading.Semaphore] = {}
-        try:
-            self._listener = Listener((engine.address, 0), backlog=128)
-        except OSError as error:
-            text = f"the driver cannot listen at {engine.address}, which must be an address of this machine: {error}"
-            raise mpwatch.LaunchError(text) from error
-        self.address: tuple[str, int] = self._listener.address
-        self._start_thread(self._accept)
 
-    def run(self, spec: NodeSpec, rendezvous: mpwatch.Rendezvous, grace_period: float) -> mpwatch.RunResult[Any] | None:
+    def run(
+        self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], store: JobStore, *, may_begin_early: bool
+    ) -> mpwatch.RunResult[Any] | None:
         """Start the nodes, wait until the job is over, and return its result.
+
+        Args:
+            node_spec: what the nodes need to know.
+            spec: the options of the job.
+            store: where the nodes meet.
+            may_begin_early: whether the job begins without the nodes for which the cluster has no room.
 
         After Ctrl-C it returns what is known, and `interrupt` is set. Raises the error of a node, or LaunchError.
         """
-        self._spec, self._rendezvous, self._end_seconds = spec, rendezvous, grace_period + END_SECONDS
-        for _ in range(rendezvous.max_nodes):
+        assert spec.rendezvous is not None
+        self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
+        self._end_seconds = spec.grace_period + END_SECONDS
+        self._restarts = JobRestarts(spec.policy, spec.rendezvous.run_id)
+        self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
+        for _ in range(self._rendezvous.max_nodes):
             self._start_node()
-        self._deadline = time.monotonic() + rendezvous.join_timeout  # for the first node to begin
+        self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first node to begin
         while not self._is_over():
             try:
                 self._wait()
@@ -172,25 +176,10 @@ class Driver:
                 self._stop_nodes()
         return self._make_result()
 
-    def close(self) -> None:
-        """End the links, and wait for the threads."""
-        self._closed.set()
-        with suppress(OSError):
-            Client(self.address).close()  # this wakes the thread that accepts
-        self._threads[0].join(CLOSE_SECONDS)  # it accepts; after that there are no further connections
-        self._listener.close()
-        for connection in self._connections:
-            shut_down(connection)
-        for slots in self._output_slots.values():
-            slots.release()
-        for thread in self._threads[1:]:
-            thread.join(CLOSE_SECONDS)
-        for connection in self._connections:
-            connection.close()
-
     def _wait(self) -> None:
         """Wait for a message or a deadline, and handle it."""
-        seconds = min(self._deadline - time.monotonic(), self._view.seconds_to_next_update())
+        period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
+        seconds = min(self._deadline - time.monotonic(), self._view.seconds_to_next_update(), period)
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
@@ -203,6 +192,8 @@ class Driver:
                 if message[0] not in ("event", "output"):
                     self._messages.put(message)  # else `run` would wait until its deadline for the end of this node
                 raise
+        if self._are_meeting:
+            self._check_arrivals()
         self._view.update()
 
     def _is_over(self) -> bool:
@@ -212,14 +203,16 @@ class Driver:
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
 
     def _handle_deadline(self) -> None:
+        limit = self._rendezvous.join_timeout
         if self._is_stopping:
             self._give_up()
         elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
             self._deadline = math.inf  # the engine brings their outcomes
         elif any(node.has_begun for node in self._nodes.values()):
+            if not self._has_outcome():
+                self._restarts.not_restarted = f"no new node has begun within {limit:g} s (join_timeout)"
             self._stop_nodes()
         else:
-            limit = self._rendezvous.join_timeout
             raise mpwatch.LaunchError(f"the cluster has begun no node of the job within {limit:g} s (join_timeout)")
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
@@ -237,7 +230,7 @@ class Driver:
         elif kind == "end":
             node.has_ended = True
         elif kind == "output":
-            self._output_slots[number].release()
+            self._links.acknowledge_output(number)
             self._write(*content)
         elif kind == "event":
             self._handle_event(node, content)
@@ -246,9 +239,27 @@ class Driver:
 
     # --- Nodes
 
+    def _check_arrivals(self) -> None:
+        """Log what nodes wait for that have met, and let them begin if the cluster has no room for more."""
+        nodes = [node for node in self._nodes.values() if not node.is_over]
+        count = sum(node.has_begun for node in nodes)
+        least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
+        if not least <= count < most:
+            return
+        if not self._waits_for_more:
+            self._waits_for_more = True
+            seconds = self._rendezvous.options[LAST_CALL_OPTION]
+            text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
+            log_now(logging.INFO, text, count, most, seconds)
+        if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
+            text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
+            log_now(logging.INFO, text, count, most)
+            self._store.write_expected_nodes(count)
+            self._are_meeting = self._waits_for_more = False
+            self._begins_early = True
+
     def _start_node(self) -> None:
         number = len(self._nodes)
-        self._output_slots[number] = threading.Semaphore(MAX_WAITING_OUTPUTS)
         future = self._engine.start(partial(run_node, replace(self._spec, number=number)), number)
         self._nodes[number] = _Node(number)
         future.add_done_callback(lambda done: self._messages.put(("done", number, done)))
@@ -273,7 +284,7 @@ class Driver:
             node.outcome = outcome
             self._stop_nodes()
             return
-        if outcome.state is mpwatch.WorkerState.STOPPED and not node.is_stopped:
+        if outcome.state is mpwatch.WorkerState.STOPPED and not node.is_stopped and not outcome.stop_cause:
             self._handle_loss(node, ConnectionError(f"it has lost the driver, and left the job: {outcome.reason}"))
             return
         node.outcome = outcome
@@ -287,17 +298,35 @@ class Driver:
         if self._is_stopping or self._has_outcome():
             return
         if node.has_joined:
-            if not self._count_running():
-                self._stop_nodes()  # no node is left that knows of the job
+            if not self._count_running() and not self._restart():
+                self._stop_nodes()
                 return
         else:
             self._early_losses += 1
             if self._early_losses >= MAX_EARLY_LOSSES:
                 if self._count_running() >= self._rendezvous.min_nodes:
                     return
-                text = f"the engine could not start node {node.number}: {_summarize(error)}"
-                raise mpwatch.LaunchError(text) from error
+                reason = "\n".join([_summarize(error), *_find_end_of_traceback(str(error))])
+                node.outcome = mpwatch.LaunchError(f"the engine could not start node {node.number}: {reason}")
+                if self._losses and not self._count_running():
+                    self._stop_nodes()
+                    return
+                raise node.outcome from error
         self._start_node()
+
+    def _restart(self) -> bool:
+        """Let new nodes restart the ranks, since no node is left that knows of the job. Return False if none may."""
+        restart = self._restarts.lose_all(self._losses, time.time(), time.monotonic())
+        if restart is None:
+            return False
+        history, event = restart
+        self._store.write_history(history)
+        self._are_meeting = True
+        self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first new node to begin
+        with ignore_user_errors():
+            LogEvents()(event)
+        self._call_observers(event)
+        return True
 
     def _has_outcome(self) -> bool:
         """Return whether the job is over: a node that has joined it has ended."""
@@ -352,11 +381,12 @@ class Driver:
         has_ranks = any(result.workers for result in results)
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
-                return make_lost_result(self._losses)
+                reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._restarts.not_restarted
+                return self._restarts.complete(make_lost_result(self._losses, reason))
             for error in (*errors, *late_errors):
                 raise error
         if results:
-            return add_losses(merge_results(results), self._losses)
+            return self._restarts.complete(add_losses(merge_results(results), self._losses))
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -376,8 +406,16 @@ class Driver:
         if isinstance(event, RendezvousCompleted):
             node.group_rank, node.ranks = event.group_rank, event.ranks
             self._losses.clear()
+            self._are_meeting = self._waits_for_more = False
+            if self._begins_early:
+                self._begins_early = False
+                self._store.write_expected_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
+        self._restarts.handle_event(event)
+        self._call_observers(event)
+
+    def _call_observers(self, event: Event) -> None:
         for observer in tuple(self._observers):
             try:
                 observer(event)
@@ -400,43 +438,6 @@ class Driver:
             self._streams[stream] = _NullStream()
             log_now(logging.WARNING, "%s of the ranks is not shown any more", stream, error=error)
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection = self._listener.accept()
-            except OSError:  # too many open files
-                self._closed.wait(0.1)
-                continue
-            self._connections.append(connection)
-            self._start_thread(partial(self._receive, connection))
-
-    def _receive(self, connection: Connection) -> None:
-        number = None
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            _, (number, hostname) = connection.recv()
-            self._messages.put(("hello", number, (hostname, connection)))
-            while not self._closed.is_set():
-                kind, content = connection.recv()
-                if kind == "statuses":
-                    self._view.put(number, content)
-                    continue
-                if kind == "output":
-                    self._output_slots[number].acquire()
-                self._messages.put((kind, number, content))
-        except (EOFError, OSError, AuthenticationError):
-            pass  # a program that does not know the key is no node
-        finally:
-            shut_down(connection)  # after any other error, too: the node must not wait for this thread
-            if number is not None:
-                self._messages.put(("closed", number, connection))
-
-    def _start_thread(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="mpwatch driver", daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
 
 class _NullStream:
     def write(self, text: str) -> None:
@@ -457,3 +458,11 @@ def _summarize(error: BaseException) -> str:
         return summarize_exception(cause)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _find_end_of_traceback(text: str) -> list[str]:
+    """Return what follows the last frame in the text of an error. Ray's RuntimeEnvSetupError has its reason there."""
+    _, has_frames, end = text.rpartition('\n  File "')
+    lines = end.splitlines()[1:] if has_frames else []
+    lines = [line for line in dropwhile(lambda line: line.startswith("    "), lines) if line.strip()]
+    return lines if len(lines) <= ERROR_LINES else [lines[0], *lines[1 - ERROR_LINES :]]

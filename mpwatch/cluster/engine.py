@@ -13,6 +13,9 @@ from mpwatch.wire.pickling.pickler import pack_by_value
 class Engine(Protocol):
     """Starts functions on nodes. The driver's thread calls the methods.
 
+    An engine may also have the method `lacks_room(number: int) -> bool`. It returns at once whether the cluster has no room
+    for this node at present. A job of (min, max) nodes then does not wait for that node before it begins.
+
     Attributes:
         address: the driver's own address, to which the nodes connect.
     """
@@ -23,8 +26,11 @@ class Engine(Protocol):
         """Execute `call()` once, in a process on a node of its own. Return a future of the outcome.
 
         If no node is free now, the call waits for a node. If the engine loses the node or the process, the future gets an
-        exception. cloudpickle can pickle `call`. This method returns at once. Only its first call may wait until the cluster
-        has room for the job. It may then raise LaunchError.
+        exception. The driver waits without limit for the outcome of a node that has ended, since large results take their
+        time. So the engine must notice that an outcome will not come.
+
+        cloudpickle can pickle `call`. This method returns at once. Only its first call may wait until the cluster has room
+        for the job. It may then raise LaunchError.
 
         Args:
             call: what the node does.

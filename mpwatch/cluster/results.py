@@ -10,7 +10,6 @@ from mpwatch.results.failure import add_summary
 V = TypeVar("V")
 # If the nodes have ended in several states, the job has the first of these.
 STATES = (mpwatch.WorkerState.FAILED, mpwatch.WorkerState.STOPPED, mpwatch.WorkerState.SUCCEEDED)
-NO_NODE_LEFT = "all nodes were lost, so no node was left that could restart the ranks"
 OTHERS_HAVE_ENDED = "the ranks of the other nodes had ended"
 
 
@@ -66,15 +65,20 @@ def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessF
     )
 
 
-def make_lost_result(losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """Return the result of a job whose nodes were all lost. The first loss is the root cause."""
+def make_lost_result(losses: Iterable[mpwatch.ProcessFailure], not_restarted: str) -> mpwatch.RunResult[Any]:
+    """Return the result of a job whose nodes were all lost. The first loss is the root cause.
+
+    Args:
+        losses: a failure for each rank of the nodes.
+        not_restarted: why new nodes have not restarted the ranks.
+    """
     failures = [add_summary(failure) for failure in losses]
     return mpwatch.RunResult(
         state=mpwatch.WorkerState.FAILED,
         failures={failure.rank: failure for failure in sorted(failures, key=lambda failure: failure.rank)},
         root_cause=failures[0],
         worker_states={failure.rank: mpwatch.WorkerState.FAILED for failure in failures},
-        not_restarted=NO_NODE_LEFT,
+        not_restarted=not_restarted,
     )
 
 

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import mpwatch
 from mpwatch.cluster.driver import Driver
 from mpwatch.cluster.engine import Engine
+from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec
+from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
-from mpwatch.options.rendezvous import as_node_range
+from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
 from mpwatch.options.spec import Observers
 from mpwatch.options.validation import check_flag
 from mpwatch.results.report import format_report, format_signal
@@ -22,6 +24,7 @@ from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
 
 T = TypeVar("T")
+LAST_CALL_SECONDS = 30.0
 REFUSED = {
     "rendezvous": "the engine makes it",
     "post_mortem": "the nodes have no terminal; use capture_locals=True",
@@ -50,7 +53,7 @@ def run(
     find_address: Callable[[], str] | None = None,
     join_timeout: float = 600.0,
     node_timeout: float = 15.0,
-    last_call_timeout: float = 30.0,
+    last_call_timeout: float | None = None,
     check: bool = True,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
@@ -69,8 +72,9 @@ def run(
         find_address: returns the address of a node when it is called on this node. None means that mpwatch finds the
             address.
         join_timeout: seconds that nodes wait for each other.
-        node_timeout: seconds without a heartbeat after which a node is lost.
-        last_call_timeout: seconds to wait for more nodes, once min nodes have met.
+        node_timeout: seconds without a sign of life after which a node is lost.
+        last_call_timeout: seconds to wait for more nodes, once min nodes have met. None means 30 s. If the engine knows that
+            the cluster has no room for more nodes now, None means that the job begins at once. More nodes may join later.
         check: whether a failed job raises an exception. If it is False, `run` returns the result of the failed job.
         options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
             `forward_signals`.
@@ -98,7 +102,7 @@ def run(
             "is_host": False,
             "join_timeout": join_timeout,
             "node_timeout": node_timeout,
-            "options": {"last_call_timeout": last_call_timeout},
+            "options": {LAST_CALL_OPTION: LAST_CALL_SECONDS if last_call_timeout is None else last_call_timeout},
         }
         shown = logs or mpwatch.LogSpec()
         spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
@@ -112,25 +116,24 @@ def run(
         )
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
-        stores: list[Any] = []
-        stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
         view = stack.enter_context(closing(JobView(progress)))
-        driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
-        # after the driver: with an address that is not of this machine, torch would try for minutes
-        stores.append(_serve_store(engine.address, rendezvous["run_id"]))
+        links = stack.enter_context(closing(NodeLinks(engine.address, key, view.put)))
+        # after the links: with an address that is not of this machine, torch would try for minutes
+        store = stack.enter_context(closing(JobStore(engine.address, rendezvous["run_id"], spec.rendezvous.key)))
         node_spec = NodeSpec(
             number=0,
-            driver=driver.address,
+            driver=links.address,
             key=key,
             nprocs=nprocs,
             call=call,
-            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{stores[0].port}"},
+            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{store.port}"},
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
             wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
         )
-        result = driver.run(node_spec, spec.rendezvous, spec.grace_period)
+        driver = Driver(engine, links, view, shown, spec.observers)
+        result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None
@@ -146,17 +149,6 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
     except Exception as error:
         pack_spec(spec).close()  # names the part of the call that cannot be pickled
         raise mpwatch.LaunchError(f"an option cannot be sent to the nodes: {type(error).__name__}: {error}") from error
-
-
-def _serve_store(address: str, run_id: str) -> Any:
-    """Return the store of the rendezvous. It lives as long as it is referenced."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
-
-    from mpwatch.multinode.job_config_check import SERVED_ELSEWHERE_KEY  # imports torch
-
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    PrefixStore(f"mpwatch.{run_id}", store).set(SERVED_ELSEWHERE_KEY, "1")  # else the nodes wait a second for that node
-    return store
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:

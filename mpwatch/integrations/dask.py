@@ -76,10 +76,6 @@ def run(
     _check_client(client)
     least, _ = cluster.check_nodes(nodes)
     grace_period = options.get("grace_period", 10.0)
-    # before the wait for workers
-    mpwatch.WorkerSpec(
-        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
-    )
     engine = DaskEngine(
         client,
         least,
@@ -87,7 +83,7 @@ def run(
         resources=resources,
         address=address,
         seconds=join_timeout,
-        stop_seconds=grace_period + END_SECONDS,
+        grace_period=grace_period,
     )
     return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
 
@@ -115,9 +111,7 @@ class DaskEngine:
         address: the address of this process. If it is None, this is the address of the network interface that leads to the
             scheduler.
         seconds: how long to wait for enough workers.
-        stop_seconds: how long a node may need to end after it has lost the driver.
-
-    Raises LaunchError if the cluster has too few workers.
+        grace_period: the option of the job.
     """
 
     def __init__(
@@ -129,7 +123,7 @@ class DaskEngine:
         resources: Mapping[str, float] | None = None,
         address: str | None = None,
         seconds: float = 600.0,
-        stop_seconds: float = 15.0,
+        grace_period: float = 10.0,
     ) -> None:
         if isinstance(workers, str):
             raise TypeError(f"workers must be a collection of addresses, not a string; write [{workers!r}]")
@@ -138,26 +132,35 @@ class DaskEngine:
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
         self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
-        self._stop_seconds = stop_seconds
+        self._least, self._seconds, self._grace_period = least, seconds, grace_period
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._used: dict[int, str] = {}  # the worker of each node that has one
+        self._waiting: set[int] = set()  # the nodes for which there is no free worker
         self._left: set[str] = set()  # workers that may still execute a task that was removed
         self._listed: list[str] = []
         self._listed_at = -POLL_SECONDS
         self._lock = asyncio.Lock()
         self.address: str = address or get_ip(get_address_host(client.scheduler.address))
-        self._wait_for_workers(least, seconds)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a task, on a worker of its own."""
+        """Execute the call in a task, on a worker of its own. The first call waits for the least number of workers.
+
+        Raises LaunchError if the cluster has too few workers.
+        """
+        if not self._futures:
+            self._wait_for_workers(self._least, self._seconds)
         if self._client.status == "running":
             self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
         else:
             self._futures[number] = Future()
             self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
         return self._futures[number]
+
+    def lacks_room(self, number: int) -> bool:
+        """Return whether there is no free worker for this node."""
+        return number in self._waiting
 
     def cancel(self, number: int) -> None:
         """Remove the task. If it has begun, it ends when the driver closes its link."""
@@ -172,7 +175,7 @@ class DaskEngine:
         with suppress(TimeoutError):
             self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
             if self._left and (workers := sorted(self._left & self._client.nthreads().keys())):
-                seconds = self._stop_seconds
+                seconds = self._grace_period + END_SECONDS
                 self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
 
     # --- In the event loop of the client
@@ -189,6 +192,7 @@ class DaskEngine:
             raise
         finally:
             self._used.pop(number, None)
+            self._listed_at = -POLL_SECONDS  # its worker may be gone
             self._tasks.discard(task)
 
     async def _find_worker(self, number: int) -> str:
@@ -199,7 +203,9 @@ class DaskEngine:
             for worker in workers:
                 if self._find_place(worker, workers) not in used:
                     self._used[number] = worker
+                    self._waiting.discard(number)
                     return worker
+            self._waiting.add(number)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _execute_on(self, worker: str, call: bytes, key: str) -> cluster.NodeOutcome:
@@ -267,7 +273,7 @@ class DaskEngine:
 
     def _wait_for_workers(self, least: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        count = self._begin(self._count_places()).result(SYNC_SECONDS)
+        count = self._ask_for_places()
         if count < least:
             logger.warning(
                 "the Dask cluster has %d suitable workers for %d nodes; waiting %g s for more", count, least, seconds
@@ -281,7 +287,20 @@ class DaskEngine:
                     "workers, ask for fewer nodes, or list workers of any host in workers="
                 )
             time.sleep(min(POLL_SECONDS, seconds))
-            count = self._begin(self._count_places()).result(SYNC_SECONDS)
+            count = self._ask_for_places()
+
+    def _ask_for_places(self) -> int:
+        """Return how many nodes the present workers can be. Raises LaunchError."""
+        answer = self._begin(self._count_places())
+        try:
+            return int(answer.result(SYNC_SECONDS))
+        except OSError as error:  # TimeoutError, or an error of the connection
+            answer.cancel()
+            reason = str(error) or f"no answer within {SYNC_SECONDS:g} s"
+            raise mpwatch.LaunchError(
+                f"the Dask scheduler at {self._client.scheduler.address} does not say which workers it has: {reason}."
+                " It hangs, is too busy, or has ended. Check that `client.nthreads()` answers, or make a new Client"
+            ) from error
 
 
 # --- In a Dask worker

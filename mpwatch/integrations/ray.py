@@ -32,6 +32,7 @@ T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
 OMP_THREADS = "OMP_NUM_THREADS"
 WARN_SECONDS = 5.0  # without room in the cluster, before a warning says so
+ROOM_SECONDS = 2.0  # after which a node that Ray has not placed has no room; Ray needs some hundredths of a second
 WAIT_SECONDS = 0.25  # between two looks at whether a node is cancelled
 log = logging.getLogger("mpwatch")
 
@@ -138,6 +139,11 @@ class RayEngine:
         node.thread.start()
         return node.future
 
+    def lacks_room(self, number: int) -> bool:
+        """Return whether Ray finds no place for this node, or for one that is placed before it."""
+        is_full = any(node.lacks_room for node in self._further_nodes)
+        return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
+
     def cancel(self, number: int) -> None:
         """Kill the process of the task, or remove it from Ray's queue."""
         if (ref := self._refs.get(number)) is not None:
@@ -218,6 +224,8 @@ class _FurtherNode:
         self.number = number
         self.future: Future[cluster.NodeOutcome] = Future()
         self.group: PlacementGroup | None = None
+        self.is_placed = False
+        self.lacks_room = False
         self.is_cancelled = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(engine, call), name="mpwatch placement", daemon=True)
 
@@ -236,12 +244,16 @@ class _FurtherNode:
             if self.is_cancelled.is_set():
                 return False
         try:
-            other_node = {"ray.io/node-id": f"!in({', '.join(sorted(engine.find_used_nodes()))})"}
+            other_node = {"ray.io/node-id": f"!in({','.join(sorted(engine.find_used_nodes()))})"}  # Ray keeps blanks
             self.group = placement_group([engine.bundle], bundle_label_selector=[other_node])
+            room_deadline = time.monotonic() + ROOM_SECONDS
             while not self.group.wait(WAIT_SECONDS):
+                self.lacks_room = time.monotonic() >= room_deadline
                 if self.is_cancelled.is_set():
                     return False
+            self.is_placed = True
         finally:
+            self.lacks_room = False
             engine.placing.release()
         return not self.is_cancelled.is_set()
 

@@ -5,6 +5,8 @@ This module runs in the node thread. It uses these keys in the store of the job,
     job_config           the JobConfig of the first node, as a PublishedJobConfig
     job_config/writers   how many nodes have tried to write job_config; the first of them writes it
     served_elsewhere     exists if the driver of mpwatch.cluster serves the store, and not a node
+    history              the RestartHistory of a job whose nodes were all lost, for new nodes; the driver writes it
+    expected_nodes       how many nodes can come at present, if the driver knows it (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
 If the user passes a rendezvous handler, there is no store of the job. Then the leader compares the JobConfigs when the nodes
@@ -18,7 +20,7 @@ from threading import Event
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.protocol.job_config import describe_difference
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
-from mpwatch.multinode.protocol.messages import JobConfig, PublishedJobConfig, RefusedNode
+from mpwatch.multinode.protocol.messages import JobConfig, PublishedJobConfig, RefusedNode, RestartHistory
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SecretMismatchError, SignedJson
 from mpwatch.multinode.rendezvous.cancellable_wait import Deadline
 from mpwatch.multinode.rendezvous.client import JOB_OVER_KEY
@@ -28,7 +30,7 @@ from mpwatch.options.rendezvous import Rendezvous
 
 STORE_NODE_SECONDS = 1.0  # the other nodes wait this long for the JobConfig of the node that serves the store
 JOB_CONFIG_KEY, WRITERS_KEY, REFUSED_KEY = "job_config", "job_config/writers", "refused"
-SERVED_ELSEWHERE_KEY = "served_elsewhere"
+SERVED_ELSEWHERE_KEY, HISTORY_KEY = "served_elsewhere", "history"
 
 
 class JobConfigCheck:
@@ -86,6 +88,12 @@ class JobConfigCheck:
         except (StoreLostError, InvalidEntryError):
             return ""
         return f"{refused.hostname} was refused: {refused.reason}"
+
+    def read_history(self, store: PrefixedStore) -> RestartHistory:
+        """Return the history of a job whose nodes were all lost, or an empty one. Raises StoreLostError."""
+        if not store.check([HISTORY_KEY]):
+            return RestartHistory()
+        return from_json(RestartHistory, self._signed_json.decode(HISTORY_KEY, store.get(HISTORY_KEY)))
 
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published its JobConfig, publish this node's.

@@ -35,6 +35,7 @@ from mpwatch.multinode.protocol.messages import (
 )
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.failure import FailureKind
+from mpwatch.results.report import format_ranks
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
@@ -110,6 +111,8 @@ def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], fl
     for report in reports:
         reason = f"{describe_node(summary.node_infos, report.group_rank)}: {report.reason}"
         if report.outcome is NodeOutcome.TIMED_OUT:
+            if others := [rank for other in reports if other is not report for rank in other.unfinished]:
+                reason = f"{reason}; on other nodes {format_ranks(others)} had not returned"
             verdict = find_reported_verdict(reports)
             if verdict is not None and verdict.sentence not in reason:
                 reason = f"{reason}; {verdict.sentence}"

@@ -246,7 +246,8 @@ class NodeThread:
 
     def _run_rounds(self) -> None:
         round_ = self._join_first_round(self._make_join_deadline())
-        rejoin = self._run_round(round_, RestartHistory())
+        store = self._client.get_job_store()
+        rejoin = self._run_round(round_, RestartHistory() if store is None else self._job_config_check.read_history(store))
         while rejoin is not None:
             if self._stop_cause:
                 reason = describe_stop(self._stop_cause)

@@ -205,6 +205,7 @@ class MultiNodeRunController(RunController[T]):
         failures = _encode_failures(result)
         missing_ranks = limit_total_size(map(encode_failure, missing), MAX_MISSING_RANKS_BYTES)
         failed_attempt = self._build_failed_attempt(observations, result)
+        states = result.worker_states if stop_reason in (StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB) else {}
         is_restart_possible = has_failed and self._spec.policy.max_restarts
         no_restart_reason = find_no_restart_reason(self._spec.policy, failed_attempt) if is_restart_possible else ""
         return AttemptReport(
@@ -220,6 +221,7 @@ class MultiNodeRunController(RunController[T]):
             collectives=records,
             no_restart_reason=no_restart_reason[:MAX_REASON],
             reason=result.reason[:MAX_REASON],
+            unfinished=tuple(rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED),
             healthy_seconds=max(0.0, observations.healthy_seconds),
             step=-1 if failed_attempt.step is None else min(max(failed_attempt.step, -1), MAX_INTEGER),
         )

@@ -75,23 +75,36 @@ def list_processes(job):
     return pids
 
 
-def send(job, signum):
-    for pid in list_processes(job):
+def is_alive(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def send(pids, signum):
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signum)
 
 
-def end(job, state):
-    """End all processes of a job. It then has this state."""
+def mark(job, state):
+    """Give the job this state. Return False if it has ended before."""
     with locked(job.parent.parent):
         if read(job / "state") in ENDED:
-            return
+            return False
         write(job / "state", state)
-    send(job, signal.SIGTERM)
+        return True
+
+
+def kill(find_pids):
+    """End processes. `find_pids` returns those that are left."""
+    send(find_pids(), signal.SIGTERM)
     deadline = time.monotonic() + KILL_WAIT
-    while list_processes(job) and time.monotonic() < deadline:
+    while find_pids() and time.monotonic() < deadline:
         time.sleep(PERIOD)
-    send(job, signal.SIGKILL)
+    send(find_pids(), signal.SIGKILL)
 
 
 def read_directives(script):
@@ -175,7 +188,7 @@ def srun(folder, *arguments):
         write(job / "sessions", "\n".join(str(task.pid) for task in tasks))
     codes = [task.wait() for task in tasks]
     if "kill-on-bad-exit" not in options and any(codes):
-        send(job, signal.SIGKILL)
+        send(list_processes(job), signal.SIGKILL)
     sys.exit(max(abs(code) for code in codes))
 
 
@@ -190,9 +203,9 @@ def sacct(folder, *arguments):
 def scancel(folder, name, *options):
     job = folder / "jobs" / name
     if options:
-        send(job, signal.Signals[f"SIG{options[1].removeprefix('SIG')}"])
-    else:
-        end(job, "CANCELLED")
+        send(list_processes(job), signal.Signals[f"SIG{options[1].removeprefix('SIG')}"])
+    elif mark(job, "CANCELLED"):
+        kill(lambda: list_processes(job))
 
 
 def scontrol(folder, verb, name):
@@ -200,12 +213,16 @@ def scontrol(folder, verb, name):
     job = folder / "jobs" / name
     if "no-requeue" in read_directives(read(job / "script")):
         sys.exit("Requested operation is presently disabled")
-    subprocess.Popen([sys.executable, __file__, str(folder), "end", name], start_new_session=True, stdout=subprocess.DEVNULL)
+    pids = [str(pid) for pid in list_processes(job)]  # of this start; the next one may begin at once
+    if mark(job, "REQUEUED"):
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), "kill", *pids], start_new_session=True, stdout=subprocess.DEVNULL
+        )
 
 
 if __name__ == "__main__":
     folder, command, *arguments = Path(sys.argv[1]), *sys.argv[2:]
-    if command == "end":
-        end(folder / "jobs" / arguments[0], "REQUEUED")
+    if command == "kill":
+        kill(lambda: [int(pid) for pid in arguments if is_alive(int(pid))])
     else:
         globals()[command](folder, *arguments)

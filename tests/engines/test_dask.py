@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,16 +12,16 @@ import pytest
 
 import mpwatch
 from support.process_state import is_alive
-from support.programs import ENV
 
 pytest.importorskip("distributed")
 from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
 
 from engines import cases
+from engines.cases import wait_until
+from mpwatch.integrations import dask
 from mpwatch.integrations.dask import run
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-END_SECONDS = 10.0  # after the death of the driver
 
 
 def make_cluster(workers, **options):
@@ -49,13 +48,6 @@ def client(processes):
     processes.wait_for_workers(2)
     yield processes
     check_nothing_left(processes)
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 def check_nothing_left(client, *, daemonic=True):
@@ -188,13 +180,9 @@ def test_ctrl_c_stops_all_nodes(client):
         run(client, signal.pause, 2, nodes=2, on_event=interrupt)
 
 
-def interrupt_at_each_event(event):
-    raise KeyboardInterrupt
-
-
 def test_ctrl_c_twice_ends_all_nodes_at_once(client):
     with pytest.raises(KeyboardInterrupt):
-        run(client, signal.pause, 2, nodes=2, on_event=interrupt_at_each_event)
+        run(client, signal.pause, 2, nodes=2, on_event=cases.interrupt)
     assert not any(client.run(list_own_tasks).values())
 
 
@@ -231,6 +219,12 @@ def wait_for_second_start():
     if mpwatch.current_worker().restart_count == 0:
         signal.pause()
     return mpwatch.current_worker().restart_count, os.getppid()
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_are_all_lost_is_restarted():
+    with make_cluster(4) as cluster, Client(cluster) as client:  # Dask does not always start killed workers again
+        cases.check_loss_of_all_nodes(partial(run, client))
 
 
 def test_nodes_are_on_several_hosts_if_there_are_several():
@@ -280,11 +274,14 @@ def wait_for_two_nodes():
     return mpwatch.current_worker().world_size
 
 
+def test_a_job_does_not_wait_for_nodes_that_have_no_worker(client, caplog):
+    cases.check_begin_without_room(partial(run, client), caplog)
+
+
 @pytest.mark.slow
-def test_a_node_without_a_worker_is_given_up_at_the_end():
-    with make_cluster(1) as cluster, Client(cluster) as client:
-        result = run(client, report_pid, 2, nodes=(1, 2))
-        assert [rank for rank, *_ in result] == [0, 1]
+def test_a_job_on_four_nodes():
+    with make_cluster(4) as cluster, Client(cluster) as client:
+        cases.check_four_nodes(partial(run, client))
         check_nothing_left(client)
 
 
@@ -319,39 +316,16 @@ def report_rank():
     return mpwatch.current_worker().rank
 
 
-DRIVER = """
-import sys, os, signal, mpwatch
-from distributed import Client
-from mpwatch.integrations.dask import run
-
-def show_pid():
-    os.write(1, f"pid {os.getpid()}\\n".encode())
-    signal.pause()
-
-if __name__ == "__main__":
-    run(Client(sys.argv[1]), show_pid, 2, nodes=2)
-"""
+DRIVER = [
+    "from distributed import Client",
+    "from mpwatch.integrations.dask import run",
+    "run(Client(sys.argv[1]), show_pid, 2, nodes=2)",
+]
 
 
 def test_the_ranks_end_with_the_driver(client):
-    driver = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, client.scheduler.address],
-        env={**ENV, "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with driver:
-        pids = []
-        while len(pids) < 4:
-            line = driver.stdout.readline()
-            assert line
-            if "pid " in line:
-                pids.append(int(line.rpartition("pid ")[2]))
-        assert all(is_alive(pid) for pid in pids)
-        driver.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in pids), END_SECONDS)
-    wait_until(lambda: not client.run_on_scheduler(list_tasks), END_SECONDS)
+    cases.check_death_of_driver(cases.start_driver(DRIVER, client.scheduler.address))
+    wait_until(lambda: not client.run_on_scheduler(list_tasks))
 
 
 @pytest.mark.parametrize(
@@ -387,3 +361,21 @@ def test_a_bad_client_is_named(client):
     closed.close()
     with pytest.raises(ValueError, match="the Dask client is not connected to a scheduler, it is closed; make a new Client"):
         run(closed, report_pid, 2, nodes=2)
+
+
+def test_a_scheduler_that_does_not_answer_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(dask, "SYNC_SECONDS", 0.5)
+    file = tmp_path / "scheduler.json"
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", "--port", "0"]
+    with subprocess.Popen([*command, "--scheduler-file", file], stderr=subprocess.DEVNULL) as scheduler:
+        try:
+            with Client(scheduler_file=file) as client:
+                scheduler.send_signal(signal.SIGSTOP)
+                text = (
+                    r"the Dask scheduler at tcp://.* does not say which workers it has: no answer within 0\.5 s\. It hangs"
+                )
+                with pytest.raises(mpwatch.LaunchError, match=text):
+                    run(client, report_rank, 1, nodes=1)
+                scheduler.kill()
+        finally:
+            scheduler.kill()

@@ -3,12 +3,8 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -22,13 +18,13 @@ pytest.importorskip("torch")  # for the rendezvous
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from engines import cases, functions  # noqa: E402
-from mpwatch.cluster.driver import Driver  # noqa: E402
+from engines.cases import KillAllWatchers, RankPids, find_parent, wait_until  # noqa: E402
+from mpwatch.cluster.links import NodeLinks  # noqa: E402
 from mpwatch.integrations.ray import run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
 
 PATHS = os.pathsep.join([ENV["PYTHONPATH"], str(cases.EXAMPLES)])
-END_SECONDS = 10.0  # after the death of the driver
 # Ray notices a lost node after 1.5 seconds instead of 15.
 SETTINGS = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
 
@@ -42,13 +38,6 @@ def nodes():
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.05)  # Ray gives no notice
 
 
 def free_cpus():
@@ -77,21 +66,6 @@ def further_node(nodes):
     if not nodes.worker_nodes:  # the test has removed the second node
         nodes.add_node(num_cpus=2, resources={"disk": 1})
     wait_until(lambda: free_cpus() == 4.0)
-
-
-def find_parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-class RankPids:
-    """An observer that notes the process of each rank that has started."""
-
-    def __init__(self):
-        self.pids = {}
-
-    def __call__(self, event):
-        if isinstance(event, mpwatch.events.WorkerStarted):
-            self.pids[event.ranks[0]] = event.pid
 
 
 @pytest.mark.usefixtures("cluster")
@@ -149,6 +123,14 @@ def test_ctrl_c_stops_all_nodes():
 
 
 @pytest.mark.usefixtures("cluster")
+def test_ctrl_c_three_times_releases_the_resources(monkeypatch):
+    """The third one interrupts the wait for the end of the tasks. The fixture waits until the resources are free."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ray, "wait", cases.interrupt)
+        run(functions.wait, 2, nodes=2, on_event=cases.interrupt)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_a_cluster_that_has_no_room_is_named():
     with pytest.raises(mpwatch.LaunchError, match="the Ray cluster had no room for 3 nodes"):
         run(functions.report_pid, 2, nodes=3, join_timeout=1.0)
@@ -158,7 +140,7 @@ def test_a_cluster_that_has_no_room_is_named():
 def test_tasks_that_cannot_reach_the_driver_are_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()  # nothing listens there after this block
-    monkeypatch.setattr(Driver, "address", property(lambda self: address, lambda self, value: None), raising=False)
+    monkeypatch.setattr(NodeLinks, "address", property(lambda self: address, lambda self, value: None), raising=False)
     with pytest.raises(mpwatch.LaunchError, match=r"could not start node 2: .* cannot connect to the driver at .*refused"):
         run(functions.report_pid, 1, nodes=1)
 
@@ -176,38 +158,17 @@ def test_a_view_shows_the_ranks_of_all_nodes(capfd):
     assert "4 ranks" in capfd.readouterr().err
 
 
-DRIVER = """
-import sys, os, signal, ray, mpwatch
-from mpwatch.integrations.ray import run
-
-def show_pid():
-    os.write(1, f"pid {os.getpid()}\\n".encode())
-    signal.pause()
-
-ray.init(address=sys.argv[1], log_to_driver=False)
-run(show_pid, 2, nodes=2)
-"""
+DRIVER = [
+    "import ray",
+    "from mpwatch.integrations.ray import run",
+    "ray.init(address=sys.argv[1], log_to_driver=False)",
+    "run(show_pid, 2, nodes=2)",
+]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
 def test_the_ranks_end_with_the_driver(cluster, signum):
-    driver = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, cluster.address],
-        env={**ENV, "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with driver:
-        pids = []
-        while len(pids) < 4:
-            line = driver.stdout.readline()
-            assert line
-            if "pid " in line:
-                pids.append(int(line.rpartition("pid ")[2]))
-        assert all(is_alive(pid) for pid in pids)
-        driver.send_signal(signum)
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), END_SECONDS)
+    cases.check_death_of_driver(cases.start_driver(DRIVER, cluster.address), signum)
 
 
 class KillWatcher(RankPids):
@@ -237,19 +198,23 @@ def test_a_killed_watcher_fails_a_job_that_has_no_restart():
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_job_whose_only_watcher_is_killed_fails():
-    pids = []
+def test_a_job_whose_nodes_are_all_lost_is_restarted():
+    cases.check_loss_of_all_nodes(run)
 
-    def kill_watcher(event):
-        if isinstance(event, mpwatch.events.WorkerStarted) and not pids:
-            pids.append(event.pid)
-            os.kill(find_parent(event.pid), signal.SIGKILL)
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_job_whose_only_watcher_is_killed_again_and_again_fails():
+    kill = KillAllWatchers(ranks=1, attempts=2)
     with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: ") as caught:
-        run(functions.wait, 1, nodes=1, max_restarts=3, on_event=kill_watcher)
+        run(functions.wait, 1, nodes=1, max_restarts=1, node_timeout=3.0, on_event=kill)
     assert caught.value.failures[0].kind is mpwatch.FailureKind.LOST
-    assert "no node was left that could restart the ranks" in str(caught.value)
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    assert "restarted once, then no more: all restarts are used up" in str(caught.value)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_job_does_not_wait_for_nodes_that_the_cluster_has_no_room_for(caplog):
+    cases.check_begin_without_room(run, caplog)
 
 
 @pytest.mark.slow
@@ -282,9 +247,13 @@ def test_a_lost_node_that_cannot_be_replaced_fails_the_job(nodes):
         if len(pids.pids) == 3 and lost in nodes.worker_nodes:
             nodes.remove_node(lost, allow_graceful=False)
 
-    options = {"max_restarts": 1, "join_timeout": 8.0, "node_timeout": 3.0}
-    with pytest.raises(mpwatch.RunFailedError, match="was lost"):
-        run(functions.wait_for_second_start, 1, nodes=3, num_cpus=2, on_event=remove_node, **options)
+    options = {"max_restarts": 1, "join_timeout": 20.0, "node_timeout": 3.0}
+    try:
+        with pytest.raises(mpwatch.RunFailedError, match="was lost"):
+            run(functions.wait_for_second_start, 1, nodes=3, num_cpus=2, on_event=remove_node, **options)
+    finally:
+        if lost in nodes.worker_nodes:
+            nodes.remove_node(lost)
     wait_until(lambda: free_cpus() == 4.0)
     assert not any(is_alive(pid) for pid in pids.pids.values())
 
@@ -309,7 +278,7 @@ def test_a_new_node_joins_the_job(cluster):
 
     blocker = ray.remote(functions.wait).options(num_cpus=2).remote()  # on one of the two nodes
     try:
-        result = run(functions.wait_for_world_size, 2, nodes=(1, 2), args=(4,), last_call_timeout=0.5, on_event=add_node)
+        result = run(functions.wait_for_world_size, 2, nodes=(1, 2), args=(4,), on_event=add_node)
         assert list(result) == [0, 1, 2, 3]
         assert result.restarts == 0
     finally:
@@ -356,11 +325,7 @@ def test_a_job_on_four_nodes(cluster):
     further = [cluster.add_node(num_cpus=2) for _ in range(2)]
     try:
         wait_until(lambda: free_cpus() == 8.0)
-        result = run(functions.report_pid, 1, nodes=4)
-        assert [rank for rank, _, _ in result] == [0, 1, 2, 3]
-        assert [worker.group_rank for worker in result.workers] == [0, 1, 2, 3]
-        with pytest.raises(mpwatch.RunFailedError, match=r"rank 3 on node 3 .*: RankError: the disk is full"):
-            run(functions.raise_in_rank_3, 1, nodes=4)
+        cases.check_four_nodes(run)
     finally:
         for node in further:
             cluster.remove_node(node)

@@ -3,8 +3,7 @@
 import os
 import signal
 import subprocess
-import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,11 @@ from support.programs import ENV
 
 submitit = pytest.importorskip("submitit")
 
-from engines import slurm_stand_in  # noqa: E402
-from mpwatch.integrations.submitit import Job, run  # noqa: E402
+from engines import cases, slurm_stand_in  # noqa: E402
+from engines.cases import find_parent, wait_until  # noqa: E402
+from mpwatch.integrations.submitit import Job, engine, run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-END_SECONDS = 10.0  # after the death of the driver
 KINDS = ("local", "slurm")
 
 
@@ -75,13 +74,6 @@ def find_processes(tmp_path):
     return found
 
 
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
-
-
 class RankError(Exception):
     """Raised by a rank."""
 
@@ -123,6 +115,20 @@ def test_ctrl_c_stops_all_nodes(executor):
         run(executor, signal.pause, 2, nodes=2, on_event=interrupt)
 
 
+def test_ctrl_c_three_times_leaves_no_job(executor, monkeypatch):
+    """The third one interrupts the wait for the end of the jobs. The fixture waits until all processes have ended."""
+    waits = iter([cases.interrupt])
+    wait_until_done = engine._wait_until_done
+
+    def wait(jobs, seconds):
+        next(waits, wait_until_done)(jobs, seconds)
+
+    monkeypatch.setattr(engine, "_wait_until_done", wait)
+    with pytest.raises(KeyboardInterrupt):
+        run(executor, signal.pause, 2, nodes=2, on_event=cases.interrupt)
+    assert not list(waits)
+
+
 def test_a_lost_node_is_replaced(executor):
     killed = []
 
@@ -136,14 +142,15 @@ def test_a_lost_node_is_replaced(executor):
     assert killed[0] not in {watcher for _, watcher in result}
 
 
-def find_parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def wait_for_second_start():
     if mpwatch.current_worker().restart_count == 0:
         signal.pause()
     return mpwatch.current_worker().restart_count, os.getppid()
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_are_all_lost_is_restarted(executor):
+    cases.check_loss_of_all_nodes(partial(run, executor))
 
 
 @pytest.mark.slow
@@ -188,12 +195,7 @@ def wait_for_two_nodes():
 
 
 def test_ctrl_c_cancels_a_job_that_waits_in_the_queue(slurm, tmp_path):
-    program = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, str(tmp_path / "jobs"), "slurm", "4"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    program = cases.start_driver(DRIVER, str(tmp_path / "jobs"), "slurm", "4", stderr=subprocess.PIPE)
     with program:
         wait_until(lambda: slurm_stand_in.list_states(slurm) == {"101": "PENDING"})
         program.send_signal(signal.SIGINT)
@@ -203,41 +205,20 @@ def test_ctrl_c_cancels_a_job_that_waits_in_the_queue(slurm, tmp_path):
     check_nothing_left(tmp_path)
 
 
-DRIVER = """
-import sys, os, signal, submitit, mpwatch
-from mpwatch.integrations.submitit import run
-
-def show_pid():
-    os.write(1, f"pid {os.getpid()}\\n".encode())
-    signal.pause()
-
-if __name__ == "__main__":
-    executor = submitit.AutoExecutor(sys.argv[1], cluster=sys.argv[2])
-    run(executor, show_pid, 2, nodes=int(sys.argv[3]))
-"""
+DRIVER = [
+    "import submitit",
+    "from mpwatch.integrations.submitit import run",
+    "executor = submitit.AutoExecutor(sys.argv[1], cluster=sys.argv[2])",
+    "run(executor, show_pid, 2, nodes=int(sys.argv[3]))",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ranks_end_with_the_driver(kind, request, tmp_path):
     if kind == "slurm":
         request.getfixturevalue("slurm")
-    driver = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, str(tmp_path / "jobs"), kind, "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with driver:
-        pids = []
-        while len(pids) < 4:
-            line = driver.stdout.readline()
-            assert line
-            if "pid " in line:
-                pids.append(int(line.rpartition("pid ")[2]))
-        assert all(is_alive(pid) for pid in pids)
-        driver.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), END_SECONDS)
-        wait_until(lambda: not find_processes(tmp_path), END_SECONDS)
+    cases.check_death_of_driver(cases.start_driver(DRIVER, str(tmp_path / "jobs"), kind, "2"))
+    wait_until(lambda: not find_processes(tmp_path))
 
 
 def count_to(end, folder):

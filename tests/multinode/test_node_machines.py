@@ -563,6 +563,15 @@ def test_a_timeout_names_the_rank_of_another_node_that_has_not_joined():
     assert decision.reason.startswith("node 0 (host0): timeout; rank 2 called all_reduce #1 with float32[17]")
 
 
+def test_a_timeout_names_the_ranks_of_all_nodes_that_had_not_returned():
+    reports = {
+        0: AttemptReport(0, 0, NodeOutcome.STOPPED, unfinished=(0, 1)),
+        1: AttemptReport(1, 0, NodeOutcome.TIMED_OUT, reason="timeout: rank 2 had not returned", unfinished=(2,)),
+    }
+    decision = decide_after_victim(reports=reports, first_ranks={0: 0, 1: 2})
+    assert decision.reason == "node 1 (host1): timeout: rank 2 had not returned; on other nodes ranks 0-1 had not returned"
+
+
 def start_round():
     """Start the ranks of two nodes, each with one rank."""
     round_ = SimulatedRound(2)

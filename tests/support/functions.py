@@ -1,6 +1,7 @@
 """Functions for ranks that succeed. It must import little: every rank of many tests imports it."""
 
 import os
+import signal
 import sys
 import threading
 
@@ -76,3 +77,9 @@ def leaves_a_thread():
 
 def forks_and_both_return():
     return os.fork() == 0
+
+
+def wait_unless_restarted(restarts):
+    if mpwatch.current_worker().restart_count < restarts:
+        signal.pause()
+    return mpwatch.current_worker().rank, mpwatch.current_worker().restart_count

@@ -3,13 +3,18 @@
 import io
 import math
 import os
+import pickle
+import re
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Listener
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -18,6 +23,7 @@ import mpwatch
 from mpwatch import cluster
 from mpwatch.cluster import driver
 from support import functions
+from support.programs import ENV
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,9 +91,41 @@ def test_ctrl_c_stops_all_nodes():
         cluster.run(cluster.ThreadEngine(), signal.pause, 1, nodes=2, on_event=interrupt)
 
 
+def test_nodes_end_by_themselves_if_a_third_ctrl_c_interrupts_the_wait_for_them(monkeypatch):
+    calls = []
+
+    def interrupt(event=None):
+        calls.extend([event] if isinstance(event, mpwatch.events.CallStarted) else [])
+        if calls:
+            raise KeyboardInterrupt
+
+    engine = cluster.ThreadEngine()
+    close = engine.close
+    monkeypatch.setattr(engine, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(engine, signal.pause, 1, nodes=2, on_event=interrupt)
+    close()
+    assert all(future.done() for future in engine._futures.values())
+
+
 def test_all_nodes_stop_at_the_same_step():
     result = cluster.run(cluster.ThreadEngine(), wait_for_stop, 1, nodes=2, stop_after=2.0)
     assert list(result) == [result.stopped_at] * 2
+
+
+def test_a_timeout_names_the_ranks_of_all_nodes():
+    text = (
+        r"node \d \(.*\): the run did not end within timeout=1 s: rank \d had not returned; on other nodes rank \d had not"
+    )
+    with pytest.raises(mpwatch.RunTimeoutError, match=text):
+        cluster.run(cluster.ThreadEngine(), signal.pause, 1, nodes=2, timeout=1)
+
+
+def test_a_stop_before_the_ranks_are_started_is_named():
+    with pytest.raises(
+        mpwatch.RunFailedError, match="the run was stopped: a stop was requested, before its ranks were started"
+    ):
+        cluster.run(cluster.ThreadEngine(), functions.rank, 1, nodes=2, stop_after=0.001)
 
 
 class LosingEngine(cluster.ThreadEngine):
@@ -146,17 +184,41 @@ def test_a_node_that_the_driver_cannot_understand_is_replaced():
 
 
 class BrokenEngine(cluster.ThreadEngine):
-    """Can start no node."""
+    """Can start no node.
+
+    Args:
+        text: of the error.
+    """
+
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
 
     def start(self, call, number):
         lost = Future()
-        lost.set_exception(ConnectionError("there is no such package"))
+        lost.set_exception(ConnectionError(self.text))
         return lost
 
 
 def test_an_engine_that_can_start_no_node_is_an_error():
-    with pytest.raises(mpwatch.LaunchError, match="the engine could not start node 2: there is no such package"):
-        cluster.run(BrokenEngine(), functions.rank, 1, nodes=1)
+    with pytest.raises(mpwatch.LaunchError, match=r"the engine could not start node 2: there is no such package$"):
+        cluster.run(BrokenEngine("there is no such package"), functions.rank, 1, nodes=1)
+
+
+def test_the_reason_at_the_end_of_a_traceback_is_in_the_error_of_an_engine():
+    text = (
+        "Failed to set up runtime environment.\nTraceback (most recent call last):\n"  # as Ray's RuntimeEnvSetupError
+        '  File "pip.py", line 12, in install\n    raise CommandError(\n    ^^^^^\n'
+        "CommandError: pip failed.\n    Looking in indexes\n    ERROR: No matching distribution found\n"
+    )
+    with pytest.raises(mpwatch.LaunchError) as caught:
+        cluster.run(BrokenEngine(text), functions.rank, 1, nodes=1)
+    assert str(caught.value).splitlines() == [
+        "the engine could not start node 2: Failed to set up runtime environment.",
+        "CommandError: pip failed.",
+        "    Looking in indexes",
+        "    ERROR: No matching distribution found",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +282,11 @@ class FlakyEngine(cluster.ThreadEngine):
         return lost
 
 
-def test_a_job_whose_nodes_are_all_lost_fails():
+def test_a_job_whose_only_node_is_lost_at_its_end_fails():
     with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: the machine is gone\n") as caught:
         cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
     assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
-    assert "not restarted: all nodes were lost" in str(caught.value)
+    assert "not restarted: the ranks had ended before that" in str(caught.value)
 
 
 def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
@@ -233,6 +295,122 @@ def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
     result = caught.value.result
     assert len(result.return_values) == len(result.failures) == 1
     assert sorted(result.return_values | result.failures) == [0, 1]
+
+
+NODE = """
+import os, pickle, sys
+out = os.dup(1)
+os.dup2(2, 1)
+outcome = pickle.load(sys.stdin.buffer)()
+with open(out, "wb") as stream:
+    pickle.dump((outcome.data, [bytes(buffer) for buffer in outcome.buffers]), stream)
+"""
+
+
+class ProcessEngine(cluster.ThreadEngine):
+    """Starts nodes that are processes, and kills them.
+
+    Args:
+        limit: how many nodes it can start.
+        error: of further nodes. None: they wait.
+    """
+
+    def __init__(self, limit=math.inf, error=None):
+        super().__init__()
+        self.limit = limit
+        self.error = error
+        self.processes = []
+
+    def start(self, call, number):
+        if number < self.limit:
+            return super().start(partial(self.execute, cloudpickle.dumps(call)), number)
+        self._futures[number] = Future()
+        if self.error is not None:
+            self._futures[number].set_exception(self.error)
+        return self._futures[number]
+
+    def execute(self, call):
+        with subprocess.Popen(
+            [sys.executable, "-c", NODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV
+        ) as process:
+            self.processes.append(process)
+            answer, _ = process.communicate(call)
+        if process.returncode:
+            raise ConnectionError("its process was killed")
+        data, buffers = pickle.loads(answer)
+        return cluster.NodeOutcome(data, buffers)
+
+
+class KillAllNodes:
+    """Kills all nodes as often as wanted, each time when the ranks of all nodes have been called."""
+
+    def __init__(self, engine, nodes, times=1):
+        self.engine, self.nodes, self.times = engine, nodes, times
+        self.events, self.calls = [], 0
+
+    def __call__(self, event):
+        self.events.append(event)
+        self.calls += isinstance(event, mpwatch.events.CallStarted)
+        if self.times and self.calls == self.nodes:
+            self.calls = 0
+            self.times -= 1
+            for process in self.engine.processes:
+                process.kill()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog):
+    engine = ProcessEngine()
+    kill = KillAllNodes(engine, nodes if isinstance(nodes, int) else 2)
+    result = cluster.run(
+        engine, functions.wait_unless_restarted, 2, nodes=nodes, args=(1,), max_restarts=2, node_timeout=2.0, on_event=kill
+    )
+    assert list(result) == [(rank, 1) for rank in range(len(result))]
+    assert result.restarts == 1
+    first, second = result.attempts
+    assert first.root_cause.kind is mpwatch.FailureKind.LOST
+    assert second.is_counted
+    (restarting,) = [event for event in kill.events if isinstance(event, mpwatch.events.Restarting)]
+    assert restarting.restarts_left == 1
+    assert re.search(r"\(restart 1, 1 left\): rank \d on node \d", caplog.text)
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_are_all_lost_again_and_again_fails():
+    engine = ProcessEngine()
+    kill = KillAllNodes(engine, 1, times=3)
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: its process was killed\n"
+    ) as caught:
+        cluster.run(
+            engine, functions.wait_unless_restarted, 1, nodes=1, args=(9,), max_restarts=2, node_timeout=2.0, on_event=kill
+        )
+    assert "restarted 2 times, then no more: all restarts are used up (max_restarts=2)" in str(caught.value)
+    assert [str(attempt).partition(",")[0] for attempt in caught.value.result.attempts] == [
+        "first start",
+        "restart 1",
+        "restart 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OSError("no machine is left"),
+            "the new nodes could not begin: the engine could not start node 3: no machine is left",
+        ),
+        pytest.param(None, "no new node has begun within 10 s (join_timeout)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_whose_nodes_are_all_lost_fails_without_new_nodes(error, text):
+    engine = ProcessEngine(limit=1, error=error)
+    kill = KillAllNodes(engine, 1)
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: its process was killed\n"
+    ) as caught:
+        cluster.run(engine, signal.pause, 1, nodes=1, max_restarts=2, join_timeout=10.0, on_event=kill)
+    assert f"not restarted: {text}" in str(caught.value)
 
 
 class SlowEngine(cluster.ThreadEngine):
@@ -354,6 +532,31 @@ class LateEngine(cluster.ThreadEngine):
 def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting():
     result = cluster.run(LateEngine(), functions.rank, 1, nodes=(1, 2), last_call_timeout=0.0)
     assert list(result) == [0]
+
+
+class SmallEngine(cluster.ThreadEngine):
+    """Has room for two nodes."""
+
+    def start(self, call, number):
+        return super().start(call, number) if number < 2 else Future()
+
+    def lacks_room(self, number):
+        return number >= 2
+
+
+def test_nodes_do_not_wait_for_more_if_the_cluster_has_no_room(caplog):
+    caplog.set_level("INFO", "mpwatch")
+    result = cluster.run(SmallEngine(), functions.rank, 1, nodes=(1, 3), join_timeout=20.0)
+    assert list(result) == [0, 1]
+    assert "of at most 3 nodes have come; waiting up to 30 s for more (last_call_timeout)" in caplog.text
+    assert "the cluster has no room for more nodes now; the job begins with 2 of at most 3" in caplog.text
+
+
+def test_nodes_wait_for_more_if_the_user_wants_it(caplog):
+    caplog.set_level("INFO", "mpwatch")
+    result = cluster.run(SmallEngine(), functions.rank, 1, nodes=(1, 3), last_call_timeout=1.0)
+    assert list(result) == [0, 1]
+    assert "the cluster has no room" not in caplog.text
 
 
 class FullEngine(cluster.ThreadEngine):

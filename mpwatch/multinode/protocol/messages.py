@@ -164,6 +164,8 @@ class AttemptReport:
     """The reason why this node's root cause prevents a restart. It is empty if a restart is possible."""
     reason: str = ""
     """The reason why the attempt ended on this node, as in `RunResult.reason`."""
+    unfinished: tuple[int, ...] = ()
+    """The ranks that had not returned, if a timeout of this node or of another node has ended the attempt."""
     healthy_seconds: float = 0.0
     """The time between the moment when all ranks were ready and the failure."""
     step: int = -1

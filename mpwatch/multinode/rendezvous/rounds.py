@@ -34,6 +34,7 @@ from mpwatch.torch_private import forget_bootstrap_store
 
 T = TypeVar("T")
 
+EXPECTED_NODES_KEY = "expected_nodes"  # the key in the store of the job for the number of nodes that can come at present
 LEFT_KEY = "left"  # the key in the store of a round for the number of its nodes that have left
 LEAVE_TRIES = 20  # a try fails if another node has written the state meanwhile
 
@@ -106,6 +107,7 @@ class DynamicRendezvous:
         self._joined_count = 0  # the number of nodes that had joined in the latest state that contains this node
         self._previous_nodes: set[Node] = set()  # the nodes of the previous round
         self._expected_nodes = math.inf
+        self._job_store = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
 
     def join(self, deadline: Deadline, last_call: float, expected_nodes: float) -> Round:
         """See `RendezvousClient.join`."""
@@ -157,7 +159,10 @@ class DynamicRendezvous:
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
-        are_all_here = len(returned) >= self._expected_nodes and not (state.wait_list or state.redundancy_list)
+        expected = self._expected_nodes
+        if not self._previous_nodes and self._job_store.check([EXPECTED_NODES_KEY]):
+            expected = int(self._job_store.get(EXPECTED_NODES_KEY))
+        are_all_here = len(returned) >= expected and not (state.wait_list or state.redundancy_list)
         return timedelta() if are_all_here else self._timeouts.last_call
 
     def _is_still_complete(self, info: RendezvousInfo) -> bool:

@@ -1,0 +1,118 @@
+"""`NodeLinks`: the driver's end of the links, which are TCP connections. The node's end is in node.py.
+
+thread "mpwatch driver"    accepts the connections of nodes
+one more for each node     puts what the node sends into the queue of messages
+"""
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+import mpwatch
+from mpwatch.cluster.node import shut_down
+from mpwatch.results.rank_status import RankStatus
+
+CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
+MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until the driver has written them; then the node waits
+
+
+class NodeLinks:
+    """The links of all nodes of one job.
+
+    Args:
+        address: of the driver.
+        key: the secret of the links. A program that does not know it is no node.
+        on_statuses: called with the number of a node and the statuses of its ranks, in the thread of the node.
+
+    Raises LaunchError if it cannot listen at the address.
+
+    Attributes:
+        address: where it listens, with the port.
+        messages: the kind of each message, the number of the node, and the content. The first message of a node is "hello"
+            with its hostname and connection. The last one is "closed" with the connection.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        on_statuses: Callable[[int, Sequence[RankStatus]], None],
+    ) -> None:
+        self.messages: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._key, self._on_statuses = key, on_statuses
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._connections: list[Connection] = []
+        self._output_slots: defaultdict[int, threading.Semaphore] = defaultdict(
+            partial(threading.Semaphore, MAX_WAITING_OUTPUTS)
+        )
+        try:
+            self._listener = Listener((address, 0), backlog=128)
+        except OSError as error:
+            text = f"the driver cannot listen at {address}, which must be an address of this machine: {error}"
+            raise mpwatch.LaunchError(text) from error
+        self.address: tuple[str, int] = self._listener.address
+        self._start_thread(self._accept)
+
+    def acknowledge_output(self, number: int) -> None:
+        """Let the node send more output: a message with output was taken from the queue."""
+        self._output_slots[number].release()
+
+    def close(self) -> None:
+        """End the links, and wait for the threads."""
+        self._closed.set()
+        with suppress(OSError):
+            Client(self.address).close()  # this wakes the thread that accepts
+        self._threads[0].join(CLOSE_SECONDS)  # it accepts; after that there are no further connections
+        self._listener.close()
+        for connection in self._connections:
+            shut_down(connection)
+        for slots in tuple(self._output_slots.values()):
+            slots.release()
+        for thread in self._threads[1:]:
+            thread.join(CLOSE_SECONDS)
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = self._listener.accept()
+            except OSError:  # too many open files
+                self._closed.wait(0.1)
+                continue
+            self._connections.append(connection)
+            self._start_thread(partial(self._receive, connection))
+
+    def _receive(self, connection: Connection) -> None:
+        number = None
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            _, (number, hostname) = connection.recv()
+            self.messages.put(("hello", number, (hostname, connection)))
+            while not self._closed.is_set():
+                kind, content = connection.recv()
+                if kind == "statuses":
+                    self._on_statuses(number, content)
+                    continue
+                if kind == "output":
+                    self._output_slots[number].acquire()
+                self.messages.put((kind, number, content))
+        except (EOFError, OSError, AuthenticationError):
+            pass  # a program that does not know the key is no node
+        finally:
+            shut_down(connection)  # after any other error, too: the node must not wait for this thread
+            if number is not None:
+                self.messages.put(("closed", number, connection))
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="mpwatch driver", daemon=True)
+        thread.start()
+        self._threads.append(thread)

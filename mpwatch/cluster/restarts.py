@@ -1,0 +1,135 @@
+"""`JobRestarts`: lets a job survive the loss of all its nodes at the same time. Pure.
+
+As long as a node remains, the nodes decide together what follows on a failure: see multinode/job_decision.py. If none
+remains, the driver decides by the same rules, from the events that the nodes have sent. New nodes get the RestartHistory
+of the job.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mpwatch
+from mpwatch.events.types import Event, RendezvousCompleted, Restarting, RunEnded, Stopping
+from mpwatch.multinode.job_decision import describe_stop
+from mpwatch.multinode.protocol.messages import RestartHistory
+from mpwatch.results.failure import add_summary
+from mpwatch.results.model import Attempt
+from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartCounters
+
+HAS_ENDED = "the ranks had ended before that"
+NO_FAILURES: Mapping[int, mpwatch.ProcessFailure] = {}
+
+
+class JobRestarts:
+    """The attempts of one job, as the driver knows them.
+
+    Args:
+        policy: which restarts are allowed.
+        run_id: name of the job.
+
+    Attributes:
+        not_restarted: why there was no restart after the loss of all nodes. Empty before that, or if the policy allows none.
+    """
+
+    def __init__(self, policy: mpwatch.RestartPolicy, run_id: str) -> None:
+        self.not_restarted = ""
+        self._run_id = run_id
+        self._policy = policy
+        self._restarts_used = 0
+        self._start: RendezvousCompleted | None = None  # of the attempt that runs
+        self._attempts: dict[int, Attempt] = {}  # those that have ended, by number
+        self._counted: set[int] = set()  # attempts that were restarts which the policy allows
+        self._has_lost_all = False
+        self._stop_reason = ""  # why the job will not be restarted in any case
+
+    def handle_event(self, event: Event) -> None:
+        """Note what a node has published. All nodes of a job publish these events."""
+        if isinstance(event, RendezvousCompleted):
+            if event.attempt not in self._attempts:
+                self._start = event
+        elif isinstance(event, Restarting):
+            self._restarts_used = self._policy.max_restarts - event.restarts_left
+            if self._start is not None and self._start.attempt == event.attempt:
+                self._end_attempt(self._start, event.time, event.cause, reason=event.reason)
+            if event.is_counted:
+                self._counted.add(event.attempt + 1)
+        elif isinstance(event, Stopping):
+            self._stop_reason = describe_stop(event.stop_cause)
+        elif isinstance(event, RunEnded) and event.state is not mpwatch.WorkerState.STOPPED:
+            self._stop_reason = HAS_ENDED
+
+    def lose_all(
+        self, losses: Sequence[mpwatch.ProcessFailure], time: float, monotonic: float
+    ) -> tuple[RestartHistory, Restarting] | None:
+        """Decide what follows on the loss of all nodes. Return what new nodes need to know, and the event. None: no restart.
+
+        Args:
+            losses: the ranks of the nodes, the first one first.
+            time: seconds since 1970.
+            monotonic: seconds of CLOCK_MONOTONIC.
+        """
+        self._has_lost_all = True
+        failures = {failure.rank: add_summary(failure) for failure in losses}
+        cause = failures[losses[0].rank]
+        is_counted = self._start is not None  # else the nodes were lost while they met again, and have counted that restart
+        if self._start is not None:
+            self._end_attempt(self._start, time, cause, failures=failures)
+        if self._stop_reason:
+            self.not_restarted = self._stop_reason
+            return None
+        latest = self._attempts[max(self._attempts)]
+        if is_counted:
+            budget = RestartBudget(self._policy, counters=RestartCounters(restarts_used=self._restarts_used))
+            decision = budget.decide(FailedAttempt(cause=None, no_restart_reason=lambda: ""))
+            if decision.delay is None:
+                self.not_restarted = decision.no_restart_reason
+                return None
+            self._restarts_used = budget.counters.restarts_used
+            self._counted.add(latest.number + 1)
+        event = Restarting(
+            time=time,
+            monotonic=monotonic,
+            run_id=self._run_id,
+            ranks=latest.ranks,
+            attempt=latest.number,
+            cause=cause,
+            delay=0.0,
+            restarts_left=self._policy.max_restarts - self._restarts_used,
+            is_counted=is_counted,
+        )
+        return RestartHistory(latest.number + 1, self._restarts_used), event
+
+    def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
+        """Return the result with the attempts of lost nodes, which the nodes of the result do not know."""
+        if not self._has_lost_all:
+            return result
+        attempts = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}
+        return replace(
+            result,
+            attempts=tuple(
+                replace(attempts[number], is_counted=attempts[number].is_counted or number in self._counted)
+                for number in sorted(attempts)
+            ),
+        )
+
+    def _end_attempt(
+        self,
+        start: RendezvousCompleted,
+        time: float,
+        cause: mpwatch.ProcessFailure | None,
+        *,
+        failures: Mapping[int, mpwatch.ProcessFailure] = NO_FAILURES,
+        reason: str = "",
+    ) -> None:
+        self._start = None
+        self._attempts[start.attempt] = Attempt(
+            number=start.attempt,
+            ranks=tuple(range(start.world_size)),
+            started_at=start.time,
+            elapsed=max(0.0, time - start.time),
+            state=mpwatch.WorkerState.STOPPED if cause is None else mpwatch.WorkerState.FAILED,
+            failures=failures or ({} if cause is None else {cause.rank: cause}),
+            root_cause=cause,
+            reason=reason,
+        )

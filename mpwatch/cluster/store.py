@@ -1,0 +1,47 @@
+"""`JobStore`: the store in which the nodes of a job meet. The driver serves it, and leaves notes for the nodes there."""
+
+from typing import Any
+
+from mpwatch.multinode.protocol.json_codec import to_json
+from mpwatch.multinode.protocol.messages import RestartHistory
+from mpwatch.multinode.protocol.signed_json import SignedJson
+
+
+class JobStore:
+    """The store of one job.
+
+    Args:
+        address: of the driver.
+        run_id: name of the job.
+        key: the secret of the job.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, address: str, run_id: str, key: bytes) -> None:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
+
+        from mpwatch.multinode.job_config_check import SERVED_ELSEWHERE_KEY  # imports torch
+
+        self._signed_json = SignedJson(key, run_id)
+        self._server: Any = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        self._store: Any = PrefixStore(f"mpwatch.{run_id}", self._server)
+        self._store.set(SERVED_ELSEWHERE_KEY, "1")  # else the nodes wait a second for that node
+        self.port: int = self._server.port
+
+    def write_history(self, history: RestartHistory) -> None:
+        """Let nodes that join a round without any earlier node go on with this history."""
+        from mpwatch.multinode.job_config_check import HISTORY_KEY
+
+        self._store.set(HISTORY_KEY, self._signed_json.encode(HISTORY_KEY, to_json(history)))
+
+    def write_expected_nodes(self, count: int) -> None:
+        """Let new nodes wait for no further nodes when so many have joined."""
+        from mpwatch.multinode.rendezvous.rounds import EXPECTED_NODES_KEY
+
+        self._store.set(EXPECTED_NODES_KEY, str(count))
+
+    def close(self) -> None:
+        """End the server. It lives as long as it is referenced, and the traceback of an error may keep this object."""
+        self._store = self._server = None

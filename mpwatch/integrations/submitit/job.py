@@ -1,0 +1,121 @@
+"""`Job`: the function of each task of a job whose program does not wait."""
+
+import os
+import secrets
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import submitit
+from submitit.helpers import DelayedSubmission
+
+import mpwatch
+from mpwatch.integrations.submitit.preemption import preemption_signal
+
+
+class Job:
+    """A function for `executor.submit`, with an executor of several nodes and one task a node.
+
+    Each task runs the ranks of its node with `mpwatch.run`, and returns their RunResult. `job.results()` of submitit returns
+    those of all tasks. After the signal of submitit the ranks save and return, as `mpwatch.should_stop` asks them to, and
+    submitit queues the job again. It then begins again with the same arguments. Give ranks the time that saving takes with
+    the parameter `slurm_signal_delay_s` of the executor.
+
+    Example:
+        executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
+        job = executor.submit(Job(train, 8, args=(path,), backend="nccl"))
+
+    Args:
+        fn: see `mpwatch.run`.
+        nprocs: number of ranks of each node.
+        min_nodes: the job continues without lost nodes as long as so many remain. None: all nodes. SLURM must let it
+            continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
+        port: on the first node, of the store. None: a number that follows from the number of the job.
+        join_timeout: seconds that nodes wait for each other.
+        node_timeout: seconds without a sign of life after which a node is lost.
+        options: other options of `mpwatch.run`, except `rendezvous` and `stop_signals`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        nprocs: Any = "auto",
+        *,
+        min_nodes: int | None = None,
+        port: int | None = None,
+        join_timeout: float = 600.0,
+        node_timeout: float = 15.0,
+        **options: Any,
+    ) -> None:
+        for name in {"rendezvous", "stop_signals"} & options.keys():
+            raise TypeError(f"a Job has no option {name!r}: it follows from what submitit says in each task")
+        self._fn = fn
+        self._nprocs = nprocs
+        self._min_nodes = min_nodes
+        self._port = port
+        self._options = {"progress": False, **options}
+        self._rendezvous: dict[str, Any] = {
+            "join_timeout": join_timeout,
+            "node_timeout": node_timeout,
+            "secret": secrets.token_hex(16),
+        }
+        rendezvous = mpwatch.Rendezvous(f"node0:{port or 1}", run_id="job", nnodes=min_nodes or 1, **self._rendezvous)
+        count = 1 if isinstance(nprocs, str) else nprocs  # the GPUs and CPUs of a node are counted there
+        checked = {name: value for name, value in self._options.items() if name != "check"}
+        mpwatch.WorkerSpec(fn=fn, nprocs=count, rendezvous=rendezvous, **checked)
+
+    def __call__(self) -> mpwatch.RunResult[Any]:
+        """Run the ranks of this node. submitit calls it in each task."""
+        task = submitit.JobEnvironment()
+        rendezvous = self._make_rendezvous(task)
+        number = preemption_signal()
+        error: mpwatch.RunFailedError | None = None
+        with _ignore_sigterm():
+            try:
+                result = mpwatch.run(self._fn, self._nprocs, rendezvous=rendezvous, stop_signals=(number,), **self._options)
+            except mpwatch.RunFailedError as caught:
+                result, error = caught.result, caught
+        was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED
+        if number.name in result.stop_cause and was_cut_short:
+            signal.raise_signal(number)  # now submitit acts on it: in task 0 this queues the job again, and exits
+            if task.global_rank > 0:
+                sys.exit()  # without a result, since there will be another one
+        if error is not None:
+            raise error
+        return result
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Return what submitit queues again."""
+        return DelayedSubmission(self)
+
+    def _make_rendezvous(self, task: submitit.JobEnvironment) -> mpwatch.Rendezvous:
+        nodes = task.num_tasks
+        is_local = task.cluster == "local"
+        if not is_local and task.num_nodes != nodes:
+            raise ValueError(
+                f"the job has {nodes} tasks on {task.num_nodes} nodes, but mpwatch needs one task a node, and starts the "
+                "ranks there itself; call executor.update_parameters(tasks_per_node=1)"
+            )
+        host = "127.0.0.1" if is_local else task.hostnames[0]
+        port = self._port or 20_000 + zlib.crc32(task.job_id.encode()) % 10_000
+        count = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return mpwatch.Rendezvous(
+            f"{host}:{port}",
+            run_id=f"submitit-{task.job_id}-{count}",
+            nnodes=(min(self._min_nodes or nodes, nodes), nodes),
+            is_host=task.global_rank == 0,
+            **self._rendezvous,
+        )
+
+
+@contextmanager
+def _ignore_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM in this process, as submitit does: SLURM sends it together with the signal of submitit."""
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)

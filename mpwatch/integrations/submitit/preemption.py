@@ -1,0 +1,53 @@
+"""The signal of submitit, in a task: it asks all ranks to stop at the same step."""
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import submitit
+
+import mpwatch
+
+POLL_SECONDS = 0.5  # between two requests to ranks that have not been started yet
+
+
+@contextmanager
+def stop_when_preempted() -> Iterator[threading.Event]:
+    """Ask all ranks to stop when this process gets the signal of submitit. Yield an event that is set then.
+
+    Any thread may get a signal, and the main thread waits for a lock. So another thread reads Python's wake-up descriptor.
+    In threads that are started within the block the signal is blocked, and so it is in the guardian.
+    """
+    number = preemption_signal()
+    is_preempted, is_over = threading.Event(), threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def follow() -> None:
+        while data := reader.recv(64):
+            if number in data:
+                is_preempted.set()
+                while not mpwatch.request_stop() and not is_over.wait(POLL_SECONDS):
+                    pass  # the ranks have not been started yet
+
+    thread = threading.Thread(target=follow, name="mpwatch preemption")
+    thread.start()  # with the signal not blocked
+    signal.signal(number, lambda *_: None)  # for good, since submitit would queue a job again that the driver has given up
+    wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield is_preempted
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.set_wakeup_fd(wakeup_fd)
+        is_over.set()
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def preemption_signal() -> signal.Signals:
+    """Return the signal with which SLURM announces that a job will lose its machines."""
+    return signal.Signals[f"SIG{submitit.JobEnvironment.USR_SIG}"]

@@ -1,0 +1,107 @@
+"""`run`: a job of submitit whose program waits for the values of all ranks."""
+
+import functools
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import submitit
+
+import mpwatch
+from mpwatch import cluster
+from mpwatch.integrations.submitit.engine import SubmititEngine, find_kind
+from mpwatch.integrations.submitit.preemption import preemption_signal
+
+T = TypeVar("T")
+END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
+
+
+def run(
+    executor: submitit.Executor,
+    fn: Callable[..., T],
+    nprocs: Any = "auto",
+    *,
+    nodes: int | tuple[int, int],
+    max_requeues: int = 3,
+    address: str | None = None,
+    join_timeout: float = 600.0,
+    **options: Any,
+) -> mpwatch.RunResult[T]:
+    """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
+
+    The executor has the parameters of the job: time, partition, CPUs and GPUs of a node and so on. Its `nodes` and
+    `tasks_per_node` are set by this function, in a copy. With a LocalExecutor the nodes are processes of this machine. The
+    logs of submitit stay in its folder.
+
+    Args:
+        executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
+        fn: see `mpwatch.run`.
+        nprocs: number of ranks of each node.
+        nodes: the number of nodes, or the least and the greatest number. SLURM starts the least number together.
+        max_requeues: how many times the job is submitted again after SLURM has sent its signal: the function resumes by
+            itself, from what it has saved. After that, the result says in `stopped_at` at which step the ranks have stopped.
+        address: of this process, to which the nodes connect. None: the address of this machine's name.
+        join_timeout: seconds that nodes wait for each other once SLURM has started the first one.
+        options: other options of `mpwatch.cluster.run`.
+
+    Raises: as `mpwatch.cluster.run`.
+    """
+    __tracebackhide__ = True
+    kind = find_kind(executor)
+    least, _ = cluster.check_nodes(nodes)
+    if max_requeues < 0:
+        raise ValueError(f"max_requeues must be 0 or more, not {max_requeues!r}")
+    grace_period = options.get("grace_period", 10.0)
+    # the wrapper of fn takes any arguments
+    mpwatch.WorkerSpec(
+        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
+    )
+    options |= {"nodes": nodes, "join_timeout": join_timeout}
+    stop_seconds = grace_period + END_SECONDS
+    while True:
+        own_address = address or _find_own_address(kind)
+        engine = SubmititEngine(executor, least, address=own_address, stop_seconds=stop_seconds)
+        error: mpwatch.RunFailedError | None = None
+        try:
+            result = cluster.run(engine, _ignore_signal(fn), nprocs, **options)
+        except mpwatch.RunFailedError as caught:
+            result, error = caught.result, caught
+            _remove_own_frame(caught.__cause__)
+        was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED
+        if engine.is_preempted and was_cut_short and max_requeues:
+            max_requeues -= 1
+        elif error is not None:
+            raise error
+        else:
+            return result
+
+
+def _find_own_address(kind: str) -> str:
+    if kind == "local":
+        return "127.0.0.1"
+    address = socket.gethostbyname(socket.gethostname())
+    if not address.startswith("127."):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("10.255.255.255", 1))  # this sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _remove_own_frame(error: BaseException | None) -> None:
+    """Have the traceback of a rank begin in its function. See `_ignore_signal`."""
+    trace = None if error is None else error.__traceback__
+    if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = trace.tb_next
+
+
+def _ignore_signal(fn: Callable[..., T]) -> Callable[..., T]:
+    """Have ranks ignore the signal of submitit, which SLURM sends to all processes."""
+    number = int(preemption_signal())
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> T:
+        signal.signal(number, signal.SIG_IGN)
+        return fn(*args, **kwargs)
+
+    return call
