@@ -34,9 +34,9 @@ class SubmititEngine:
     """Starts the least number of nodes as one job of submitit, and each other node as a job of its own.
 
     Args:
-        executor: of submitit. It is copied.
+        executor: an executor of submitit. The engine uses a copy of it.
         least: the least number of nodes.
-        address: of this process.
+        address: the address of this process.
         stop_seconds: how long a node may need to end after it has lost the driver.
 
     Attributes:
@@ -62,7 +62,7 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit it. The first nodes are submitted when the last one of them is started."""
+        """Submit a node. The least number of nodes are submitted as one job, when the last of them is started."""
         write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -72,7 +72,7 @@ class SubmititEngine:
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
-        """Cancel its job. If that job has other nodes, this one ends when it does not reach the driver."""
+        """Cancel the job of a node, if no other node of it runs. Otherwise the node ends when it has lost the driver."""
         with self._lock:
             self._futures[number].cancel()
         for job, numbers in self._jobs:
@@ -159,7 +159,7 @@ class SubmititEngine:
 
 
 def find_kind(executor: submitit.Executor) -> str:
-    """Return the name of the cluster of an executor: "slurm", "local", or that of a plugin."""
+    """Return the name of the cluster of an executor: "slurm", "local", or the name of a plugin."""
     if not isinstance(executor, submitit.Executor):
         raise TypeError(f"executor must be an executor of submitit, such as AutoExecutor, not {type(executor).__name__}")
     kind = executor.cluster if isinstance(executor, submitit.AutoExecutor) else executor.name()
@@ -169,7 +169,7 @@ def find_kind(executor: submitit.Executor) -> str:
 
 
 def _make_parameters(executor: submitit.Executor, kind: str, tasks: int) -> dict[str, Any]:
-    """Return the parameters of a job of so many tasks, one a node."""
+    """Return the parameters of a job with this number of tasks, one on each node."""
     if kind == "local":
         return {"tasks_per_node": tasks}
     is_auto = isinstance(executor, submitit.AutoExecutor)
@@ -197,7 +197,7 @@ def _wait_until_done(jobs: Sequence[submitit.Job[Any]], seconds: float) -> None:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file in one step, so that nobody reads half of it."""
+    """Write a file in one step, so that no process reads half of it."""
     with open(f"{path}.new", "wb") as stream:
         stream.write(data)
     os.replace(f"{path}.new", path)

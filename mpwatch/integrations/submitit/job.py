@@ -17,12 +17,12 @@ from mpwatch.integrations.submitit.preemption import preemption_signal
 
 
 class Job:
-    """A function for `executor.submit`, with an executor of several nodes and one task a node.
+    """A function that you pass to `executor.submit`. The executor must start one task on each of its nodes.
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns their RunResult. `job.results()` of submitit returns
-    those of all tasks. After the signal of submitit the ranks save and return, as `mpwatch.should_stop` asks them to, and
-    submitit queues the job again. It then begins again with the same arguments. Give ranks the time that saving takes with
-    the parameter `slurm_signal_delay_s` of the executor.
+    the list of all these results. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the ranks, so
+    that they save and return. submitit then queues the job again, with the same arguments. The parameter
+    `slurm_signal_delay_s` of the executor must be long enough for saving.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -31,9 +31,9 @@ class Job:
     Args:
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
-        min_nodes: the job continues without lost nodes as long as so many remain. None: all nodes. SLURM must let it
-            continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
-        port: on the first node, of the store. None: a number that follows from the number of the job.
+        min_nodes: the job continues without lost nodes as long as this number of nodes remains. None means all nodes. SLURM
+            must also continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
+        port: the port of the store, on the first node. If it is None, the port follows from the number of the job.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
         options: other options of `mpwatch.run`, except `rendezvous` and `stop_signals`.

@@ -18,7 +18,7 @@ def stop_when_preempted() -> Iterator[threading.Event]:
     """Ask all ranks to stop when this process gets the signal of submitit. Yield an event that is set then.
 
     Any thread may get a signal, and the main thread waits for a lock. So another thread reads Python's wake-up descriptor.
-    In threads that are started within the block the signal is blocked, and so it is in the guardian.
+    Threads that start within the block, and the guardian process, block the signal.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

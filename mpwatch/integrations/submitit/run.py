@@ -30,22 +30,23 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
 
-    The executor has the parameters of the job: time, partition, CPUs and GPUs of a node and so on. Its `nodes` and
-    `tasks_per_node` are set by this function, in a copy. With a LocalExecutor the nodes are processes of this machine. The
-    logs of submitit stay in its folder.
+    The executor has the parameters of the job: time, partition, CPUs and GPUs of a node and so on. This function sets
+    `nodes` and `tasks_per_node` in a copy of the executor. With a LocalExecutor the nodes are processes of this machine. The
+    logs of submitit stay in the executor's folder.
 
     Args:
         executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or the least and the greatest number. SLURM starts the least number together.
-        max_requeues: how many times the job is submitted again after SLURM has sent its signal: the function resumes by
-            itself, from what it has saved. After that, the result says in `stopped_at` at which step the ranks have stopped.
-        address: of this process, to which the nodes connect. None: the address of this machine's name.
+        max_requeues: how many times the job is submitted again after SLURM has sent its signal. The function must continue
+            from what it has saved. After that, `stopped_at` of the result is the step at which the ranks have stopped.
+        address: the address of this process, to which the nodes connect. If it is None, this is the address of the machine's
+            host name.
         join_timeout: seconds that nodes wait for each other once SLURM has started the first one.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`.
+    Raises: see `mpwatch.cluster.run`.
     """
     __tracebackhide__ = True
     kind = find_kind(executor)
@@ -89,14 +90,14 @@ def _find_own_address(kind: str) -> str:
 
 
 def _remove_own_frame(error: BaseException | None) -> None:
-    """Have the traceback of a rank begin in its function. See `_ignore_signal`."""
+    """Remove the frame of `_ignore_signal`, so that the traceback of a rank begins in its function."""
     trace = None if error is None else error.__traceback__
     if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = trace.tb_next
 
 
 def _ignore_signal(fn: Callable[..., T]) -> Callable[..., T]:
-    """Have ranks ignore the signal of submitit, which SLURM sends to all processes."""
+    """Return a function that ignores the signal of submitit and then calls `fn`. SLURM sends the signal to all processes."""
     number = int(preemption_signal())
 
     @functools.wraps(fn)
