@@ -231,6 +231,25 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
     return f"a stop was requested ({cause}), and {ranks} had not returned within stop_timeout={stop_timeout:g} s"
 
 
+def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
+    """Return the warning that ranks have not returned in time after a stop was requested.
+
+    Args:
+        stop_timeout: seconds.
+        places: where each of these ranks is, as a phrase that may be empty: `, at step 20 (train.py:88 in step: ...)`.
+    """
+    ranks_by_place: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        ranks_by_place.setdefault(place, []).append(rank)
+    text = f"{format_ranks(places)} had not returned within stop_timeout={stop_timeout:g} s"
+    if len(ranks_by_place) == 1:
+        return text + next(iter(ranks_by_place))
+    groups = [f"{format_ranks(ranks)}{place}" for place, ranks in ranks_by_place.items()]
+    if len(groups) > FATE_LINES:
+        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks"]
+    return f"{text}: {'; '.join(groups)}"
+
+
 def format_end_of_program() -> str:
     """Return a sentence that says that the program ended during a run, or during a call of its WorkerGroup."""
     return "the run was stopped: the program ended"

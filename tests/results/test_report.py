@@ -13,7 +13,7 @@ from mpwatch import FailureKind, ProcessFailure, Progress, RunFailedError, RunRe
 from mpwatch.results.failure import format_exit
 from mpwatch.results.html import make_group_table
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
-from mpwatch.results.report import format_ranks, format_report
+from mpwatch.results.report import FATE_LINES, format_overdue_ranks, format_ranks, format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
 from mpwatch.watcher.machine.transitions import StopReason
@@ -366,3 +366,23 @@ def test_a_rank_that_has_not_started_is_starting():
     given = make_observations(STOPPED_RANK, stop_reason=StopReason.TIMED_OUT)
     given.ranks[0].was_ready = False
     assert format_report(diagnose(given)).splitlines()[-1] == "  rank 0: still at work (starting)"
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ({1: ", at step 20 (a.py:6 in f)"}, "rank 1 had not returned within stop_timeout=4 s, at step 20 (a.py:6 in f)"),
+        ({0: "", 1: ""}, "ranks 0-1 had not returned within stop_timeout=4 s"),
+        (
+            {0: ", at step 1 (a.py:6 in f)", 1: " (a.py:1 in g)", 2: ", at step 1 (a.py:6 in f)"},
+            "ranks 0-2 had not returned within stop_timeout=4 s: ranks 0, 2, at step 1 (a.py:6 in f); rank 1 (a.py:1 in g)",
+        ),
+    ],
+)
+def test_ranks_that_do_not_return_in_time_are_grouped_by_where_they_are(places, text):
+    assert format_overdue_ranks(4, places) == text
+
+
+def test_very_many_ranks_that_do_not_return_in_time_are_counted():
+    text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + 2)})
+    assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and 2 more groups of ranks")
