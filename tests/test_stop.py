@@ -356,6 +356,17 @@ if __name__ == "__main__":
     assert python("-c", program, check=False).returncode == -signal.SIGTERM
 
 
+def test_a_program_that_has_stopped_its_ranks_shows_no_report():
+    program = """
+import os, signal, mpwatch, stop_functions
+if __name__ == "__main__":
+    request = lambda event: event.name == "worker_ready" and os.kill(os.getpid(), signal.SIGTERM)
+    mpwatch.run(stop_functions.count_steps, 1, stop_signals=[signal.SIGTERM], on_event=request)
+"""
+    (line,) = python("-c", program).stderr.splitlines()
+    assert line.startswith("a stop was requested (SIGTERM)")
+
+
 def test_a_log_warns_if_no_rank_asks(caplog):
     with pytest.raises(mpwatch.RunTimeoutError):
         mpwatch.run(time.sleep, 2, args=(600,), stop_after=0.1, stop_timeout=0.1)

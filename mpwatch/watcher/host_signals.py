@@ -238,6 +238,10 @@ class HostSignals:
         """Leave the wake-up pipe to other threads. This thread does not wait any more."""
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
+    def will_end_program(self) -> bool:
+        """Return whether a deferred signal ends the program without an exception. Ctrl-C does not count: its user knows."""
+        return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
+
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the host's handler. For SIGINT that handler usually raises KeyboardInterrupt.
 

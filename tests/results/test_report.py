@@ -95,6 +95,13 @@ def test_an_interrupt():
     ]
 
 
+def test_a_rank_that_a_signal_to_all_processes_has_ended_did_not_fail():
+    """It ended before the watcher had sent it a signal. A crash is a failure."""
+    died = [rank_that_died(-signal.SIGTERM, 10.1), rank_that_died(-signal.SIGSEGV, 10.1)]
+    result = diagnose(make_observations(*died, stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM))
+    assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED}
+
+
 def test_equal_fates_share_a_line_at_512_ranks():
     ranks = [STOPPED_RANK] * 512
     ranks[100] = rank_that_raised(ValueError("x"), 9.0)

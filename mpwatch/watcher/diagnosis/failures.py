@@ -155,13 +155,16 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 
 
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
-    """Whether the watcher did not cause this death. While it stops the ranks: a crash, or a SIGKILL that it did not send."""
+    """Whether the watcher did not cause this death. While it stops the ranks: a crash, or a SIGKILL that it did not send.
+
+    A signal that stops the run may have reached the ranks, too: some schedulers send it to all processes.
+    """
     if is_before_stop(attempt, at):
         return True
     number = -(observed.exit_code or 0)
     if observed.was_asked_for_stacks and number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
         return False
-    if not observed.signals_sent:
+    if not observed.signals_sent and attempt.stop_reason is not StopReason.INTERRUPTED:
         return True  # the watcher was still reading stacks, and had not sent SIGTERM
     return number > 0 and number not in observed.signals_sent and (number in CRASH_SIGNALS or number == signal.SIGKILL)
 
