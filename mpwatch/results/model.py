@@ -140,6 +140,8 @@ class RunData(Generic[T]):
             nothing has. All ranks may have returned before they have asked again: then `stopped_at` is None.
         dropped_values: the ranks whose return values were dropped, since another rank failed. `keep_going` would have kept
             these values. A rank that returned None does not count. Always empty for a call of a WorkerGroup.
+        ended_ranks: the ranks of a WorkerGroup that have ended with this call, which failed. The next call that needs them
+            starts them again, and what they had in `current_worker().state` is lost. Always empty for a run.
     """
 
     state: WorkerState
@@ -160,6 +162,7 @@ class RunData(Generic[T]):
     stopped_at: int | None = None
     stop_cause: str = ""
     dropped_values: tuple[int, ...] = ()
+    ended_ranks: tuple[int, ...] = ()
 
     @property
     def restarts(self) -> int:

@@ -9,6 +9,7 @@ A report looks like this:
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
       last reports: ranks 0-3 at step 30 of 100                   of a run that no failure has ended
+      the next call starts ranks 0-2 again; their state is lost   of a call of a WorkerGroup
       restarted 2 times, then no more: ...                        restarts
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
 """
@@ -65,6 +66,9 @@ def format_report(result: RunData[Any]) -> str:
         groups.append(
             f"  the return values of {format_ranks(result.dropped_values)} are dropped; keep_going=True keeps them"
         )
+    if result.ended_ranks:
+        whose = "its" if len(result.ended_ranks) == 1 else "their"
+        groups.append(f"  the next call starts {format_ranks(result.ended_ranks)} again; {whose} state is lost")
     restarts = [f"  {text}"] if (text := format_restarts(result)) else []
     restarts += format_attempts(select_failed_attempts(result))
     return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts])
