@@ -26,6 +26,7 @@ from mpwatch.results.failure import (
     FailureKind,
     ProcessFailure,
     describe_failure,
+    format_ranks,
     format_root_cause,
     summarize_exception,
 )
@@ -135,12 +136,13 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Return what happened to the ranks other than the root cause: each text with its ranks. Ranks that failed come first.
 
     Texts that differ only in the port of a peer or in the seconds of silence are one group. Its text is that of its first
-    rank.
+    rank. If the root cause is the loss of a node, the verdict has all ranks of that node.
     """
+    root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
     for rank, state in sorted(result.worker_states.items(), key=partial(_get_fate_order, result)):
         failure = result.failures.get(rank)
-        if failure is None or failure is not result.root_cause:
+        if root is None or (failure is not root and rank not in root.node_ranks):
             fate = _describe_fate(result, rank, failure, state)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
     return dict(found.values())
@@ -174,18 +176,6 @@ def format_last_steps(progress: Mapping[int, Progress]) -> str:
 def _get_fate_order(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
     failure = result.failures.get(item[0])
     return failure is None or failure.is_secondary, item[0]
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    word = "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks"
-    return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from functools import partial
 
 from mpwatch.events.types import Stopping
+from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_location
-from mpwatch.results.report import format_overdue_ranks, format_ranks
+from mpwatch.results.report import format_overdue_ranks
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus

@@ -393,3 +393,42 @@ def test_ranks_that_do_not_return_in_time_are_grouped_by_where_they_are(places, 
 def test_very_many_ranks_that_do_not_return_in_time_are_counted():
     text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + 2)})
     assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and 2 more groups of ranks")
+
+
+def make_losses(*ranks):
+    """Return the failures of the ranks of node 1, which was lost."""
+    return {
+        rank: ProcessFailure(
+            rank=rank,
+            local_rank=rank - min(ranks),
+            pid=None,
+            hostname="gpu7",
+            group_rank=1,
+            node_ranks=ranks,
+            kind=FailureKind.LOST,
+            exit_code=1,
+            evidence="its program sent no sign of life for 15 s (node_timeout)",
+        )
+        for rank in ranks
+    }
+
+
+def test_a_lost_node_is_the_subject_of_the_verdict():
+    losses = make_losses(2, 3)
+    states = dict.fromkeys((0, 1), WorkerState.STOPPED) | dict.fromkeys(losses, WorkerState.FAILED)
+    result = RunResult(WorkerState.FAILED, failures=losses, root_cause=losses[2], worker_states=states)
+    assert format_report(result).splitlines() == [
+        "node 1 (gpu7) with ranks 2-3 was lost: its program sent no sign of life for 15 s (node_timeout)",
+        "  ranks 0-1: stopped by the watcher",
+    ]
+    assert str(losses[3]) == "rank 3: lost with node 1 (gpu7): its program sent no sign of life for 15 s (node_timeout)"
+
+
+def test_the_ranks_of_a_lost_node_share_a_line_if_another_rank_failed_first():
+    failed = diagnose(make_observations(rank_that_died(7))).failures
+    failures = {**failed, **make_losses(2, 3)}
+    states = dict.fromkeys(failures, WorkerState.FAILED)
+    result = RunResult(WorkerState.FAILED, failures=failures, root_cause=failed[0], worker_states=states)
+    assert format_report(result).splitlines()[1:] == [
+        "  ranks 2-3: lost with node 1 (gpu7): its program sent no sign of life for 15 s (node_timeout)"
+    ]

@@ -221,14 +221,18 @@ class FlakyEngine(cluster.ThreadEngine):
 
 
 def test_a_job_whose_nodes_are_all_lost_fails():
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: the machine is gone\n") as caught:
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"node 0 \(.*\) with ranks 0-1 was lost: the machine is gone\n"
+    ) as caught:
         cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
     assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
     assert "not restarted: all nodes were lost" in str(caught.value)
 
 
 def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank \d on node \d \(.*\) was lost: the machine is gone\n") as caught:
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"node \d \(.*\) with rank \d was lost: the machine is gone\n"
+    ) as caught:
         cluster.run(FlakyEngine(), functions.rank, 1, nodes=2)
     result = caught.value.result
     assert len(result.return_values) == len(result.failures) == 1

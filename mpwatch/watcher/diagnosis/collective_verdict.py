@@ -27,8 +27,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveState
+from mpwatch.results.failure import format_ranks
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.results.report import format_ranks
 
 # Operations whose tensors must have the same types and numbers of elements on all ranks: those of the inputs, or of the
 # outputs. Shapes may differ: a collective does not see them. Elsewhere the ranks may differ. The names are those of gloo and
