@@ -83,10 +83,9 @@ def test_a_rank_that_was_never_ready():
     assert "was not ready after 300 s" in format_report(result)
 
 
-def test_an_interrupt():
-    result = diagnose(
-        make_observations(STOPPED_RANK, rank_that_returned(), stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM)
-    )
+@pytest.mark.parametrize("stop_reason", [StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB])
+def test_an_interrupt(stop_reason):
+    result = diagnose(make_observations(STOPPED_RANK, rank_that_returned(), stop_reason=stop_reason, signum=signal.SIGTERM))
     assert result.state is WorkerState.STOPPED
     assert format_report(result).splitlines() == [
         "the run was stopped: this process received SIGTERM",
