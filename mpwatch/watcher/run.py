@@ -247,7 +247,7 @@ class BlockingCall:
             if observations.interrupt_cause is InterruptCause.STOP_TIMEOUT:
                 self.signals.defer_stop_signal(observations.signum)
         if result.state is not WorkerState.SUCCEEDED and self.signals.will_end_program():
-            log_now(logging.WARNING, "%s", format_report(result))
+            log_now(logging.WARNING, "%s", format_report(replace(result, ended_ranks=())))  # there will be no next call
         try:
             self.signals.deliver_received()
         except BaseException as error:

@@ -17,7 +17,7 @@ from mpwatch.watcher.processes.guardian import Guardian
 from support import failing
 from support.programs import ENV, call, command, python
 from watcher import interrupting_functions
-from watcher.watcher_program import PATIENT_RUN, Program, alive, guardian_of
+from watcher.watcher_program import PATIENT_RUN, RUN, Program, alive, guardian_of
 
 SAVE = r"signal.signal(2, lambda *_: (os.write(1, b'saved\n'), os._exit(0)))"
 IGNORE = r"signal.signal(2, lambda *_: os.write(1, b'received\n')); signal.signal(15, signal.SIG_IGN)"
@@ -153,9 +153,13 @@ def test_ctrl_c_twice_while_a_program_waits_for_the_run_of_a_thread():
     end_soon(program, signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_and_sighup_end_the_program_after_its_ranks(number):
-    program = Program()
+@pytest.mark.parametrize(
+    ("number", "call"),
+    [(signal.SIGTERM, RUN), (signal.SIGHUP, RUN), (signal.SIGTERM, "mpwatch.WorkerGroup(2, grace_period=5).run(work)")],
+)
+def test_sigterm_and_sighup_end_the_program_after_its_ranks(number, call):
+    """The report is shown before, since no exception has it."""
+    program = Program(call)
     program.signal(number)
     verdict, where = end_soon(program, number)[1].splitlines()
     assert verdict == f"the run was stopped: this process received {number.name}"
