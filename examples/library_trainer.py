@@ -29,12 +29,13 @@ class Trainer:
 
     def fit(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> nn.Module:
         """Return the trained model. Raise the exception of a rank, as if this process had trained the model."""
+        failure: BaseException | None = None
         try:
             result = mpwatch.run(self._train, self.nprocs, args=(model, x, y), backend="gloo")
         except mpwatch.RunFailedError as error:
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise
+            failure = error.__cause__ or error  # there is no cause if a rank was killed
+        if failure is not None:
+            raise failure  # here, and not in the `except` block, where it would get another cause or context
         model.load_state_dict(result[0])
         return model
 

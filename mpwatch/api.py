@@ -1,6 +1,6 @@
-"""`run`, `submit` and `main`: make a WorkerSpec of the options, run it, and raise an error if a rank failed.
+"""`run`, `submit` and `main`. They make a WorkerSpec from the options, run it, and raise an error if a rank failed.
 
-The layers from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
+These layers lead from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
 `EventLoop`, `ProcessPool`, and the process. ARCHITECTURE.md shows them.
 """
 
@@ -64,100 +64,113 @@ def run(
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
-    Every rank is a child of this process. At the first failure the other ranks are stopped. When `run` returns or raises,
-    every rank, and every process that a rank started in its process group, is dead and reaped. Ctrl-Z (SIGTSTP) suspends all
-    of them together with this process until SIGCONT, if `run` was called in the main thread. No limit counts that time.
+    Every rank is a child process of this process. At the first failure the other ranks are stopped. When `run` returns or
+    raises, every rank is dead and reaped, and so is every process that a rank has started in its process group. If `run` was
+    called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The limits do
+    not count the time of the suspension.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
             closure, partial, bound method or callable object. `__main__` is not imported again, and needs no guard.
-        nprocs: number of ranks. "gpu": one for each GPU. "cpu": one for each CPU that this process may use. "auto": "gpu" if
-            there is a GPU, else "cpu".
+        nprocs: number of ranks. "gpu" means one rank for each GPU. "cpu" means one rank for each CPU that this process may
+            use. "auto" means "gpu" if there is a GPU, and otherwise "cpu".
         args: positional arguments, the same for every rank, except those that are a `PerRank`. A rank learns its identity
             from `current_worker()`, from the environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or from torch.distributed.
         kwargs: keyword arguments.
-        backend: backend of torch.distributed: "gloo", "nccl", ...; "auto" is nccl with GPUs, else gloo. The default process
-            group is made before fn is called and destroyed after it. None: no process group is made.
+        backend: backend of torch.distributed, such as "gloo" or "nccl". "auto" means nccl if there are GPUs, and otherwise
+            gloo. The default process group is made before fn is called, and destroyed after the call. None means that no
+            process group is made.
         env: extra environment variables for the ranks, or a function that returns them for a Worker.
-        timeout: limit for the whole run in seconds, restarts included. None: no limit.
-        heartbeat_timeout: seconds without `mpwatch.heartbeat()` or `mpwatch.report()`, counted from the rank's first one. A
-            rank that exceeds this limit has failed (FailureKind.HANG). None: no limit.
+        timeout: limit for the whole run in seconds, restarts included. None means no limit.
+        heartbeat_timeout: the longest time in seconds without a call of `mpwatch.heartbeat()` or `mpwatch.report()`, from
+            the first such call of the rank on. A rank that exceeds this limit has failed (FailureKind.HANG). None means no
+            limit.
         grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank that has returned has the same time
             to exit.
-        start_timeout: limit in seconds for the start of an interpreter. A rank that exceeds it has failed
+        start_timeout: limit in seconds for the start of an interpreter. A rank that exceeds this limit has failed
             (FailureKind.START).
-        max_restarts: how many times all ranks are restarted after a failure. It is short for RestartPolicy(max_restarts).
-            None: 0, unless restart_policy sets another number.
-        restart_policy: after which failures, how often and with which delays ranks are restarted. See RestartPolicy. The
-            function must resume by itself, for example from a checkpoint; `current_worker().restart_count` counts restarts.
-        keep_going: True: a rank that fails does not stop the others. At the end RunFailedError says how many ranks failed.
-            `error.result` has the values of those that returned. This is for ranks that do not communicate. With
-            `max_restarts` a failed rank is restarted alone. It is short for RestartPolicy(scope="worker", keep_going=True).
+        max_restarts: how many times all ranks are restarted after a failure. It is a short form of
+            RestartPolicy(max_restarts). None means 0, unless restart_policy sets another number.
+        restart_policy: a RestartPolicy says after which failures, how often and with which delays ranks are restarted. The
+            function must resume by itself, for example from a checkpoint. `current_worker().restart_count` counts the
+            restarts.
+        keep_going: True means that a rank that fails does not stop the other ranks. At the end RunFailedError says how many
+            ranks failed, and `error.result` has the values of the other ranks. Use this option only for ranks that do not
+            communicate. With `max_restarts`, only the failed rank is restarted. The option is a short form of
+            RestartPolicy(scope="worker", keep_going=True).
         role: name of this kind of worker.
-        logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
-            None means that the output is captured and shown in the calling cell.
-        on_event: a function or several functions, called in this thread with each `mpwatch.Event`. A function that raises
-            is dropped, whatever it raises, except KeyboardInterrupt, which ends the run. While the function runs, signals
-            are deferred, except a second Ctrl-C.
-        progress: live view of the `report()` calls of the ranks. None: shown in a terminal or a notebook, from the first
-            report. True: shown from the start; without terminal and notebook as lines on stderr. False: never shown.
-        rendezvous: for ranks on several machines: how the nodes find one another. See Rendezvous. Each node makes the same
-            call, and `nprocs` is its own number of ranks. None: this machine alone.
-        capture_locals: True: the frames of a rank's exception have the text of their local variables. Debuggers (`%debug`,
-            `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
-            makes the texts with `repr`, and waits one second for them. A text has 2,000 characters at most, and a frame
-            100 variables. False is the default because variables can hold secrets. They are not sent to other nodes.
-        post_mortem: True: if a rank raises an exception, a prompt of pdb opens where it was raised, before any rank is
-            stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
-            rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
-            has no effect.
-        stall_after: seconds. If ranks have waited so long in a collective of torch.distributed for a rank that has not
-            joined it, mpwatch logs one warning that names that rank, and goes on; if that rank has returned, the run
-            ends. If ranks call different collectives with the same number, the run ends within a few seconds
-            (FailureKind.MISMATCH). None: none of this.
-        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
-            default, which is 30 minutes for gloo and 10 for nccl.
+        logs: where stdout and stderr of the ranks go. See LogSpec. None means that they go to the caller's stdout and
+            stderr. In a notebook, None means that the output is captured and shown in the calling cell.
+        on_event: a function or several functions, which are called in this thread with each `mpwatch.Event`. A function that
+            raises an exception gets no more events. A KeyboardInterrupt from a function ends the run. While a function runs,
+            signals are deferred, except a second Ctrl-C.
+        progress: live view of the `report()` calls of the ranks. None shows the view in a terminal or a notebook, from the
+            first report on. True shows the view from the start. Without a terminal or a notebook, the view then consists of
+            lines on stderr. False never shows the view.
+        rendezvous: how the nodes of a job on several machines find one another. See Rendezvous. Each node makes the same
+            call, with the number of its own ranks as `nprocs`. None means that the run uses only this machine.
+        capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
+            (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
+            The rank makes the texts with `repr`, and waits one second for them. A text has 2,000 characters at most, and a
+            frame 100 variables. False is the default because variables can contain secrets. The texts are not sent to other
+            nodes.
+        post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
+            any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
+            variables of rank N. When you leave the prompt (`q`), the run fails as without this option. Without a terminal or
+            a notebook, mpwatch only logs a warning that no prompt can open.
+        stall_after: seconds that ranks may wait in a collective of torch.distributed for a rank that has not joined the
+            collective. After that mpwatch logs one warning that names the missing rank, and the run goes on. If the missing
+            rank has already returned, the run ends. If ranks call different collectives with the same sequence number, the
+            run ends within a few seconds (FailureKind.MISMATCH). None turns these checks off.
+        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None means torch's
+            default, which is 30 minutes for gloo and 10 minutes for nccl.
         stop_signals: signals to this process that ask all ranks to save and return, such as (signal.SIGUSR1,
-            signal.SIGTERM). `mpwatch.should_stop(step)` then becomes True on all ranks at the same step, and
-            `result.stopped_at` is that step. The run succeeds, and this process does not get the signal. If the same signal
-            comes again, the ranks are stopped as by SIGTERM (with SIGINT as by Ctrl-C), and this process gets the signal
-            then. Other signals of this option change nothing after the first one. The option needs the main thread, since
-            signal handlers run there. The ranks ignore these signals, except SIGTERM and SIGINT: some schedulers send them
-            to all processes. On several nodes a signal to one node counts for all, once they have met. A stop can also be
-            requested by `mpwatch.request_stop()`. Ranks that fail after that are not restarted.
-        stop_after: seconds from the start of the run to such a request. None: never.
-        stop_timeout: seconds from such a request until all ranks must have returned. After that the ranks are stopped: as by
-            the second signal, if a signal has requested it, or else as by `timeout`. None: no limit.
-        bind: the CPUs on which each rank runs, from the start of its interpreter. "cores": the CPUs that this process may
-            use are split evenly among the ranks of this machine, whole physical cores first. "numa": all allowed CPUs of the
-            NUMA node of the rank's GPU. Without a GPU, the NUMA nodes are dealt out to the ranks. A function: it returns the
-            numbers of the CPUs for a Worker. It needs Linux. Unless you set them, OMP_NUM_THREADS is then the number of
-            cores of the rank, and TORCHINDUCTOR_COMPILE_THREADS the number of its CPUs, at most 32. Ranks that are bound to
-            the same CPUs divide these numbers. None: ranks run on all CPUs that this process may use.
-        visible_devices: "own": each rank sees one GPU only: of those that this process sees, the one whose number is the
-            local rank. In the rank it is device 0: `torch.cuda.set_device(0)`, not LOCAL_RANK, which stays the same.
-            Code that copies directly from the GPU of another rank, or shares CUDA tensors with another rank, may
-            fail. If `env` lists several devices, each rank sees one of these; if it lists one device, each rank sees that
-            one. None: each rank sees all GPUs.
+            signal.SIGTERM). After such a signal, `mpwatch.should_stop(step)` becomes True on all ranks at the same step, and
+            `result.stopped_at` is that step. The run succeeds, and the signal does nothing else in this process. If the same
+            signal comes again, the ranks are stopped as by SIGTERM (with SIGINT as by Ctrl-C), and the signal then has its
+            usual effect on this process. After the first signal, other signals of this option change nothing. `run` must be
+            called in the main thread, since Python runs signal handlers there. The ranks ignore these signals, except
+            SIGTERM and SIGINT, because some schedulers send the signals to all processes. On several nodes, a signal to one
+            node stops all nodes, once the nodes have met. `mpwatch.request_stop()` also requests a stop. Ranks that fail
+            after the request are not restarted.
+        stop_after: seconds from the start of the run until mpwatch requests such a stop. None means never.
+        stop_timeout: seconds from the request to stop until all ranks must have returned. After that the ranks are stopped.
+            If a signal requested the stop, they are stopped as by a second signal. Otherwise they are stopped as by
+            `timeout`. None means no limit.
+        bind: the CPUs on which each rank runs, from the start of its interpreter. "cores" splits the CPUs that this process
+            may use evenly among the ranks of this machine, if possible as whole physical cores. "numa" gives a rank all
+            allowed CPUs of the NUMA node of its GPU. Without a GPU, each rank gets its share of the NUMA nodes. A function
+            gets a Worker, and returns the numbers of the CPUs for this rank. The option needs Linux. Unless you have set
+            these variables, OMP_NUM_THREADS is then the number of cores of the rank, and TORCHINDUCTOR_COMPILE_THREADS is
+            the number of its CPUs, at most 32. The numbers are divided among ranks that are bound to the same CPUs. None
+            means that ranks run on all CPUs that this process may use.
+        visible_devices: "own" means that each rank sees only one GPU. It is the GPU whose number is the local rank, among
+            the GPUs that this process sees. In the rank this GPU is device 0, so call `torch.cuda.set_device(0)`. LOCAL_RANK
+            stays the same. Code may fail if it copies directly from the GPU of another rank, or shares CUDA tensors with
+            another rank. If `env` lists several devices, each rank sees one of these devices. If `env` lists one device,
+            each rank sees that device. None means that each rank sees all GPUs.
         forward_signals: signals that are passed on to the ranks during the run, such as (signal.SIGUSR1,). A rank that runs
-            fn gets such a signal if it has a handler for it. If it has none, a warning names the rank. A handler that this
-            program has for the signal is called, too. Without one, the signal does not end this program meanwhile. `run`
-            must be called in the main thread then.
-        check: False: return the result of a failed run instead of raising.
+            fn gets such a signal if the rank has a handler for the signal. If the rank has no handler, a warning names the
+            rank. If this program has a handler for the signal, that handler is called, too. Without a handler, the signal
+            does not end this program during the run. With this option, `run` must be called in the main thread.
+        check: False means that `run` returns the result of a failed run instead of raising an error.
 
     Returns:
-        The return values by rank: `result[3]` is that of rank 3, and iteration yields them in the order of ranks. In a job
-        of several nodes each node gets the values of its own ranks, by global rank.
+        A RunResult with the return values by rank. `result[3]` is the value of rank 3, and iteration yields the values in
+        the order of ranks. In a job of several nodes, each node gets the values of its own ranks, by global rank.
 
     Raises:
-        RunFailedError: a rank failed. `__cause__` is the rank's own exception. A rank that exits without returning failed.
-        RunTimeoutError: `timeout` was exceeded, or `stop_timeout` after a request that was not a signal.
-        LaunchError: the ranks could not be started; none is left. With `rendezvous`: the nodes have not met within
-            `join_timeout` or `timeout`.
+        RunFailedError: a rank failed. `__cause__` is the rank's own exception. A rank that exits without returning has
+            failed, too.
+        RunTimeoutError: `timeout` was exceeded. Or `stop_timeout` was exceeded after a request to stop that was not a
+            signal.
+        LaunchError: the ranks could not be started, and no rank is left. With `rendezvous`, this error also comes if the
+            nodes have not met within `join_timeout` or `timeout`.
         TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs. No rank was started.
-        RuntimeError: the call is made in a rank at the import of the module of its function. Its ranks would import it, too.
-        KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit. Its note says where
-            each rank was, and which step it had reported last.
+        RuntimeError: the call is made in a rank while the module of its function is imported. The new ranks would import
+            this module, too.
+        KeyboardInterrupt: the user pressed Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit. The
+            note of the exception says where each rank was, and which step the rank had reported last.
     """
     __tracebackhide__ = True  # IPython and pytest then show the user's frames only
     check_flag("check", check)
@@ -210,9 +223,9 @@ def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any)
 def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
     """Start a run in a thread of its own, and return at once.
 
-    The arguments are pickled before `submit` returns. Observers, `retry_if` and `env` are called in the thread of the run.
-    Signals to the program are left to the program. A program that ends stops its ranks, and does not wait for the run:
-    the ranks get SIGTERM, and SIGKILL after `grace_period`.
+    The arguments are pickled before `submit` returns. Observers, and functions in `retry_if` and `env`, are called in the
+    thread of the run. mpwatch does not handle signals for this run. A program that ends does not wait for the run. Its ranks
+    get SIGTERM, and SIGKILL after `grace_period`.
 
     Args:
         fn: see `run`.
@@ -220,7 +233,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
         options: the other options of `run`.
 
     Returns:
-        A `concurrent.futures.Future` of the RunResult, which can also stop the run and look into it: see RunHandle.
+        A RunHandle, which is a `concurrent.futures.Future` of the RunResult. It can also stop the run and look into the run.
 
     Raises:
         LaunchError: the function or its arguments cannot be pickled.
@@ -233,7 +246,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
 
 def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, with a live view of the caller's own. None: the view that the options choose."""
+    """Start a run as `submit` does, with the live view of `make_view`. None means the view that the options choose."""
     from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
     __tracebackhide__ = True
@@ -246,12 +259,12 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:
-    """Call `run`; if a rank fails, print the report on stderr and exit with the status of that rank.
+    """Call `run`. If a rank fails, print the report on stderr and exit with the status of that rank.
 
-    This is for a program that consists of the run only. The exit status is that of the rank which failed first: the status
-    of sys.exit or os._exit, 128 + n for signal n, 1 for an exception, 124 for a timeout. In a job of several nodes every
-    node exits with this status, on whichever node that rank was, since schedulers keep the status of one node only. (Under
-    torchrun it is 1.) A node that receives a terminating signal dies of this signal.
+    Use `main` in a program that does nothing else. The exit status is that of the rank that failed first: the status of
+    sys.exit or os._exit, 128 + n for signal n, 1 for an exception, and 124 for a timeout. In a job of several nodes, every
+    node exits with this status, since schedulers keep the status of only one node. (torchrun exits with 1.) A node that
+    receives a terminating signal dies of this signal.
 
     Args:
         fn: see `run`.

@@ -1,10 +1,10 @@
-"""The exceptions that mpwatch raises, one class for each thing that a caller can do about it.
+"""The exceptions that mpwatch raises. There is one class for each way in which a caller can react.
 
     MpwatchError <-- LaunchError
                  <-- RunFailedError <-- RunTimeoutError
                                     <-- ItemFailedError
 
-The text of an error is made from its `result` when it is asked for.
+The text of an error is made from its `result` when a program needs the text.
 """
 
 from types import TracebackType
@@ -26,11 +26,11 @@ class MpwatchError(Exception):
 
 
 class LaunchError(MpwatchError):
-    """The ranks could not be started. The text says what could not be sent, found or reached, and what to do about it."""
+    """The ranks could not be started. The text says what could not be sent, found or reached, and what you can do."""
 
 
 class RunFailedError(MpwatchError):
-    """A rank failed. The `__cause__` is the exception of the rank that failed first, if it raised one.
+    """A rank failed. The `__cause__` is the exception of the rank that failed first, if there is one.
 
     Args:
         result: everything known about the run.
@@ -44,7 +44,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def root_cause(self) -> ProcessFailure | None:
-        """The failure that came first. None if no failure of a rank ended the run."""
+        """The failure that came first. It is None if no failure of a rank ended the run."""
         return self.result.root_cause
 
     @property
@@ -54,12 +54,12 @@ class RunFailedError(MpwatchError):
 
     @property
     def verdict(self) -> str:
-        """Which rank failed first and why, or what else ended the run. This is the first line of the report."""
+        """The first line of the report. It says which rank failed first and why, or what else ended the run."""
         return format_verdict(self.result)
 
     @property
     def fates(self) -> list[str]:
-        """What happened to the other ranks. Ranks of the same fate share a line: `ranks 0-1: stopped by the watcher …`."""
+        """Lines that say what happened to the other ranks. Ranks can share a line: `ranks 0-1: stopped by the watcher …`."""
         return format_fates(self.result)
 
     @property
@@ -69,16 +69,16 @@ class RunFailedError(MpwatchError):
 
     @property
     def exit_code(self) -> int:
-        """The exit status for a program that ends because of this error: that of the rank that failed first, else 1."""
+        """The exit status for a program that ends because of this error. It is that of the rank that failed first, or 1."""
         return self.root_cause.exit_code if self.root_cause else 1
 
     def __str__(self) -> str:
         return format_report(self.result)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows. mpwatch's frames, and those of the rank below them, are left out.
+        """Return the lines that IPython shows, without the frames of mpwatch and the frames of the rank below them.
 
-        `__cause__`, which IPython shows before, has the rank's frames already.
+        IPython shows the frames of the rank before these lines, as those of `__cause__`.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -91,7 +91,7 @@ class RunFailedError(MpwatchError):
 
 
 class ItemFailedError(RunFailedError):
-    """An item of `mpwatch.map` failed. The `__cause__` is the exception that the function raised, if it raised one.
+    """An item of `mpwatch.map` failed. The `__cause__` is the exception that the function raised, if there is one.
 
     Args:
         result: everything known about the call in which the item failed.
@@ -128,7 +128,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens where the rank raised.
+    In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens at the line where the rank
+    raised.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:
@@ -139,7 +140,7 @@ def raise_if_failed(result: RunResult[Any]) -> None:
 
 
 def _cut_frames_of_mpwatch(trace: TracebackType | None) -> TracebackType | None:
-    """Return a copy that ends before the first frame of mpwatch; the whole traceback if it would be empty."""
+    """Return a copy that ends before the first frame of mpwatch. Return the whole traceback if the copy would be empty."""
     entries = []
     rest = trace
     while rest is not None and not str(rest.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):

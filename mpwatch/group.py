@@ -1,4 +1,4 @@
-"""`WorkerGroup`: ranks that stay alive for any number of calls."""
+"""`WorkerGroup`, whose ranks stay alive for any number of calls."""
 
 import os
 import threading
@@ -33,69 +33,72 @@ R = TypeVar("R")
 
 
 class WorkerGroup:
-    """`nprocs` processes that stay alive. Each call runs a function in all of them.
+    """A group of `nprocs` processes that stay alive. A call runs a function in all of these processes, or in some of them.
 
-    A call takes less than a millisecond, since no process is started for it. Imported modules, `current_worker().state`
-    and the process group of `backend` are kept between calls. The ranks are started when the group is made. Use the group
-    in a `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at
-    the end of the program.
+    A call takes less than a millisecond, since no process is started for it. Imported modules, `current_worker().state` and
+    the process group of `backend` are kept between calls. The ranks are started when the group is made. Use the group in a
+    `with` statement, or `close` it. If a group is not closed, its ranks end when the last reference to the group is gone, or
+    when the program ends.
 
-    Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT, if the main thread waits for a call. No
-    limit counts that time. Between calls this process stops alone.
+    If the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The
+    limits do not count the time of the suspension. Between calls, Ctrl-Z suspends only this process.
 
-    A group may be made in one thread and used in another. Calls from several threads, and those of `submit`, run one after
-    another if they need the same rank, in the order in which they came. Calls of different ranks run at the same time.
+    A group may be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
+    order in which they were made. They may come from several threads and from `submit`. Calls of different ranks run at the
+    same time.
 
     Args:
-        nprocs: number of ranks, as for `mpwatch.run`, like all options.
-        backend: backend of torch.distributed. The default process group is made before the first call and kept. After a call
-            that failed a new one is made, since the ranks may be in different collectives.
+        nprocs: number of ranks. Like all options, it means the same as for `mpwatch.run`.
+        backend: backend of torch.distributed. The default process group is made before the first call and kept. After a
+            failed call a new process group is made, since the ranks may be in different collectives.
         env: extra environment variables for the ranks, or a function that returns them for a Worker.
-        timeout: limit for each call in seconds, unless `run` sets another one. None: no limit.
-        heartbeat_timeout: seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, counted from the rank's
-            first one. None: no limit.
+        timeout: limit for each call in seconds, unless `run` sets another limit. None means no limit.
+        heartbeat_timeout: the longest time in seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, from
+            the first such call of the rank on. None means no limit.
         grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank has the same time to answer after
             Ctrl-C, and to exit after `close`.
         start_timeout: limit in seconds for the start of an interpreter.
         role: name of this kind of worker.
-        logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
-            None means that the output is captured and shown in the calling cell.
-        on_event: a function or several functions, called with each `mpwatch.Event` in the thread that waits for a call or
-            for `close`. A function that raises is dropped, as for `mpwatch.run`.
+        logs: where stdout and stderr of the ranks go. See LogSpec. None means that they go to the caller's stdout and
+            stderr. In a notebook, None means that the output is captured and shown in the calling cell.
+        on_event: a function or several functions, which are called with each `mpwatch.Event` in the thread that waits for a
+            call or for `close`. A function that raises an exception gets no more events, as for `mpwatch.run`.
         progress: live view of each call, as for `mpwatch.run`.
-        capture_locals: True: the frames of a rank's exception have the text of their local variables. Debuggers (`%debug`,
-            `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
-            makes the texts with `repr`, and waits one second for them. A text has 2,000 characters at most, and a frame
-            100 variables. False is the default because variables can hold secrets.
-        post_mortem: True: if a rank raises an exception, a prompt of pdb opens where it was raised, before any rank is
-            stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
-            rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
-            has no effect.
-        stall_after: seconds. If ranks have waited so long in a collective of torch.distributed for a rank that has not
-            joined it, mpwatch logs one warning that names that rank, and goes on; if that rank has returned, the run
-            ends. If ranks call different collectives with the same number, the run ends within a few seconds
-            (FailureKind.MISMATCH). None: none of this.
-        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
-            default, which is 30 minutes for gloo and 10 for nccl.
-        stop_signals: signals to this process that ask the ranks of a call to save and return, as for `mpwatch.run`. They do
-            so while the main thread is in `run`. At any other time, such as during a call of `submit`, a signal does what it
-            does in the program.
-        stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None: no limit.
+        capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
+            (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
+            The rank makes the texts with `repr`, and waits one second for them. A text has 2,000 characters at most, and a
+            frame 100 variables. False is the default because variables can contain secrets.
+        post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
+            any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
+            variables of rank N. When you leave the prompt (`q`), the call fails as without this option. Without a terminal
+            or a notebook, mpwatch only logs a warning that no prompt can open.
+        stall_after: seconds that ranks may wait in a collective of torch.distributed for a rank that has not joined the
+            collective. After that mpwatch logs one warning that names the missing rank, and the call goes on. If the missing
+            rank has already returned, the call ends. If ranks call different collectives with the same sequence number, the
+            call ends within a few seconds (FailureKind.MISMATCH). None turns these checks off.
+        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None means torch's
+            default, which is 30 minutes for gloo and 10 minutes for nccl.
+        stop_signals: signals to this process that ask the ranks of a call to save and return, as for `mpwatch.run`. They
+            have this effect only while the main thread is in `run`. At any other time, such as during a call of `submit`, a
+            signal has the effect that it has without a group.
+        stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None means no limit.
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
             import raises, the first call fails with that exception.
-        bind: the CPUs on which each rank runs: "cores", "numa", or a function that returns them for a Worker. As for
+        bind: the CPUs on which each rank runs: "cores", "numa", or a function that returns the CPUs for a Worker, as for
             `mpwatch.run`.
-        visible_devices: "own": each rank sees one GPU only, as device 0. As for `mpwatch.run`.
-        forward_signals: signals that are passed on to the ranks of a call, as for `mpwatch.run`, while the main thread waits
-            for the call. Between calls, and during calls of other threads, such a signal does what it does without a group.
-        scope: "group": if a rank is lost, all ranks are stopped, and the next call restarts all of them. Ranks that
-            communicate need this. "worker": a lost rank ends its own call and the other ranks of that call. All other ranks
-            go on. The next call that needs a lost rank restarts that rank. This cannot be combined with `backend`.
-        check: False: `run` returns the result of a failed call instead of raising.
+        visible_devices: "own" means that each rank sees only one GPU, as device 0, as for `mpwatch.run`.
+        forward_signals: signals that are passed on to the ranks of a call while the main thread waits for the call, as for
+            `mpwatch.run`. Between calls, and during calls of other threads, such a signal has the effect that it has without
+            a group.
+        scope: with "group", the loss of a rank stops all ranks, and the next call restarts all ranks. Ranks that communicate
+            need this value. With "worker", the loss of a rank ends its call and stops the other ranks of that call. All
+            other ranks go on. The next call that needs a lost rank restarts that rank. "worker" cannot be combined with
+            `backend`.
+        check: False means that `run` returns the result of a failed call instead of raising an error.
 
     Raises:
-        LaunchError: the ranks could not be started; none is left.
+        LaunchError: the ranks could not be started, and no rank is left.
         TypeError, ValueError: an argument is not valid.
     """
 
@@ -183,20 +186,20 @@ class WorkerGroup:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
         If a rank raises, the other ranks of the call have one second to finish. If all of them finish, all ranks stay alive.
-        Otherwise all ranks of the group are stopped. The same happens if a rank dies or hangs. Then other calls that run
-        end, too. The next call restarts all ranks, without the content of `current_worker().state`, and logs a warning with
-        the reason. The watcher notices at once if a rank dies between two calls, with the same consequence. With
-        scope="worker" all this holds for the ranks of the call alone.
+        Otherwise all ranks of the group are stopped, and all other running calls end, too. The same happens if a rank dies
+        or hangs, and if a rank dies between two calls. The next call restarts all ranks, without the content of
+        `current_worker().state`, and logs a warning with the reason. With scope="worker", only the ranks of the failed call
+        are stopped and restarted.
 
         Args:
             fn: see `mpwatch.run`.
-            args: positional arguments, the same for every rank, except for those that are PerRank.
+            args: positional arguments, the same for every rank, except those that are a PerRank.
             kwargs: keyword arguments.
-            timeout: limit for this call in seconds, from its beginning. None: the group's own `timeout`.
-            ranks: the rank or the ranks to call. None: all. The process group of `backend` has all ranks: for collectives
-                of some ranks make a group with `torch.distributed.new_group`, in a call of all ranks. If the process group
-                does not exist yet, all ranks make it before, in a call of its own. A PerRank has a value for each rank of
-                the group, or for each rank that is called, in ascending order.
+            timeout: limit for this call in seconds, from its beginning. None means the `timeout` of the group.
+            ranks: the rank or the ranks to call. None means all ranks. The process group of `backend` contains all ranks.
+                For collectives of some ranks, make another group with `torch.distributed.new_group`, in a call of all ranks.
+                If the process group of `backend` does not exist yet, all ranks make it in an extra call before this call. A
+                PerRank has a value for each rank of the group, or for each rank that is called, in ascending order.
 
         Returns:
             The return values by rank.
@@ -204,11 +207,12 @@ class WorkerGroup:
         Raises:
             RunFailedError: a rank failed. `__cause__` is the rank's own exception.
             RunTimeoutError: `timeout` was exceeded.
-            LaunchError: the function or its arguments cannot be pickled; the ranks stay alive. Or the ranks had to be
-                restarted and could not be.
+            LaunchError: the function or its arguments cannot be pickled, and the ranks stay alive. Or lost ranks could not
+                be restarted.
             TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
-            RuntimeError: the group is closed, or belongs to another process, or the call is made within a call of the group.
-            KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and stay alive if all answered within grace_period.
+            RuntimeError: the group is closed, or belongs to another process. Or the call is made within a call of the group.
+            KeyboardInterrupt: the user pressed Ctrl-C. The ranks received SIGINT, too. They stay alive if all of them answer
+                it within grace_period.
         """
         __tracebackhide__ = True  # as in mpwatch.run
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
@@ -225,19 +229,19 @@ class WorkerGroup:
     ) -> "CallHandle[T]":
         """Queue a call, and return at once. The call runs in a thread of its own when its ranks are free.
 
-        The arguments are pickled when the call begins: do not change them before. Observers of the group are called in the
-        thread of any call that is running. A call in the background has no live view, and Ctrl-C does not stop it. A program
+        The arguments are pickled when the call begins, so do not change them before. Observers of the group are called in
+        the thread of any running call. A call in the background has no live view, and Ctrl-C does not stop it. A program
         that ends stops the ranks, and does not wait for the call.
 
         Args:
-            fn: see `run`, as for all arguments.
+            fn: the function. All arguments are those of `run`.
             args: positional arguments.
             kwargs: keyword arguments.
             timeout: limit for this call in seconds, from its beginning.
-            ranks: the rank or the ranks to call. None: all.
+            ranks: the rank or the ranks to call. None means all ranks.
 
         Returns:
-            A `concurrent.futures.Future` of the RunResult, which can also stop the call: see CallHandle.
+            A CallHandle, which is a `concurrent.futures.Future` of the RunResult. It can also stop the call.
 
         Raises:
             TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
@@ -262,9 +266,9 @@ class WorkerGroup:
         return handle
 
     def close(self) -> None:
-        """Ask the ranks to exit as any Python program exits, and wait for that. A second `close` does nothing.
+        """Ask the ranks to exit like any Python program, and wait until they have exited. A second `close` does nothing.
 
-        Calls of `submit` that have not begun are cancelled. `close` waits for calls that run. A rank that does not exit
+        Calls of `submit` that have not begun are cancelled. `close` waits for running calls. A rank that does not exit
         within `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
         """
         self._check_caller("close")
@@ -276,16 +280,16 @@ class WorkerGroup:
             handle.wait_for_end()
 
     def stacks(self) -> Stacks:
-        """Return where each rank is now: the stacks of all its threads. The ranks go on.
+        """Return the stacks of all threads of each rank, which show where the rank is now. The ranks go on.
 
-        Any thread may call it, during a call and between calls, and so may an observer of this group. It takes a few
-        milliseconds, or 0.2 s at most if a rank does not answer. `print(group.stacks())` shows ranks with the same stacks
-        together. Like any signal with a handler, the request ends a system call of the rank early (EINTR), which Python
-        repeats.
+        Any thread may call this method, during a call and between calls. An observer of this group may call it, too. It
+        takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows ranks with the
+        same stacks together. Like any signal with a handler, the request interrupts a system call of the rank (EINTR).
+        Python repeats that system call.
 
         Returns:
-            The stacks by global rank, in the format of `RunResult.stacks`. Of a rank that runs no function, and of one that
-            does not answer, it is a line that says so. Empty if the next call has to restart the ranks.
+            The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
+            the text is a line that says so. The dict is empty if the next call has to restart the ranks.
 
         Raises:
             RuntimeError: the group is closed, or belongs to another process.
@@ -296,9 +300,9 @@ class WorkerGroup:
 
     @property
     def state(self) -> WorkerState:
-        """INIT until all ranks are ready, then HEALTHY. STOPPED after `close`.
+        """The state of the group: INIT until all ranks are ready, then HEALTHY, and STOPPED after `close`.
 
-        UNHEALTHY: the next call must restart the ranks, or the heartbeat of a rank is late.
+        It is UNHEALTHY if the next call must restart the ranks, or if the heartbeat of a rank is late.
         """
         return WorkerState.STOPPED if self._is_closed else self._ranks.state
 
@@ -369,9 +373,10 @@ class WorkerGroup:
         return result
 
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
-        """Let all ranks make the process group of `backend`, for a call of some ranks. Return the result if they fail.
+        """Let all ranks make the process group of `backend` before a call of some ranks. Return the result after a failure.
 
-        If several calls need the process group, one of them has it made. `ticket` was granted; the call keeps its place.
+        If several calls need the process group, only one of them has it made. `ticket` was granted before, and the call
+        keeps its place in the queue.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -412,7 +417,7 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait for these ranks, and return what `action` returns. It gets the ticket. No other call has them meanwhile."""
+        """Wait until no other call uses these ranks. Then return what `action` returns when it is called with the ticket."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -451,7 +456,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class _GroupCall:
-    """A call as `WorkerGroup.run` passes it on."""
+    """The checked arguments of a call of `WorkerGroup.run` or `WorkerGroup.submit`."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -461,7 +466,7 @@ class _GroupCall:
 
 
 class _LockOfThread(threading.local):
-    """A lock of each thread's own."""
+    """An object that has a different lock in each thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -472,7 +477,7 @@ class _LockOfThread(threading.local):
 
 
 def do_nothing() -> None:
-    """Return. Before the ranks call it, they make the process group of `backend`."""
+    """Return. The ranks make the process group of `backend` before they call this function."""
 
 
 def _end_at_exit(handles: "set[CallHandle[Any]]", ranks: PersistentRanks) -> None:

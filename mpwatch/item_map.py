@@ -1,14 +1,14 @@
-"""`map`: call a function with each item of an iterable, on ranks that get the next items as soon as they are free.
+"""`map` calls a function with each item of an iterable. A rank gets its next items as soon as it is free.
 
     caller's thread: ItemMap --- WorkerGroup.submit: serve_items (worker/item_loop.py) ---> each rank
                              --- items -----------------------------------------------> |  over an item channel
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
-The WorkerGroup has scope="worker". It starts the ranks, watches them, and restarts a rank that was lost.
-If a call of `serve_items` fails, the first item without a value has failed. The items after it go back to the queue
-(watcher/item_queue.py), and the rank gets another call.
+The WorkerGroup has scope="worker". It starts the ranks, watches them, and restarts a rank that was lost. If a call of
+`serve_items` fails, the first item that has no value yet has failed. The later items go back to the queue
+(watcher/item_queue.py), and the rank gets another call of `serve_items`.
 
-Items are taken and values are received only while the caller waits for the next value.
+ItemMap takes items and receives values only while the caller waits for the next value.
 """
 # ruff: noqa: A001  `map` does what the built-in function does
 
@@ -130,50 +130,52 @@ def map(
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
     A rank gets the next items as soon as it is free. The ranks are started at the first `next`, and stopped when the
-    iterator ends or is closed. `current_worker().state` is kept from item to item: for a model that is loaded once, for
-    example. Do not keep such things in `fn` itself: after an item has failed, its rank gets `fn` again.
+    iterator ends or is closed. `current_worker().state` is kept from item to item, so it can hold a model that is loaded
+    once. Do not keep such objects in `fn` itself, because the rank gets a new copy of `fn` after an item has failed.
 
-    An item fails if the function raises, or if the process of the rank dies. That takes no other item with it: each value is
-    sent before the next item begins, and the rank is restarted. So the function is called once for each item, and more often
-    only for an item that has failed, if `max_restarts` allows it.
+    An item fails if the function raises, or if the process of the rank dies. Then the rank is restarted. No other item
+    fails, because the rank sends each value before it begins the next item. So the function is called once for each item.
+    For a failed item it is called again if `max_restarts` allows this.
 
-    Items are taken from `items`, and values are received, only in `next`. Between two calls of `next` a rank has at most two
-    chunks to work on. An exception in the body of a `for` loop keeps the iterator alive, and so its ranks. Use
-    `with contextlib.closing(mpwatch.map(...)) as values:` if the program goes on after such an exception.
+    The iterator takes items from `items`, and receives values, only in `next`. Between two calls of `next`, a rank has at
+    most two chunks to work on. An exception in the body of a `for` loop keeps the iterator and its ranks alive. If the
+    program goes on after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
-        items: any iterable, which may be endless. It is iterated in the caller's thread, as far as the ranks need items.
+        items: any iterable, which may be endless. It is iterated in the caller's thread, only as far as the ranks need
+            items.
         nprocs: number of ranks, as for `mpwatch.run`.
-        ordered: True: yield the values in the order of the items. False: yield `(index, value)` as soon as there is a value;
-            `index` counts the items from 0.
-        keep_going: True: yield an ItemFailure in the place of the value of an item that has failed. False: raise
-            ItemFailedError as soon as an item has failed. Then all ranks are stopped, and values that were not yielded are
-            dropped.
-        chunksize: number of items that are sent to a rank together, 256 at most. None: 1 at first, and then as many as take
-            about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
-        buffersize: with ordered=True, how many items may be in work or wait to be yielded, with the one whose value is
-            yielded next. It limits the number of values that wait for the value of a slow item. If it is less than `nprocs`,
-            some ranks have nothing to do. None: 256 for each rank.
-        max_restarts: how many times an item is tried again after it has failed. None: 0.
-        restart_policy: the same with delays and `retry_if`: see RestartPolicy. It holds for each item by itself. `scope`,
-            `keep_going`, `reset_after` and `max_no_progress` have no effect.
-        progress: progress bar of the items. None: in a terminal or a notebook, after one second. True: everywhere, from the
-            start; without a terminal, lines on stderr. False: none. The bar has a total if `items` has a length.
-        options: the other options of WorkerGroup, except `backend`, `timeout`, `scope` and others that make no sense here.
-            The limit for an item is `heartbeat_timeout`: each item begins with a heartbeat, and `fn` may send more. The time
-            to pickle the value counts, too.
+        ordered: True means that the values are yielded in the order of the items. False means that `(index, value)` is
+            yielded as soon as there is a value. `index` counts the items from 0.
+        keep_going: True means that an ItemFailure is yielded in place of the value of a failed item. False means that
+            ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and values that were not
+            yielded are dropped.
+        chunksize: number of items that are sent to a rank together, 256 at most. None means 1 at first, and later the number
+            of items that take about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
+        buffersize: with ordered=True, the number of items that may be in work or wait to be yielded. The item whose value is
+            yielded next is counted, too. So this option limits how many values wait for the value of a slow item. If it is
+            less than `nprocs`, some ranks have nothing to do. None means 256 for each rank.
+        max_restarts: how many times an item is tried again after it has failed. None means 0.
+        restart_policy: a RestartPolicy also sets delays and `retry_if` for the new tries. It applies to each item
+            separately. `scope`, `keep_going`, `reset_after` and `max_no_progress` have no effect.
+        progress: progress bar of the items. None shows the bar in a terminal or a notebook, after one second. True shows the
+            bar everywhere, from the start. Without a terminal, lines on stderr replace it. False shows no bar. The bar has a
+            total if `items` has a length.
+        options: the other options of WorkerGroup, except `backend`, `timeout`, `scope` and other options that make no sense
+            here. The limit for an item is `heartbeat_timeout`. Each item begins with a heartbeat, and `fn` may send more
+            heartbeats. The time to pickle the value counts, too.
 
     Yields:
-        The values, or pairs of index and value: see `ordered`.
+        The values, or with ordered=False the pairs of index and value.
 
     Raises:
         ItemFailedError: an item failed, and `keep_going` is not set. `__cause__` is the rank's own exception.
         RunFailedError: the ranks cannot load the function, or die before they have loaded it.
         LaunchError: the ranks could not be started, or an item cannot be pickled.
         TypeError, ValueError: an argument is not valid, or fn does not take one argument.
-        KeyboardInterrupt: Ctrl-C. All ranks are stopped.
-        Exception: what iterating `items` raises. Values that were not yielded are dropped.
+        KeyboardInterrupt: the user pressed Ctrl-C. All ranks are stopped.
+        Exception: the iteration of `items` raised this exception. Values that were not yielded are dropped.
     """
     check_call(
         fn, (None,), None, advice="An item is one argument: use functools.partial for others, or items that are tuples"
@@ -226,13 +228,13 @@ class _Chunk:
 
     size: int
     left: int
-    """How many of them have no value yet."""
+    """How many of these items have no value yet."""
     began_at: float
-    """When they were sent; or later, when the rank had finished the chunk before."""
+    """When the rank could begin: when the items were sent, or later, when the rank had finished the chunk before."""
 
 
 class _Feed:
-    """A rank, and the items that it has."""
+    """A rank, and the items that were sent to it and have no value yet."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -247,7 +249,7 @@ class _Feed:
         self.chunks: deque[_Chunk] = deque()  # of these tasks
 
     def take_back(self) -> list[Task]:
-        """Return the items that the rank has not begun. It never begins them."""
+        """Take away the items that the rank has not begun, and return them. The rank will not begin these items."""
         taken = set()
         while self.tokens is not None and (token := self.tokens.take()) is not None:
             taken.add(token)
@@ -276,19 +278,19 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Have the guardian write these bytes to a terminal if this process is killed. None: nothing is to be restored."""
+        """Let the guardian write these bytes to a terminal if this process is killed. None means that it writes nothing."""
         self._ranks.set_terminal_restore(restore)
 
 
 class ItemMap:
-    """One use of `map`.
+    """One call of `map`.
 
     Args:
         fn: the function.
         queue: the items.
-        make_view: makes the progress bar, when the ranks are started.
-        options: of the WorkerGroup.
-        buffersize: see `map`. None: the default.
+        make_view: makes the progress bar. It is called when the ranks are started.
+        options: the options of the WorkerGroup.
+        buffersize: see `map`. None means the default.
         ordered: see `map`.
         keep_going: see `map`.
     """
@@ -325,7 +327,7 @@ class ItemMap:
         self._wakeup: WakeupPipe
 
     def run_in_order(self) -> Generator[Any, None, None]:
-        """Yield the outcomes in the order of the items."""
+        """Yield the values or ItemFailures in the order of the items."""
         waiting: dict[int, Any] = {}
         with closing(self.run()) as outcomes:
             for index, outcome in outcomes:
@@ -335,7 +337,7 @@ class ItemMap:
                     yield waiting.pop(self._next_index - 1)
 
     def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index and the outcome of each item, as soon as it has one."""
+        """Yield the index of each item with its value or ItemFailure, as soon as that is there."""
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
             # A fork of this program may close it, which changes nothing here. It would with epoll.
@@ -356,7 +358,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give free ranks new items. Return False if there are neither items nor outcomes to wait for."""
+        """Give new items to free ranks. Return False if no item is left, and no value or failure is missing."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -371,7 +373,7 @@ class ItemMap:
         return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
 
     def _share(self, end: int) -> None:
-        """Give items to free ranks, and if items are short, also to ranks that have a chunk."""
+        """Give items to free ranks. If the items are short, also give items to ranks that have one chunk."""
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
                 while feed.takes_items and len(feed.chunks) == chunks:
@@ -381,7 +383,7 @@ class ItemMap:
                     self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
-        """If a rank is free and there is no item for it, take items from ranks that have not begun them."""
+        """If a rank is free and has no item, put back items that other ranks have not begun. Return whether it did so."""
         if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
             return False
         tasks = [task for feed in self._feeds if len(feed.tasks) > 1 for task in feed.take_back()]
@@ -391,7 +393,7 @@ class ItemMap:
         return bool(tasks)
 
     def _start(self, feed: _Feed) -> None:
-        """Have a rank call `serve_items`. If the rank was lost, the group restarts it before."""
+        """Let a rank call `serve_items`. If the rank was lost, the group restarts the rank before the call."""
         try:
             feed.tokens = TokenPipe()
             feed.channel, feed.rank_end = open_item_channel()
@@ -405,7 +407,7 @@ class ItemMap:
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
     def _note_end(self, feed: _Feed, handle: Any) -> None:
-        """In the thread of the call: note that the call has ended."""
+        """Record that the call has ended. This runs in the thread of the call."""
         self._ended.append((feed, handle))
         self._wakeup.wake()
 
@@ -438,7 +440,7 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Handle items that cannot be sent. If there are several, each is to be tried alone."""
+        """Let items fail that cannot be sent. If there are several items, put them back, to send each of them alone."""
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
         elif self._keep_going:
@@ -447,7 +449,7 @@ class ItemMap:
             raise error
 
     def _receive(self) -> list[IndexedValue]:
-        """Wait for values, or for the end of a call. Return the outcomes that have come."""
+        """Wait for values, or for the end of a call. Return the new values and ItemFailures, with their indices."""
         outcomes, self._early = self._early, []
         self._update_view()
         due_at, now = self._queue.due_at, time.monotonic()
@@ -474,13 +476,13 @@ class ItemMap:
             self._post_terminal_restore()
 
     def _post_terminal_restore(self) -> None:
-        """Send the guardian what restores the terminal, if that has changed."""
+        """If the bytes that restore the terminal have changed, send them to the guardian."""
         if self._view.terminal_restore != self._terminal_restore:
             self._terminal_restore = self._view.terminal_restore
             self._group.set_terminal_restore(self._terminal_restore)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
-        """Read all messages that a rank has sent. There are no more than it has items."""
+        """Read all messages that a rank has sent, and return their outcomes. There is at most one message for each item."""
         outcomes = []
         while feed.channel is not None:
             try:
@@ -503,7 +505,7 @@ class ItemMap:
         return outcomes
 
     def _take_task(self, feed: _Feed) -> Task:
-        """Return the item whose value has come."""
+        """Remove the item whose value has come from the items of the rank, and return it."""
         chunk = feed.chunks[0]
         chunk.left -= 1
         if not chunk.left:
@@ -515,7 +517,7 @@ class ItemMap:
         return feed.tasks.popleft()[1]
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
-        """Return the outcome of an item whose value has come. A value that cannot be rebuilt is a failure."""
+        """Return the value of an item that has come, or an ItemFailure if the value cannot be rebuilt."""
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -532,7 +534,7 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return the outcome of an item that has failed by this error, while the call of the rank has not."""
+        """Return the ItemFailure of an item that has failed with this error, although the call of the rank goes on."""
         worker = self._group.workers[feed.rank]
         failure = ProcessFailure(
             rank=worker.rank,
@@ -550,7 +552,7 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
-        """Handle the end of a call of `serve_items`. Return the outcomes of its items."""
+        """Put back or let fail the items of a call of `serve_items` that has ended. Return the outcomes of its items."""
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
         unbegun = feed.take_back()
@@ -582,7 +584,7 @@ class ItemMap:
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return the outcome of an item that has failed; none if it is tried again. Raises ItemFailedError."""
+        """Return the ItemFailure of an item, or nothing if the item is tried again. Or raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, time.monotonic())
         text = _format_item(task.item)

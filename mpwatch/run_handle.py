@@ -1,4 +1,4 @@
-"""`RunHandle` and `CallHandle`: a run, or a call of a WorkerGroup, in a thread of its own, as a future."""
+"""`RunHandle` and `CallHandle`. Each is a future of a run, or of a call of a WorkerGroup, in a thread of its own."""
 
 import os
 import threading
@@ -26,13 +26,13 @@ OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
 
 
 class _Handle(Future[RunResult[T]]):
-    """What a run and a call of a WorkerGroup in a thread of their own have in common.
+    """The common base of RunHandle and CallHandle: a future whose call runs in a thread of its own.
 
     Args:
-        execute: runs the call in the new thread. It gets the function that it calls with each object that waits for the
-            ranks.
-        check: whether a failure is raised.
-        name: of the thread.
+        execute: runs the call in the new thread. Its argument is a function, which it must call with each object that waits
+            for the ranks.
+        check: whether `result` raises an error after a failure.
+        name: name of the thread.
     """
 
     def __init__(self, execute: Callable[[OnStart], RunResult[T]], *, check: bool, name: str) -> None:
@@ -48,32 +48,33 @@ class _Handle(Future[RunResult[T]]):
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
     def interrupt(self) -> None:
-        """Do what `stop` does, but do not wait."""
+        """Stop the call as `stop` does, but do not wait for its end."""
         with self._lock:
             self._is_stopped = True
             if (call := self._call) is not None:
                 call.signals.stop()
 
     def request_stop(self) -> None:
-        """Ask the ranks to save and return: `should_stop` becomes True on all of them at the same step.
+        """Ask the ranks to save and return. Then `should_stop` becomes True on all ranks at the same step.
 
-        It does not wait. Before the ranks have begun, it holds for their first step. After the end it does nothing.
+        This method does not wait. If the ranks have not begun, they stop before their first step. After the end of the call,
+        the method does nothing.
 
         Raises:
-            RuntimeError: it is called in a fork of the process that owns the run.
+            RuntimeError: the method is called in a fork of the process that owns the run.
         """
         self._check_process("request_stop")
         self.ask_to_stop("request_stop() of its handle")
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Do what `request_stop` does, for this cause. Return False if it is over."""
+        """Ask the ranks to save and return, for this cause. Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call, is_ending = self._call, self._is_ending  # in this order
             return call.ask_to_stop(cause) if call is not None else not is_ending
 
     def wait_for_end(self) -> None:
-        """Wait until the result is there, and the thread is gone. In that thread itself, only wait for the result."""
+        """Wait until the result is there and the thread has ended. In that thread itself, only wait for the result."""
         wait([self])
         if threading.current_thread() is self._thread:
             return
@@ -106,7 +107,7 @@ class _Handle(Future[RunResult[T]]):
         set_it()
 
     def _release_ranks(self) -> None:
-        """Leave the ranks to other calls of the group."""
+        """Let other calls of the group use the ranks."""
 
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
@@ -122,11 +123,11 @@ class _Handle(Future[RunResult[T]]):
 
 
 class RunHandle(_Handle[T]):
-    """A run that `mpwatch.submit` has started: a `concurrent.futures.Future` of its RunResult.
+    """A run that `mpwatch.submit` has started. It is a `concurrent.futures.Future` of the RunResult.
 
-    `result()` returns or raises as `mpwatch.run` does. `await handle` works in asyncio. `cancel()` returns False, as for any
-    call that has begun; `stop()` ends the run. At the end of a `with` block the run is stopped if it has not ended. Any
-    thread may call any method.
+    `result()` returns or raises as `mpwatch.run` does. `await handle` works in asyncio. `cancel()` always returns False,
+    because the run has begun. `stop()` ends the run. The end of a `with` block also stops the run. Any thread may call any
+    method.
     """
 
     def __init__(self, run: Callable[[OnStart], RunResult[T]], *, check: bool) -> None:
@@ -136,16 +137,16 @@ class RunHandle(_Handle[T]):
         add_call(self)
 
     def stop(self) -> None:
-        """Stop the run, and return when no rank and no thread of it is left. If it is over, only wait for its thread.
+        """Stop the run, and return when none of its ranks and threads is left. If the run is over, only wait for its thread.
 
         The ranks get SIGINT, as at Ctrl-C, and SIGKILL after `grace_period`. A second `stop` before that sends SIGKILL at
-        once: from another thread, or after Ctrl-C has ended the first one. `result()` then raises RunFailedError, or returns
-        a result of the state STOPPED with `check=False`.
+        once. It may come from another thread, or after Ctrl-C has interrupted the first `stop`. `result()` then raises
+        RunFailedError. With `check=False`, it returns a result with the state STOPPED.
 
-        An observer of the run may call it, too. Then it only asks for the end, and returns at once.
+        An observer of the run may call this method, too. Then the method only requests the end, and returns at once.
 
         Raises:
-            RuntimeError: it is called in a fork of the process that owns the run.
+            RuntimeError: the method is called in a fork of the process that owns the run.
         """
         self._check_process("stop")
         self.interrupt()
@@ -153,10 +154,10 @@ class RunHandle(_Handle[T]):
             self.wait_for_end()
 
     def stacks(self) -> Stacks:
-        """Return where each rank is now, as `WorkerGroup.stacks` does. The ranks go on. Empty before and after the run.
+        """Return the present stacks of each rank, as `WorkerGroup.stacks` does. The dict is empty before and after the run.
 
         Raises:
-            RuntimeError: it is called in a fork of the process that owns the run.
+            RuntimeError: the method is called in a fork of the process that owns the run.
         """
         self._check_process("stacks")
         call = self._call
@@ -166,7 +167,7 @@ class RunHandle(_Handle[T]):
         """Return the last `mpwatch.report()` of each rank, by global rank. Ranks that have not reported are missing.
 
         Raises:
-            RuntimeError: it is called in a fork of the process that owns the run.
+            RuntimeError: the method is called in a fork of the process that owns the run.
         """
         self._check_process("progress")
         if (result := self._get_result()) is not None:
@@ -188,7 +189,7 @@ class RunHandle(_Handle[T]):
     def state(self) -> WorkerState:
         """The state of all ranks together: INIT until all are ready, then HEALTHY or UNHEALTHY.
 
-        When the run is over it is the state of the result, or FAILED if there is none.
+        When the run is over, it is the state of the result, or FAILED if there is no result.
         """
         if self.done():
             result = self._get_result()
@@ -199,7 +200,7 @@ class RunHandle(_Handle[T]):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The identities of the ranks. Empty until they are started. On several nodes: until the run is over."""
+        """The identities of the ranks. The tuple is empty until the ranks are started, or on several nodes until the end."""
         if (result := self._get_result()) is not None:
             return tuple(result.workers)
         call = self._call
@@ -213,9 +214,9 @@ class RunHandle(_Handle[T]):
             self.stop()
 
     def start(self) -> None:
-        """Start the run. `mpwatch.submit` has done so. Raises LaunchError if Python can start no thread.
+        """Start the run. Raises LaunchError if Python cannot start a thread. `mpwatch.submit` has already called this.
 
-        An exception that is thrown into this thread meanwhile, as by Ctrl-C, ends the run.
+        If an exception such as Ctrl-C comes in this thread meanwhile, the run ends.
         """
         try:
             self._thread.start()
@@ -228,7 +229,7 @@ class RunHandle(_Handle[T]):
             raise
 
     def _get_result(self) -> RunResult[T] | None:
-        """Return the result of a run that is over. None: it is not over, or has none."""
+        """Return the result of the run. It is None if the run is not over, or has no result."""
         if not self.done():
             return None
         error = self.exception()
@@ -238,17 +239,18 @@ class RunHandle(_Handle[T]):
 
 
 class CallHandle(_Handle[T]):
-    """A call that `WorkerGroup.submit` has queued: a `concurrent.futures.Future` of its RunResult.
+    """A call that `WorkerGroup.submit` has queued. It is a `concurrent.futures.Future` of the RunResult.
 
     `result()` returns or raises as `WorkerGroup.run` does. `await handle` works in asyncio. `cancel()` removes a call that
-    has not begun, and returns False after that; `stop()` ends a call that has begun. Any thread may call any method.
+    has not begun, and returns False for a call that has begun. `stop()` ends a call that has begun. Any thread may call any
+    method.
 
     Args:
-        execute: makes the call in a new thread. It gets the ticket, and the function that it calls when the call begins.
-        queue: of the group.
-        ranks: that the call needs.
-        check: whether a failure is raised.
-        is_in_call: whether the present thread is one that makes a call of the group.
+        execute: makes the call in a new thread. It gets the ticket, and a function that it must call when the call begins.
+        queue: the queue of the group.
+        ranks: the ranks that the call needs.
+        check: whether `result` raises an error after a failure.
+        is_in_call: returns whether the current thread makes a call of the group.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class CallHandle(_Handle[T]):
         self._is_decided = False  # whether the call begins or is cancelled
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. Return False if it has begun, or is over, or belongs to another process."""
+        """Remove the call from the queue. Return False if the call has begun, is over, or belongs to another process."""
         if os.getpid() != self._pid or not super().cancel():
             return False
         try:
@@ -282,17 +284,17 @@ class CallHandle(_Handle[T]):
         return True
 
     def stop(self) -> None:
-        """Cancel the call if it has not begun, or else stop it, and return when it is over.
+        """Cancel the call if it has not begun. Otherwise stop the call, and return when it is over.
 
-        The ranks of the call get SIGINT, as at Ctrl-C. Ranks that answer within `grace_period` stay alive; otherwise all
-        ranks of the group are stopped, and the next call restarts them. A second `stop` before that kills the ranks at once:
-        from another thread, or after Ctrl-C has ended the first one. `result()` then raises RunFailedError, or
-        concurrent.futures.CancelledError if the call had not begun.
+        The ranks of the call get SIGINT, as at Ctrl-C. The ranks stay alive if they answer within `grace_period`. Otherwise
+        all ranks of the group are stopped, and the next call restarts them. A second `stop` before that kills the ranks at
+        once. It may come from another thread, or after Ctrl-C has interrupted the first `stop`. `result()` then raises
+        RunFailedError. If the call had not begun, `result()` raises concurrent.futures.CancelledError.
 
-        An observer of the group may call it, too. Then it only asks for the end, and returns at once.
+        An observer of the group may call this method, too. Then the method only requests the end, and returns at once.
 
         Raises:
-            RuntimeError: it is called in a fork of the process that owns the group.
+            RuntimeError: the method is called in a fork of the process that owns the group.
         """
         self._check_process("stop")
         if not self.cancel():
@@ -301,7 +303,7 @@ class CallHandle(_Handle[T]):
                 self.wait_for_end()
 
     def enter_queue(self) -> None:
-        """Queue the call. `WorkerGroup.submit` has done so. An exception in this thread meanwhile cancels or stops it."""
+        """Queue the call for `WorkerGroup.submit`. If an exception interrupts this, the call is cancelled or stopped."""
         try:
             self._queue.enter(self._ticket)
         except BaseException:
@@ -309,7 +311,7 @@ class CallHandle(_Handle[T]):
             raise
 
     def _start(self) -> None:
-        """Start the thread of the call, since its ranks are free. Do nothing if it has been started."""
+        """Start the thread of the call, because its ranks are free. Do nothing if the thread was already started."""
         with self._start_lock:
             # a signal handler may come here while the thread is being started
             if self._is_starting or has_come_up(self._thread) or self._thread.native_id is not None:
@@ -325,9 +327,9 @@ class CallHandle(_Handle[T]):
         self._set_outcome(partial(self.set_exception, launch_error))
 
     def _decide(self) -> bool:
-        """Return whether the call may begin: it was not cancelled. After that it cannot be cancelled any more.
+        """Return whether the call may begin, because it was not cancelled. After that nothing can cancel the call.
 
-        Threads that wait for the future (concurrent.futures.wait) notice only by this that it was cancelled.
+        Only this method makes threads in `concurrent.futures.wait` notice that the future was cancelled.
         """
         with self._lock:
             if not self._is_decided:

@@ -1,3 +1,8 @@
-"""The version of the package: read by the build, by `mpwatch` and by nodes that compare versions."""
+"""The version of the package: read by `mpwatch` and by nodes that compare versions. The build takes it from the git tag."""
 
-__version__ = "0.1.0"
+try:
+    from mpwatch._version import VERSION
+except ImportError:  # a clone of the repository from which nothing was built or installed
+    VERSION = "0+unknown"
+
+__version__: str = VERSION

@@ -26,6 +26,7 @@ with suppress(ImportError):  # some environments of tox have no hypothesis
     settings.load_profile("mpwatch")
 
 SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
+    "documentation/test_pictures.py",
     "engines/test_ray.py",
     "notebooks/test_debugger_in_kernel.py",
     "notebooks/test_example.py",
@@ -37,7 +38,6 @@ SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
     "trainers/test_accelerate.py",
     "trainers/test_lightning_results.py",
     "trainers/test_moving.py",
-    "with_torch/test_picture.py",
     "with_torch/test_torch.py",
     "with_torch/test_torch_events.py",
 }

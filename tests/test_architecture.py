@@ -16,7 +16,8 @@ PACKAGE = Path(mpwatch.__file__).parent
 DATA = {"errors", "events", "options", "results"}
 # From the lowest layer to the highest. A module may import its own layer and the named layers, and nothing else of mpwatch.
 LAYERS = {
-    "version": set(),
+    "_version": set(),
+    "version": {"_version"},
     "os_support": set(),
     "guardian": set(),
     "torch_private": set(),

@@ -21,6 +21,7 @@ from stop_functions import STEPS
 from support import functions
 from support.process_state import SPAWN, children, is_alive
 from support.programs import python
+from support.thoroughness import choose
 
 USR1 = (signal.SIGUSR1,)
 
@@ -448,7 +449,7 @@ def send_later(rng, longest):
     return timer
 
 
-@pytest.mark.parametrize("instants", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("instants", [20, pytest.param(choose(200, 1000), marks=pytest.mark.slow)])
 def test_ranks_stop_at_the_same_step_at_any_instant(received, instants):
     rng = random.Random(instants)
     with WorkerGroup(4, stop_signals=USR1, timeout=60) as group:

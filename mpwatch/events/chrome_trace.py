@@ -1,9 +1,10 @@
-"""`write_chrome_trace`: write the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
+"""`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A run is shown as a process. It has one lane (a "thread") for the states of the group, and one lane for each rank.
+A run is shown as a process. This process has one lane (a "thread") for the states of all ranks together, and one lane for
+each rank.
 
-A rank whose collectives were recorded has a second lane. A collective in which it waited is a span. A completed one is a
-mark at the time of the call, since torch's flight recorder does not have the time of its end.
+If the collectives of a rank were recorded, the rank has a second lane. A collective in which the rank waited is a span. A
+completed collective is a mark at the time of its call, since torch's flight recorder does not have the time of its end.
 """
 
 import os
@@ -19,7 +20,7 @@ from mpwatch.results.failure import format_failure, format_ranks, format_root_ca
 
 GROUP_LANE = 1  # not 0, which some viewers show as the kernel's idle thread
 FIRST_RANK_LANE = 2
-COLOURS = {  # names of chrome://tracing; Perfetto ignores them and chooses a colour by the name of a span
+COLOURS = {  # names in chrome://tracing. Perfetto ignores them and chooses a colour by the name of a span
     "succeeded": "good",
     "failed": "terrible",
     "stopped": "grey",
@@ -38,13 +39,16 @@ NO_EVENTS = (
 
 
 def write_chrome_trace(events: Iterable[Event], path: str | os.PathLike[str]) -> None:
-    """Write the timeline of one or several runs to a file that Perfetto (ui.perfetto.dev) opens.
+    """Write the timeline of one or several runs to a file that Perfetto (ui.perfetto.dev) can open.
 
     Args:
-        events: events of one or several runs, such as `result.events`. A part of the events of a run is enough.
-        path: the file, which is replaced. Times in it are microseconds since the first event.
+        events: events of one or several runs, such as `result.events`. You may also pass only a part of a run's events.
+        path: the file, which is replaced. Times in the file are microseconds since the first event.
 
-    Raises ValueError if there are no events, TypeError if one is not an Event, and OSError.
+    Raises:
+        ValueError: there are no events.
+        TypeError: an item is not an Event.
+        OSError: the file cannot be written.
     """
     import json
 
@@ -77,7 +81,7 @@ class _TraceBuilder:
         self._zero = zero
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the names of lanes first, then spans and marks. A span comes before the spans inside it."""
+        """Yield the names of lanes first, and then spans and marks. A span comes before the spans inside it."""
         started = self._run.started
         what = (started.fn or "WorkerGroup") + f" on {started.hostname}" if started is not None else "run"
         yield self._metadata("process_name", GROUP_LANE, {"name": to_json(f"{what} ({self._run.run_id})")})
@@ -172,7 +176,7 @@ class _TraceBuilder:
         return {"ph": "X", "name": to_json(name), "cat": category, **where, **look, "args": to_json(args)}
 
     def _microseconds(self, at: float) -> int:
-        """Round to whole microseconds. A span that lies within another one still does after rounding."""
+        """Return the time in whole microseconds. If a span is inside another span, it is also inside after rounding."""
         return round((at - self._zero) * 1e6)
 
 

@@ -1,4 +1,4 @@
-"""`JsonLines`: an observer that appends events to a file, one JSON object on each line. It runs in the caller's thread."""
+"""`JsonLines` is an observer that appends each event to a file as a line of JSON. It runs in the caller's thread."""
 
 import errno
 import os
@@ -7,18 +7,18 @@ from io import FileIO
 from mpwatch.events.types import Event
 from mpwatch.os_support.descriptors import write_all
 
-# JSON may contain these characters, but str.splitlines() would split the line there.
+# JSON may contain these characters, but str.splitlines() would split the line at each of them.
 LINE_SEPARATORS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 class JsonLines:
-    """Append each event to a file: `Event.to_dict()` as strict JSON in UTF-8, one line for each event.
+    """Append each event to a file as one line, which contains `Event.to_dict()` as strict JSON in UTF-8.
 
     Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. Several runs and processes may append to one file at
     the same time, since each line is one write at the end of the file. The file is not kept open between events.
 
     Args:
-        path: the file. It is created if it is missing; its folder must exist.
+        path: the file. It is created if it is missing, but its folder must exist.
 
     Raises OSError if the file cannot be written.
     """

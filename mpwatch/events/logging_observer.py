@@ -1,7 +1,8 @@
-"""`LogEvents`: the observer of every run. It logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
+"""`LogEvents` is the observer that every run has. It logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
 
-A restart is a WARNING, since the ranks lose their state. The course of a run is INFO, and events of single ranks are DEBUG.
-The INFO line at the end of a failed run has the verdict. The report is not logged, since the caller gets an exception.
+A restart has the level WARNING, since the ranks lose their state. Events of the whole run have the level INFO, and events of
+single ranks DEBUG. The INFO line at the end of a failed run contains the verdict. The report is not logged, since the caller
+gets it in an exception.
 """
 
 import logging
@@ -34,10 +35,10 @@ ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish
 
 
 class LogEvents:
-    """Log events. An exception of a logging handler is raised, as that of any observer."""
+    """Log events. If a logging handler raises an exception, it is raised like an exception of any observer."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether an event of this kind would be logged now."""
+        """Return whether the present log level allows events of this kind."""
         return kind in LINES and log.isEnabledFor(LINES[kind][0])
 
     def __call__(self, event: Event) -> None:
@@ -123,7 +124,7 @@ LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
     StateChanged: (logging.INFO, lambda event: f"{event.before.name} -> {event.after.name}"),
     Restarting: (logging.WARNING, _restarting),
     Stopping: (logging.INFO, _stopping),  # the event loop logs a warning
-    # INFO: half of the limit passes often, for example while ranks wait for one that evaluates or writes a checkpoint
+    # INFO, since half of the limit often passes, for example while ranks wait for a rank that writes a checkpoint
     HeartbeatLate: (logging.INFO, _heartbeat_late),
     CallStarted: (logging.DEBUG, lambda event: f"{_who(event)}: a call"),
     WorkerStarted: (logging.DEBUG, _worker_started),

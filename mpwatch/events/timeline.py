@@ -1,8 +1,9 @@
-"""Timelines of runs, built from events: when each rank was started, called, waited and exited. Pure.
+"""Builds timelines of runs from events. A timeline shows when each rank was started, called and restarted, and when it
+exited.
 
-chrome_trace.py writes what this module builds. Events come in the order in which the watcher learned of them, which is not
-the order of their times. Some events may be missing, for example if the caller kept only a part. The result is ordered
-all the same: the spans of a rank follow one another, and a call lies within the span of its process.
+All code in this module is pure. chrome_trace.py writes the timelines to a file. The watcher may not learn of events in the
+order of their times. Some events may be missing, for example if the caller has kept only a part of them. The result is
+always consistent: the spans of a rank follow one another, and a call is inside the span of its process.
 """
 
 import math
@@ -39,9 +40,9 @@ class CallSpan:
     name: str
     start: float
     end: float | None = None
-    """None: not known. The call is then shown until the next call or the end of the process."""
+    """It is None if it is not known. Then the call is shown until the next call or the end of the process."""
     outcome: str = ""
-    """One of OUTCOMES. Empty: not known."""
+    """One of OUTCOMES. It is empty if it is not known."""
 
 
 @dataclass(kw_only=True)
@@ -60,21 +61,24 @@ class ProcessSpan:
 
 @dataclass(kw_only=True)
 class Lane:
-    """One rank: its processes, its waits for a restart, marks for what happened at one instant, and its collectives."""
+    """One rank's processes, its waits for a restart, its events without a duration (marks), and its collectives."""
 
     blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
     collectives: list[CollectivesRecorded] = field(default_factory=list)
     call: str = ""
-    """Name of the call that begins when the rank is ready. Empty: there is none."""
+    """Name of the call that begins when the rank is ready. The name is empty if no call begins at that time."""
 
     def find_process(self, event: Event) -> ProcessSpan | None:
-        """Return the process that an event belongs to. None: no earlier event named it."""
+        """Return the process to which an event belongs. Return None if no earlier event belongs to this process."""
         processes = [block for block in self.blocks if isinstance(block, ProcessSpan)]
         return next((process for process in reversed(processes) if process.attempt == event.attempt), None)
 
     def find_or_add_process(self, event: Event) -> ProcessSpan:
-        """Return the process that an event belongs to. If its start is not among the events, it began before all of them."""
+        """Return the process to which an event belongs.
+
+        If there is no event for the start of the process, the process has started before all events.
+        """
         process = self.find_process(event)
         if process is None:
             process = ProcessSpan(attempt=event.attempt, start=-math.inf, ready=-math.inf)
@@ -87,7 +91,7 @@ class Lane:
             last.end = at
 
     def spans(self, start: float, until: float) -> Iterator[tuple[ProcessSpan | Restarting, float, float]]:
-        """Yield each process and each wait with its start and end. None starts before the end of the previous one."""
+        """Yield each process and each wait for a restart, with its start and end. They do not overlap."""
         for block, following in zip_longest(self.blocks, self.blocks[1:]):
             start = max(start, _start_of(block))
             limit = until if following is None else min(until, _start_of(following))
@@ -101,7 +105,7 @@ class Lane:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """A run, or a WorkerGroup in all its calls."""
+    """A run, or all calls of a WorkerGroup together."""
 
     run_id: str
     until: float
@@ -112,11 +116,11 @@ class Timeline:
     restarts: list[Restarting] = field(default_factory=list)
     rendezvous: list[RendezvousCompleted] = field(default_factory=list)
     lanes: dict[int, Lane] = field(default_factory=dict)
-    """By global rank."""
+    """The lane of each rank, by global rank."""
     calls: int = 0
 
     def add(self, event: Event) -> None:
-        """Add the next event."""
+        """Add the next event to the timeline."""
         match event:
             case RunStarted():
                 self.started = event
@@ -156,7 +160,7 @@ class Timeline:
             case RendezvousCompleted():
                 lane.call = (
                     self._name_of_call() if self.calls else ""
-                )  # the event CallStarted comes once, and these may be other ranks
+                )  # the event CallStarted comes only once, and the ranks may have changed
             case HeartbeatLate():
                 lane.marks.append(event)
             case CollectivesRecorded():
@@ -173,8 +177,8 @@ class Timeline:
                 lane.blocks.append(event)
                 lane.call = (
                     self._name_of_call() if self.calls else ""
-                )  # the call is made again, also in ranks that had returned
-            case _:  # an event of a later version
+                )  # the call is made again, even in ranks that had returned
+            case _:  # an event that a newer version has added
                 pass
 
     def _name_of_call(self) -> str:
@@ -182,7 +186,7 @@ class Timeline:
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """Build one timeline for each run, in the order of their first events."""
+    """Build one timeline for each run. The runs are in the order of their first events."""
     found: dict[str, Timeline] = {}
     for event in events:
         timeline = found.setdefault(event.run_id, Timeline(run_id=event.run_id, until=event.monotonic))
@@ -194,7 +198,7 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
 def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
     """Yield each call of a process with its start and end.
 
-    `start` and `end` bound the process. No call starts before the end of the previous one.
+    `start` and `end` are the limits of the process. No call starts before the end of the previous call.
     """
     for call, following in zip_longest(process.calls, process.calls[1:]):
         start = min(max(start, call.start), end)
@@ -211,7 +215,7 @@ def _end_call(lane: Lane, event: Event) -> None:
         return  # the process could not be started
     process.outcome = OUTCOMES[type(event)]
     if process.calls and process.calls[-1].end is None:
-        # The time of a hang is that of the last heartbeat. The process still ran then, so the call has no known end.
+        # The time of a hang is the time of the last heartbeat. The process still ran after it, so the call has no known end.
         hangs = isinstance(event, WorkerFailed) and event.failure.kind is FailureKind.HANG
         process.calls[-1].end = None if hangs else event.monotonic
         process.calls[-1].outcome = process.outcome

@@ -1,11 +1,12 @@
-"""Draws the timeline of a run as SVG: a row for each rank, with its starts, calls, failures and restarts. Pure.
+"""Draws the timeline of a run as SVG. It has a row for each rank, with the rank's starts, calls, failures and restarts.
 
                  0 s              5 s              10 s
     rank 0       ░░██████████████  ┄┄┄ ░░████████████   succeeded, restarted once
     rank 1       ░░██████████████✕ ┄┄┄ ░░████████████   succeeded, restarted once
 
-A notebook shows it below the table of a result, and `RunResult.to_html` writes it into a file. It needs no style sheet, no
-script and no font. The text has the colour of the text around it. The other colours can be told apart on white and on black.
+A notebook shows the drawing below the table of a result, and `RunResult.to_html` contains it. The drawing needs no style
+sheet, no script and no font. Its text has the colour of the text around it. The other colours are visible and different on a
+white and on a black background. All code in this module is pure.
 """
 
 import math
@@ -20,10 +21,10 @@ from mpwatch.results.report import format_times
 
 MAX_ROWS = 32
 MAX_TICKS = 8
-WIDTH = 800  # all lengths are in user units of the SVG, which are pixels unless it is scaled
-LEFT, RIGHT = 64, 210  # of the names of ranks, and of their outcomes
+WIDTH = 800  # all lengths are in user units of the SVG, which are pixels unless the drawing is scaled
+LEFT, RIGHT = 64, 210  # the widths of the ranks' names and of their outcomes
 ROW, BAR, HEAD, FOOT = 20, 12, 24, 22  # heights
-MIN_WIDTH = 0.5  # a shorter span cannot be seen
+MIN_WIDTH = 0.5  # a span with a smaller width is invisible
 COLOURS = {
     "start-up": "#9aa3ad",
     "succeeded": "#2e9e5b",
@@ -35,12 +36,12 @@ LEGEND = ("start-up", "succeeded", "failed", "stopped", "unfinished")
 
 
 def draw_timelines(events: Sequence[Event]) -> str:
-    """Return an SVG element for each run that has events of ranks. Empty without any."""
+    """Return an SVG element for each run that has events of ranks. Return "" if there is no such run."""
     return "".join(_Picture(timeline).draw() for timeline in timelines(events) if timeline.lanes)
 
 
 class _Picture:
-    """The picture of one run."""
+    """Draws the timeline of one run."""
 
     def __init__(self, run: Timeline) -> None:
         self._run = run
@@ -124,7 +125,7 @@ class _Picture:
             )
 
     def _outcomes(self, ranks: Iterable[int]) -> set[str]:
-        """Return what the bars of these ranks stand for."""
+        """Return the names of the colours that the bars of these ranks have, for the legend."""
         found = {"start-up"}
         for rank in ranks:
             for block in self._run.lanes[rank].blocks:
@@ -138,7 +139,7 @@ class _Picture:
 
 
 def _choose_ranks(run: Timeline) -> list[int]:
-    """Return the ranks that are drawn: those that failed first of all."""
+    """Return the ranks to draw, at most MAX_ROWS. The rank that failed first and other failed ranks have priority."""
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])
 
@@ -152,7 +153,7 @@ def _failed_first(lane: Lane) -> bool:
 
 
 def _describe_outcome(lane: Lane) -> str:
-    """Return the outcome of a rank's last process, and how often it was restarted."""
+    """Return a text with the outcome of a rank's last process, and how often the rank was restarted."""
     processes = [block for block in lane.blocks if not isinstance(block, Restarting)]
     outcome = processes[-1].outcome if processes else ""
     last = processes[-1].attempt if processes else 0
@@ -178,7 +179,7 @@ def _draw_legend(y: float, outcomes: set[str]) -> Iterator[str]:
 
 
 def _choose_step(seconds: float) -> float:
-    """Return the distance of the marks on the axis: 1, 2 or 5 times a power of ten."""
+    """Return the distance between two marks on the axis in seconds, which is 1, 2 or 5 times a power of ten."""
     least = seconds / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

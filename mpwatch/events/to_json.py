@@ -1,4 +1,4 @@
-"""`to_json`: convert any value of an event to data that every reader of strict JSON and UTF-8 understands."""
+"""`to_json` converts any value of an event to data that every reader of strict JSON and UTF-8 understands."""
 
 import math
 import operator
@@ -8,24 +8,24 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-MAX_BITS = 64  # of an integer: few readers accept larger ones, and Python refuses to print very large ones
+MAX_BITS = 64  # of an integer. Few readers accept larger integers, and Python refuses to print very large ones
 TEXT_LIMIT = 1000  # characters of the repr of an object that has no JSON equivalent
 
 
 def to_json(value: Any) -> Any:
     """Convert a value to data for JSON.
 
-    An enum and the type of an exception become their names. A dataclass becomes a dict, and a number of NumPy a number of
-    Python. A number that JSON lacks, and any other object, becomes a text.
+    An enum becomes its name, and an exception the name of its type. A dataclass becomes a dict, and a NumPy number a Python
+    number. A number that JSON does not have, and any other object, becomes a text.
     """
     try:
         return _to_json(value)
-    except Exception:  # noqa: BLE001  user code of the value's class: a number that may have no size
+    except Exception:  # noqa: BLE001  the value's class may raise anything
         return _text_of(value)
 
 
 def encodable(text: str) -> str:
-    """Escape lone surrogates, which UTF-8 cannot encode. They occur in file names that are not UTF-8."""
+    """Escape single surrogates, which UTF-8 cannot encode. File names that are not UTF-8 contain such characters."""
     return str.__str__(text).encode(errors="backslashreplace").decode()
 
 
@@ -42,7 +42,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, Real):
         number = float.__float__(float(value))
         return number if math.isfinite(number) else str(number)
-    if isinstance(value, BaseException):  # the event has its text and traceback in other fields
+    if isinstance(value, BaseException):  # the event has the exception's text and traceback in other fields
         return _name_of(type(value))
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}

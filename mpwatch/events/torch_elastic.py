@@ -1,6 +1,6 @@
-"""`TorchElasticEvents`: an observer that records events and metrics with the handlers of torch.distributed.elastic.
+"""`TorchElasticEvents` is an observer that records events and metrics with the handlers of torch.distributed.elastic.
 
-It runs in the caller's thread. It imports torch when an instance is made.
+The observer runs in the caller's thread. It imports torch when an instance is made.
 """
 
 import json
@@ -28,7 +28,7 @@ WORKER_STATES: Mapping[type[Event], str] = {
     WorkerFailed: "FAILED",
     WorkerStopped: "TERMINATED",
 }
-RENDEZVOUS = "static"  # torch's name for a rendezvous whose members are known from the start, as on one machine
+RENDEZVOUS = "static"  # torch's name for a rendezvous with known members, such as the rendezvous of one machine
 
 
 @dataclass
@@ -37,21 +37,21 @@ class _RunState:
 
     started: RunStarted
     met: RendezvousCompleted | None = None
-    """The latest rendezvous of a job of several nodes. None: one node, or the nodes have not met yet."""
+    """The latest rendezvous of a job of several nodes. It is None before the first rendezvous, and on a single node."""
     restarts: int = 0
     restarts_left: dict[int, int] = field(default_factory=dict)
-    """By rank; only ranks that were restarted."""
+    """The number of restarts left, by rank. It contains only ranks that were restarted."""
     pids: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Event] = field(default_factory=dict)
-    """By rank: the outcome of the function in the current attempt."""
+    """The outcome of the function in the current attempt, by rank."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this node. Empty until the nodes have met."""
+        """The ranks of this node. With several nodes it is empty until the first rendezvous is complete."""
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
-        """Start over with the ranks of a new attempt, and keep the number of restarts left."""
+        """Forget the ranks of the last attempt, and note those of the new attempt. Keep the number of restarts left."""
         left = self.remaining
         self.met = event
         self.restarts_left = dict.fromkeys(event.ranks, left)
@@ -60,37 +60,40 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """Restarts left: of the group, or of the rank with the fewest."""
+        """The number of restarts left for all ranks together. With scope="worker", the lowest number of any rank."""
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
 class TorchElasticEvents:
-    """Record events and metrics as torch's elastic agent does, for handlers that were written for that agent.
+    """Record the same events and metrics as torch's elastic agent, for handlers that were written for this agent.
 
     Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance may observe several runs at the same time.
 
     Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
-    - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. Ranks that are restarted get no such
-      event, as with torch's agent: FAILED is final.
+    - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. A rank that fails and is restarted
+      gets no event FAILED for this failure. It is the same with torch's agent.
     - One event with source AGENT is recorded at the end. It is FAILED if the run was interrupted. It is also FAILED if
-      the run failed and no rank of this node did. Otherwise it is SUCCEEDED, even if ranks failed: as with torch's agent,
-      it is about the watcher.
+      the run failed although no rank of this node failed. Otherwise it is SUCCEEDED, even if ranks failed, because this
+      event is about the watcher. It is the same with torch's agent.
 
-    In a job of several nodes each node records the events of its own ranks, with `run_id` and `rdzv_backend` of the job.
+    In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
-    - The state of the group and `remaining_restarts` are recorded at each change. `failed` is also recorded for an attempt
-      that is followed by a restart, except if nodes joined: that is no retry, as with torch's agent.
+    - The state of all ranks together and `remaining_restarts` are recorded at each change. `failed` is also recorded for an
+      attempt that is followed by a restart. If the restart comes only from new nodes, it is not recorded, as with torch's
+      agent.
     - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end, unless the run was
       interrupted.
 
     Args:
         event_log_handler: name of a handler in torch.distributed.elastic.events.handlers, such as "null" or "console".
 
-    Raises ImportError if torch cannot be imported, and ValueError if the handler is not registered.
+    Raises:
+        ImportError: torch cannot be imported.
+        ValueError: the handler is not registered.
     """
 
     def __init__(self, event_log_handler: str = "null") -> None:
@@ -117,11 +120,11 @@ class TorchElasticEvents:
         self._runs: dict[str, _RunState] = {}
 
     def __call__(self, event: Event) -> None:
-        """Record what torch's agent would record for this event."""
+        """Record the events and metrics that torch's agent would record for this event."""
         if isinstance(event, RunStarted):
             self._runs[event.run_id] = _RunState(event)
         run = self._runs.get(event.run_id)
-        if run is None:  # this observer did not see its start
+        if run is None:  # this observer did not get the event of the run's start
             return
         match event:
             case WorkerStarted():
@@ -135,7 +138,7 @@ class TorchElasticEvents:
             case RendezvousCompleted():
                 run.meet(event)
             case Restarting():
-                if not event.reason:  # with a reason: no rank has failed
+                if not event.reason:  # if there is a reason, no rank has failed
                     self._measure_state(run, WorkerState.FAILED.name)
                 run.restarts += event.is_counted
                 for rank in event.ranks:
@@ -218,7 +221,7 @@ class TorchElasticEvents:
 
 
 def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
-    """Return the content of "metadata" as torch's agent has it. Each number of a rank is in a list of its own, as there."""
+    """Return the same content of "metadata" as torch's agent, which puts each number of a rank into a separate list."""
     met = run.met
     nodes, role_size, first = (
         (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)
@@ -235,7 +238,7 @@ def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -
 
 
 def _raw_error(failed: WorkerFailed) -> str:
-    """Return the content of a rank's error file under torch's agent. Ranks that did not raise have one, too."""
+    """Return the content that a rank's error file has with torch's agent, even if the rank did not raise an exception."""
     failure = failed.failure
     return json.dumps(
         {

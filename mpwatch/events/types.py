@@ -1,9 +1,9 @@
-"""The events of a run: frozen data, one class for each kind.
+"""The events of a run. There is a frozen dataclass for each kind of event.
 
-The watcher makes events and hands them to observers. The times of one run are consistent: `time` is derived from
-`monotonic`, so it does not jump when the system clock is set.
+The watcher makes events and passes them to observers. The times of one run are consistent. `time` is derived from
+`monotonic`, so `time` does not jump when the system clock is set.
 
-ARCHITECTURE.md says where an event is added.
+ARCHITECTURE.md says how to add an event.
 """
 
 import re
@@ -23,11 +23,11 @@ class Event:
     """The base class of all events.
 
     Attributes:
-        time: when it happened: seconds since 1970 (UTC).
-        monotonic: when it happened: seconds of CLOCK_MONOTONIC. All processes of a machine share this clock.
+        time: the time of the event in seconds since 1970 (UTC).
+        monotonic: the time of the event in seconds of CLOCK_MONOTONIC. All processes of a machine share this clock.
         run_id: identifier of the run, or of the WorkerGroup for all its calls.
         ranks: the global ranks concerned, in ascending order.
-        attempt: how many times these ranks were restarted before. 0: they were started for the first time.
+        attempt: how many times these ranks were restarted before. It is 0 after their first start.
     """
 
     time: float
@@ -37,7 +37,7 @@ class Event:
     attempt: int = 0
 
     name: ClassVar[str]
-    """The name of the kind: "worker_started" for WorkerStarted, and so on."""
+    """The name of the kind of event, such as "worker_started" for WorkerStarted."""
 
     def __init_subclass__(cls) -> None:
         add_inherited_attributes(cls, Event)
@@ -46,21 +46,22 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """Return the event as data for JSON.
 
-        `event` is the name of the kind. A state or a kind of failure becomes its name. An exception becomes the name of its
-        type; `summary` and `traceback` hold its text. A number that JSON lacks becomes a text: "nan", "inf".
+        The key `event` has the name of the kind of event. A state or a kind of failure is replaced by its name. An exception
+        is replaced by the name of its type, and `summary` and `traceback` have its text. A number that JSON does not have is
+        replaced by a text: "nan", "inf".
         """
         return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins. The ranks are started next.
+    """The run has begun. The watcher starts the ranks next.
 
     Attributes:
-        fn: name of the function. Empty for a WorkerGroup.
+        fn: name of the function. It is empty for a WorkerGroup.
         role: the option `role`.
         nprocs: number of ranks that this node starts.
-        max_restarts: the option `max_restarts`, or that of the RestartPolicy.
+        max_restarts: the option `max_restarts`, or `max_restarts` of the RestartPolicy.
         hostname: name of this machine.
     """
 
@@ -73,20 +74,21 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousCompleted(Event):
-    """The nodes of a job have met. The ranks of this node are started next.
+    """The nodes of a job have met. This node starts its ranks next.
 
-    There is one such event for each attempt. Events before the first one have no ranks, since they are not assigned yet.
+    There is one such event for each attempt. Events before the first such event have no ranks, since the ranks are not
+    assigned yet.
 
     Attributes:
         job: `Rendezvous.run_id`.
-        backend: backend of the rendezvous: "c10d", "static", or that of a custom handler.
+        backend: backend of the rendezvous: "c10d", "static", or the backend of a custom handler.
         group_rank: index of this node, from 0.
         group_world_size: number of nodes.
         world_size: number of ranks of the job.
-        role_rank: rank of the first of these ranks among the ranks of the same role.
+        role_rank: number of the first rank of this node among the ranks of the same role.
         role_world_size: number of ranks of the same role.
         master_addr: address where rank 0 can serve a store.
-        master_port: port where rank 0 can serve a store. It is a new one for each attempt.
+        master_port: port where rank 0 can serve a store. Each attempt has a new port.
     """
 
     job: str
@@ -118,9 +120,9 @@ class WorkerReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallStarted(Event):
-    """A function is called in these ranks, in each as soon as it is ready.
+    """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    There is one event for all ranks, or with scope="worker" one for each rank. A restart causes no further event.
+    There is one event for all ranks, or with scope="worker" one event for each rank. A restart causes no such event.
     """
 
 
@@ -143,12 +145,12 @@ class HeartbeatLate(Event):
 class Progressed(Event):
     """This rank has called `mpwatch.report()`. Only observers that ask for it receive this event: see `wants_progress`.
 
-    The watcher looks at the last report of each rank four times a second, and once more at the end. A report that is
-    replaced in between has no event. `time` is the time of the report. `result.events` has no such events.
+    The watcher reads the last report of each rank four times a second, and once more at the end. A report that another
+    report replaces in between has no event. `time` is the time of the report. `result.events` does not contain such events.
 
     Attributes:
-        step: steps done. None: not reported.
-        total: steps to do in all. None: not reported.
+        step: number of steps done. It is None if the rank has not reported it.
+        total: number of all steps. It is None if the rank has not reported it.
         metrics: the other numbers, by name.
     """
 
@@ -174,7 +176,7 @@ class WorkerFailed(Event):
 
     Attributes:
         failure: what is known about the failure.
-        is_root_cause: whether it is the first failure of the attempt, and not the consequence of another one.
+        is_root_cause: whether this failure is the first one of the attempt, and not the consequence of another failure.
     """
 
     failure: ProcessFailure
@@ -190,11 +192,12 @@ class WorkerStopped(Event):
 class CollectivesRecorded(Event):
     """The latest collectives of this rank, from torch's flight recorder.
 
-    They are read when the first sign of a failure comes, which is `time`. The event is published when all ranks are stopped.
-    There is none for a rank that has not used torch.distributed, or could not answer.
+    The watcher reads the collectives at the first sign of a failure. The time of that reading is `time`. The event is
+    published when all ranks are stopped. A rank that has not used torch.distributed, or could not answer, has no such event.
 
     Attributes:
-        collectives: the oldest first. `seconds` is how long before `time` the rank had called each of them.
+        collectives: the collectives, with the oldest first. The field `seconds` of each says how long before `time` the rank
+            had called it.
     """
 
     collectives: tuple[Collective, ...]
@@ -206,12 +209,12 @@ class WorkerExited(Event):
 
     Attributes:
         pid: process id of the rank.
-        exit_code: exit code as in multiprocessing: negative for a signal. None: not known.
-        heartbeat_at: time of the last heartbeat, by CLOCK_MONOTONIC. None: there was no heartbeat, or the function had
-            returned.
+        exit_code: exit code as in multiprocessing, which is negative for a signal. It is None if it is not known.
+        heartbeat_at: time of the last heartbeat, by CLOCK_MONOTONIC. It is None if there was no heartbeat, or if the
+            function had returned.
         progress: the last `mpwatch.report()` of the rank.
         reported_at: time of that report, by CLOCK_MONOTONIC.
-        was_stopped: whether the watcher had sent the signal that ended the process.
+        was_stopped: whether the watcher sent the signal that ended the process.
     """
 
     pid: int | None
@@ -224,16 +227,16 @@ class WorkerExited(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restarting(Event):
-    """These ranks have failed or were stopped, and have exited. They are restarted after the delay.
+    """These ranks have failed or were stopped, and all of them have exited. They are restarted after the delay.
 
     Attributes:
         cause: the first failure of these ranks.
         delay: seconds until the restart.
         restarts_left: how many more restarts the policy allows.
-        reason: why the ranks are restarted if no rank failed. This happens with several nodes, for example when a node
+        reason: why the ranks are restarted, if no rank has failed. This happens on several nodes, for example when a node
             joins.
-        is_counted: whether this is one of the restarts that the policy allows. False if nodes join or leave a job and enough
-            nodes remain: that costs no restart.
+        is_counted: whether this restart counts as one of the restarts that the policy allows. It is False if nodes join or
+            leave a job and enough nodes remain.
     """
 
     cause: ProcessFailure | None
@@ -245,12 +248,12 @@ class Restarting(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping(Event):
-    """A stop was requested, and these ranks know at which step they stop. See `mpwatch.should_stop`.
+    """A stop was requested, and these ranks now know at which step they stop. See `mpwatch.should_stop`.
 
     Attributes:
-        stop_cause: what has requested it, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
-        after_step: the ranks stop before their first step above this one, with the steps of all epochs counted together.
-            None: no rank had called `should_stop`, so its first call returns True.
+        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
+        after_step: the number of a step. The ranks stop before the first step after it. The steps of all epochs are counted
+            together. It is None if no rank had called `should_stop`. Then the first call returns True.
     """
 
     stop_cause: str
@@ -262,8 +265,8 @@ class StateChanged(Event):
     """The state of the group has changed. The page "States of a run" of the documentation lists the possible changes.
 
     Attributes:
-        before: the earlier state of all ranks together.
-        after: their new state.
+        before: the state of all ranks together before the change.
+        after: the state after the change.
     """
 
     before: WorkerState
@@ -278,7 +281,7 @@ class RunEnded(Event):
         state: SUCCEEDED, FAILED or STOPPED.
         elapsed: seconds since RunStarted.
         restarts: number of restarts.
-        reason: what went wrong, in one line. Empty after a success.
+        reason: what went wrong, in one line. It is empty after a success.
     """
 
     state: WorkerState
@@ -291,12 +294,12 @@ ObserverT = TypeVar("ObserverT", bound=Callable[[Event], object])
 
 
 def wants_progress(observer: ObserverT) -> ObserverT:
-    """Let this observer receive Progressed events, too. Return the observer; so this function can be a decorator.
+    """Let this observer receive Progressed events, too. Return the observer, so that this function can be a decorator.
 
     A class of observers can have the attribute `wants_progress = True` instead.
 
     Raises:
-        TypeError: the observer can have no attributes, as a method cannot. Pass a function that calls it.
+        TypeError: the observer cannot have attributes, for example because it is a method. Pass a function that calls it.
     """
     try:
         observer.wants_progress = True  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""The code of the guardian process. Each run starts one. It outlives a watcher that is killed, and kills the ranks then."""
+"""The code of the guardian process, which each run starts. If the watcher is killed, the guardian kills the ranks."""

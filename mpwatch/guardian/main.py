@@ -1,27 +1,30 @@
-r"""The guardian: a process of one run that outlives a killed watcher, kills the ranks and restores the terminal.
+r"""The guardian is a process of one run. If the watcher is killed, the guardian kills the ranks and restores the terminal.
 
-A script for a bare interpreter (`-I -S`): it imports the standard library only. watcher/processes/guardian.py starts it.
+This script runs in a bare interpreter (`-I -S`), so it imports only the standard library. watcher/processes/guardian.py
+starts this script.
 
     watcher --- socket pair: one line for each order ---> guardian --- SIGKILL, when the watcher is gone ---> ranks
 
     "+1234\n"                 a rank has started: kill process group 1234 if the watcher dies
     "-1234\n"                 that rank is dead and reaped: do not kill its group
     "=1b5b72 /dev/pts/0\n"    a live view is on this terminal: write these bytes (hexadecimal) to it if the watcher dies
-    "=\n"                     no terminal needs restoring
-    "~[...] /dev/pts/0\n"     a prompt is open on this terminal: give it these modes (JSON, as tcgetattr returns them)
-    "~\n"                     no modes need restoring
+    "=\n"                     no terminal has to be restored
+    "~[...] /dev/pts/0\n"     a prompt is open on this terminal: set these modes (tcgetattr's values as JSON) if it dies
+    "~\n"                     no modes have to be restored
 
-There are two ways to kill the ranks of a dead watcher. A rank arranges the first one itself: the kernel kills its group when
-the watcher's end of spawn's pipe is closed (`die_with_writer` in os_support/signals.py). The guardian is the second one. It
-needs nothing of the rank, so it works from the rank's start. It also works for a rank that has closed the pipe, has joined
-another process group or has become another program. It needs only processes and sockets from the system.
+The ranks of a dead watcher are killed in two ways. In the first way the kernel kills the process group of a rank when the
+watcher's end of a pipe is closed. The rank itself sets this up (`die_with_writer` in os_support/signals.py). The guardian is
+the second way. It does not depend on code in the rank, so it works from the rank's start. It also works if a rank has closed
+the pipe, has joined another process group or has become another program. It needs only processes and sockets from the
+system.
 
-Two other ways were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) follows the thread that started the
-rank, not the process. A thread in the rank would not run while C code holds the GIL, or while the rank is stopped.
+Two other ways were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the thread that has
+started the rank, and not on the process. A thread in the rank would not run while C code holds the GIL, or while the rank is
+stopped.
 
-A socket keeps the bytes that were sent before the sender died. So a group is guarded as soon as its order is written, even
-if the guardian has not started to read. A forked child of the host program may keep a copy of the socket open: where the
-system has pidfds, the guardian also waits for the watcher's pidfd.
+A socket keeps the bytes that were sent before the sender died. So the guardian will kill a group as soon as its order is
+written, even if the guardian has not started to read. A forked child of the calling program may keep a copy of the socket
+open. So, if the system has pidfds, the guardian also waits for the watcher's pidfd.
 """
 
 import os
@@ -29,7 +32,7 @@ import select
 import signal
 import sys
 
-TRIES, TRY_SECONDS = 10, 0.1  # for a terminal that accepts no output at the moment
+TRIES, TRY_SECONDS = 10, 0.1  # if a terminal accepts no output at the moment
 
 
 def main(orders: int, watcher: int | None = None) -> None:
@@ -37,7 +40,7 @@ def main(orders: int, watcher: int | None = None) -> None:
 
     Args:
         orders: descriptor of the socket.
-        watcher: pidfd of the watcher; None: the system has none.
+        watcher: pidfd of the watcher, or None if the system has no pidfds.
     """
     os.set_blocking(orders, False)
     groups: set[int] = set()
@@ -64,7 +67,7 @@ def main(orders: int, watcher: int | None = None) -> None:
             try:
                 kill(group, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass  # it has ended together with the watcher
+                pass  # the rank has ended together with the watcher
     if restore:
         try:
             restore_terminal(*restore.split(b" ", 1))
@@ -75,7 +78,7 @@ def main(orders: int, watcher: int | None = None) -> None:
 
 
 def read_available(orders: int) -> bytes | None:
-    """Return the bytes that have arrived; None at the end of the stream."""
+    """Return the bytes that have arrived. Return None at the end of the stream."""
     data = b""
     while True:
         try:
@@ -104,7 +107,7 @@ def restore_terminal(data: bytes, path: bytes) -> None:
 
 
 def restore_modes(modes: bytes, path: bytes) -> None:
-    """Set the modes of the terminal with this path, such as whether it echoes what is typed."""
+    """Set the modes of the terminal with this path. For example, a mode says whether the terminal shows typed characters."""
     import json
     import termios
 

@@ -4,6 +4,6 @@
 - `accelerate`: a `notebook_launcher` that spawns its ranks, returns their values and keeps their exceptions.
 - `pytest_plugin`: runs tests on several ranks.
 
-mpwatch itself imports none of these modules, and none of them imports another. A module imports its own library as late as
-possible, so it costs nothing in programs that do not use it.
+mpwatch itself does not import these modules, and they do not import one another. A module imports its library as late as
+possible, so it costs no time in programs that do not use it.
 """

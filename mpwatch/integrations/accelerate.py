@@ -1,17 +1,17 @@
-"""Hugging Face accelerate: a `notebook_launcher` with the parameters of accelerate's own, run by mpwatch.
+"""For Hugging Face accelerate: a `notebook_launcher` with the parameters of accelerate's function, but run by mpwatch.
 
     from mpwatch.integrations.accelerate import notebook_launcher
 
     result = notebook_launcher(train, (config,), num_processes=4, mixed_precision="bf16")
     result[0]  # what train returned in rank 0
 
-In a notebook only the import changes. There are three gains:
+In a notebook you only have to change the import. There are three advantages:
 
 - The ranks are new processes and not forks, so the notebook may have used CUDA or an `Accelerator` before.
-- The values that the function returns come back.
-- The exception that the function raises comes back.
+- `notebook_launcher` returns the values that the function returns.
+- If the function raises an exception, `notebook_launcher` raises `RunFailedError` from this exception.
 
-This module does not import accelerate: the function does. accelerate needs nothing except what `mpwatch.run` sets, so new
+The function imports accelerate, and this module does not. `mpwatch.run` sets everything that accelerate needs, so new
 programs can call `mpwatch.run(train, 4)`.
 """
 
@@ -57,39 +57,43 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 ) -> mpwatch.RunResult[T]:
     """Call `function(*args)` in `num_processes` new processes, and return their values by rank.
 
-    The function always runs in a process of its own, even if `num_processes` is 1. It makes its own `Accelerator`.
+    The function always runs in a new process, even if `num_processes` is 1. The function must make an `Accelerator` itself.
 
     Args:
         function: the function to call, as for `mpwatch.run`. Its only arguments are `args`.
-        args: the arguments, the same for every rank.
-        num_processes: number of ranks, as `nprocs` of `mpwatch.run`. None: one per GPU, or one per CPU if there is no GPU.
-        mixed_precision: "fp8", "fp16" or "bf16": the default of each `Accelerator`. "no": the value of the variable
-            ACCELERATE_MIXED_PRECISION, so none unless you have set it.
-        use_port: the TCP port (MASTER_PORT) over which the ranks find each other. None: a free port, reserved for them.
-        master_addr: the address of this machine (MASTER_ADDR). None: "127.0.0.1".
-        node_rank: only 0, since there is one node.
-        num_nodes: number of nodes; only 1 without `run`.
-        rdzv_backend: only "static".
-        rdzv_endpoint: only "".
-        rdzv_conf: only None or empty.
-        rdzv_id: only "none".
+        args: the arguments, which are the same for every rank.
+        num_processes: number of ranks, as `nprocs` of `mpwatch.run`. None means one rank for each GPU. If there is no GPU,
+            it means one rank for each CPU.
+        mixed_precision: "fp8", "fp16" or "bf16" sets the default of each `Accelerator`. With "no" the default is the value
+            of the variable ACCELERATE_MIXED_PRECISION, if you have set this variable.
+        use_port: the TCP port (MASTER_PORT) with which the ranks find each other. If it is None, mpwatch reserves a free
+            port.
+        master_addr: the address of this machine (MASTER_ADDR). None means "127.0.0.1".
+        node_rank: only 0 is allowed, since there is one node.
+        num_nodes: number of nodes. Without `run`, only 1 is allowed.
+        rdzv_backend: only "static" is allowed.
+        rdzv_endpoint: only "" is allowed.
+        rdzv_conf: only None or an empty mapping is allowed.
+        rdzv_id: only "none" is allowed.
         max_restarts: how many times all ranks are restarted after a failure, as for `mpwatch.run`.
-        monitor_interval: has no effect: mpwatch notices a death when it happens, and polls nothing.
+        monitor_interval: has no effect, because mpwatch notices a death at once and does not poll.
         log_line_prefix_template: the prefix of each line that a rank prints. It may contain ${rank}, ${local_rank} and
-            ${role_name}. Short for `logs=mpwatch.LogSpec(prefix=...)`. None: the prefix of `logs`.
-        run: what runs the ranks of several nodes: `mpwatch.integrations.ray.run`, or a `functools.partial` of it with
-            options of its own. It is called with `nodes=num_nodes`. None: `mpwatch.run`, on this machine.
-        options: options of `mpwatch.run`: `timeout`, `logs`, `env`, ... Variables in `env` take precedence over those above.
+            ${role_name}. It is a short form of `logs=mpwatch.LogSpec(prefix=...)`. If it is None, `logs` sets the prefix.
+        run: the function that runs the ranks of several nodes. It is `mpwatch.integrations.ray.run`, or a
+            `functools.partial` of this function with more options. It is called with `nodes=num_nodes`. None means
+            `mpwatch.run`, on this machine.
+        options: options of `mpwatch.run`, such as `timeout`, `logs` and `env`. The variables in `env` have priority over
+            the variables that the arguments above set.
 
     Returns:
         The values by rank: `result[3]` is the value of rank 3. Iteration gives the values in order of rank.
 
     Raises:
-        mpwatch.RunFailedError: a rank failed. Raised from that rank's own exception.
-        mpwatch.LaunchError: the ranks could not be started, and none is left.
+        mpwatch.RunFailedError: a rank failed. It is raised from the rank's exception.
+        mpwatch.LaunchError: the ranks could not be started. No rank is left.
         TypeError, ValueError: an argument is bad, or is not supported on one machine.
     """
-    __tracebackhide__ = True  # IPython and pytest then show only frames of the user's own code
+    __tracebackhide__ = True  # so that IPython and pytest show only frames of the user's code
     if run is None:
         _check_only("num_nodes", num_nodes, 1, SEVERAL_NODES)
     _check_only("node_rank", node_rank, 0, SEVERAL_NODES)
@@ -116,20 +120,20 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 
 
 def _check_only(name: str, value: object, allowed: object, advice: str) -> None:
-    """Raise ValueError for a value that has no meaning on one machine."""
+    """Raise ValueError if the value is not the only one that is allowed on one machine."""
     if value != allowed:
         raise ValueError(f"{name}={value!r}: {advice}")
 
 
 def _parse_precision(mixed_precision: object) -> str | None:
-    """Return the value of ACCELERATE_MIXED_PRECISION. None: leave the variable unset."""
+    """Return the value for the variable ACCELERATE_MIXED_PRECISION, or None if the variable should not be set."""
     if not isinstance(mixed_precision, str) or mixed_precision.lower() not in PRECISIONS:
         raise ValueError(f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, not {mixed_precision!r}")
     return None if mixed_precision.lower() == "no" else mixed_precision.lower()
 
 
 def _parse_port(use_port: object) -> str | None:
-    """Return the value of MASTER_PORT. None: mpwatch reserves a free port."""
+    """Return the value for the variable MASTER_PORT, or None if mpwatch should reserve a free port."""
     if use_port is None:
         return None
     if not (str(use_port).isdecimal() and 0 < int(str(use_port)) <= MAX_PORT):
@@ -138,19 +142,19 @@ def _parse_port(use_port: object) -> str | None:
 
 
 def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
-    """Return the option `env` with these variables added. The caller's variables take precedence."""
+    """Return the option `env` with these variables added. The caller's variables have priority."""
     if callable(env):
         return lambda worker: _merge_variables(defaults, env(worker))
     return _merge_variables(defaults, {} if env is None else env)
 
 
 def _merge_variables(defaults: Mapping[str, str], variables: Any) -> Any:
-    """Return both together. Return a value that is no mapping as it is: mpwatch.run reports it."""
+    """Return both mappings together. If `variables` is no mapping, return it unchanged, so that mpwatch.run reports it."""
     return {**defaults, **variables} if isinstance(variables, Mapping) else variables
 
 
 def _convert_prefix(template: object) -> str:
-    """Return the prefix for LogSpec that is equal to torch's template."""
+    """Convert torch's template of the prefix to the prefix for LogSpec."""
     if not isinstance(template, str):
         raise TypeError(f"log_line_prefix_template must be a string or None, not {template!r}")
     try:

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face transformers: all ranks save and stop at the same step."""
+"""A callback for the Trainer of Hugging Face transformers, with which all ranks save and stop at the same step."""
 
 from importlib import import_module
 from typing import Any
@@ -11,15 +11,15 @@ TrainerCallback: Any = import_module("transformers").TrainerCallback
 
 
 class StopTogether(TrainerCallback):  # type: ignore[misc]  # Any
-    """Let the Trainer save a checkpoint and end when a stop is requested: see `mpwatch.should_stop`.
+    """Let the Trainer save a checkpoint and end when a stop is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(..., callbacks=[StopTogether()])` in a function that `mpwatch.run(..., stop_signals=...)` calls. Go on
-    later with `trainer.train(resume_from_checkpoint=True)`. The number of steps is `state.global_step`. Outside a rank it
-    does nothing.
+    later with `trainer.train(resume_from_checkpoint=True)`. The number of the step is `state.global_step`. Outside a rank
+    the callback does nothing.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
-        """Ask after each step whether the ranks stop now."""
+        """After each step, ask `mpwatch.should_stop` whether the ranks stop now."""
         if mpwatch.should_stop(state.global_step):
             control.should_save = control.should_training_stop = True
         return control

@@ -1,4 +1,4 @@
-"""The live view of the ranks. All of it runs in the caller's thread, except that the guardian may restore a terminal.
+"""The live view of the ranks. Its code runs in the caller's thread, except that the guardian may restore a terminal.
 
     ViewDriver (watcher/observers) --- statuses of the ranks ---> LiveView (live.py)
                                                                       |  model.py: rates, overall progress -> Snapshot
@@ -6,8 +6,8 @@
                                                            Display.show(snapshot): one of
         TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py, scroll_region.py)
         NotebookDisplay (notebook.py)       an HTML table in the cell that runs
-        LineDisplay     (line_display.py)   a line on stderr now and then
+        LineDisplay     (line_display.py)   lines on stderr, at intervals of 10 seconds or more
 
-select.py decides whether there is a view and which display it uses. formatting.py has the texts of all displays. tty.py asks
-the system about terminals.
+select.py decides whether there is a view and which display it uses. formatting.py has the texts of all displays. tty.py gets
+facts about terminals from the system.
 """

@@ -1,4 +1,4 @@
-"""Format numbers, states and rows for all displays of the live view. Pure."""
+"""Format numbers, states and rows for all displays of the live view. All functions are pure."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,9 +7,9 @@ from mpwatch.events.to_json import encodable
 from mpwatch.live_view.model import OverallProgress, RankRow, Snapshot, summarize_ranks
 from mpwatch.results.model import WorkerState
 
-MAX_RANK_ROWS = 16  # more ranks are summarized
-MAX_METRICS = 6  # shown of one rank, in the order in which the rank reports them
-MAX_NAME_CHARS = 40  # of the name of a metric
+MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
+MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them
+MAX_NAME_CHARS = 40  # characters of the name of a metric
 COLUMN_TITLES = ("rank", "state", "step", "steps/s", "metrics", "memory", "CPU", "heartbeat")  # of `format_row`
 STATE_TEXTS = {
     WorkerState.INIT: "starting",
@@ -26,12 +26,12 @@ MINUTE, HOUR, DAY = 60, 3600, 86_400
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
-    """Whether there are too many ranks for a row each."""
+    """Return whether there are too many ranks to show each rank in a row."""
     return len(snapshot.rows) > MAX_RANK_ROWS
 
 
 def format_overall(snapshot: Snapshot) -> str:
-    """Return one line: overall step, rate, time left, metrics, and the number of ranks in each state."""
+    """Return one line with the overall step, the rate, the time left, metrics, and the number of ranks in each state."""
     progress = _format_progress(snapshot.overall)
     parts = [", ".join(progress)] if progress else []
     parts += [text for text in (_format_metrics(snapshot.overall.metrics), _format_counts(snapshot)) if text]
@@ -39,7 +39,7 @@ def format_overall(snapshot: Snapshot) -> str:
 
 
 def format_row(row: RankRow) -> tuple[str, ...]:
-    """Return the cells of one rank's row, as in COLUMN_TITLES."""
+    """Return the cells of one rank's row, in the order of COLUMN_TITLES."""
     return (
         str(row.rank),
         _format_state(row),
@@ -53,7 +53,7 @@ def format_row(row: RankRow) -> tuple[str, ...]:
 
 
 def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Summarize ranks that are too many for a row each. Return rows of a name and a text."""
+    """Summarize ranks if there are too many to show each in a row. Return rows with a name and a text."""
     summary = summarize_ranks(snapshot.rows)
     rows = [("ranks", _format_counts(snapshot))]
     if summary.steps is not None:
@@ -86,7 +86,7 @@ def _format_progress(overall: OverallProgress) -> list[str]:
 
 
 def _format_counts(snapshot: Snapshot) -> str:
-    """Return the number of ranks in each state. There are no ranks before the rendezvous of several nodes."""
+    """Return a text with the number of ranks in each state. Before the rendezvous of several nodes there are no ranks."""
     if not snapshot.shows_ranks:
         return ""
     if not snapshot.rows:
@@ -124,12 +124,15 @@ def _format_step(step: int | None, total: int | None) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Three significant digits, and all digits before the decimal point."""
+    """Return a number with three significant digits, or with all digits before the decimal point if there are more."""
     return f"{value:,.0f}" if HUNDRED <= abs(value) < MILLION else f"{value:.3g}"
 
 
 def _format_percent(fraction: float) -> str:
-    """Round down, so that 100 % means all; but 29 / 100, which is a little less in binary, is 29 %."""
+    """Return the percentage, rounded down, so that 100 % means that all is done.
+
+    29 / 100 is a little less than 0.29 in binary, but becomes 29 %.
+    """
     return f"{math.floor(100 * math.nextafter(fraction, math.inf))} %"
 
 

@@ -1,4 +1,4 @@
-"""The progress bar of `mpwatch.map`: how many items are done. It uses the displays of the live view."""
+"""The progress bar of `mpwatch.map`, which shows how many items are done. It uses the displays of the live view."""
 
 import logging
 import math
@@ -9,18 +9,19 @@ from mpwatch.live_view.live import Display
 from mpwatch.live_view.model import OverallProgress, RateEstimator, Snapshot
 from mpwatch.live_view.select import may_show, select_display
 
-FIRST_SECONDS = 1.0  # a shorter `map` has no bar, unless the user asked for it
-RATE_SECONDS = 10.0  # the rate is the mean of so many seconds
+FIRST_SECONDS = 1.0  # a shorter `map` has no bar, unless the user asks for a bar
+RATE_SECONDS = 10.0  # the rate is the mean over this number of seconds
 
 log = logging.getLogger("mpwatch")
 
 
 class ItemView:
-    """The progress bar of one `map`. A bar that raises is logged once and dropped.
+    """The progress bar of one `map`. If the bar raises an exception, this is logged once and the bar ends.
 
     Args:
-        progress: True: show it everywhere, from the start. None: in a terminal or a notebook. False: never.
-        total: the number of items. None: not known.
+        progress: True shows the bar everywhere, from the start. None shows it in a terminal or a notebook. False never shows
+            it.
+        total: the number of items, or None if it is not known.
         clock: returns seconds.
     """
 
@@ -37,16 +38,16 @@ class ItemView:
 
     @property
     def seconds_to_next_update(self) -> float | None:
-        """Seconds until `update` wants to be called. None: never."""
+        """Seconds until `update` must be called, or None if it need not be called any more."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - self._clock())
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that restore it if this process is killed. None if there is no need."""
+        """The name of the terminal, and the bytes that restore it if this process is killed. It is None without a need."""
         return None if self._display is None else self._display.terminal_restore
 
     def update(self, done: int, failed: int) -> None:
-        """Draw the bar, if that is due.
+        """Draw the bar if it is time to draw it again.
 
         Args:
             done: number of items that have a value or have failed.

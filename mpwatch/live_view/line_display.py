@@ -1,6 +1,6 @@
-"""The live view as lines on a stream, where nothing can be drawn over: a line now and then, if something has changed.
+"""The live view as lines on a stream, on which no text can be replaced. It writes a line if something has changed.
 
-If the stream is a full pipe, the line is skipped.
+If the stream is a full pipe, the line is skipped. `period` is the time between two lines.
 """
 
 from typing import TextIO
@@ -10,7 +10,7 @@ from mpwatch.live_view.model import Snapshot
 from mpwatch.live_view.tty import is_writable
 
 PERIOD = 10.0
-LAST_LINE_SECONDS = 1.0  # for the stream to have room for the last line
+LAST_LINE_SECONDS = 1.0  # the last line waits this long for room in the stream
 
 
 class LineDisplay:
@@ -27,21 +27,24 @@ class LineDisplay:
         self._write_if_changed(snapshot, timeout=0.0)
 
     def pause(self) -> None:
-        """Do nothing: a line stays where it is."""
+        """Do nothing, since a line stays where it is."""
 
     def close(self, snapshot: Snapshot) -> None:
         self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)
 
     def _write_if_changed(self, snapshot: Snapshot, timeout: float) -> None:
         overall = snapshot.overall
-        content = (overall.step, overall.total, str(overall.metrics), snapshot.counts)  # as text: NaN does not equal NaN
+        content = (overall.step, overall.total, str(overall.metrics), snapshot.counts)  # as text, since NaN != NaN
         if content != self._last_written and self._has_room(timeout):
             self._last_written = content
             self._stream.write(f"mpwatch: {format_overall(snapshot)}\n")  # one write, so that the line stays whole
             self._stream.flush()
 
     def _has_room(self, timeout: float) -> bool:
-        """Whether the stream has room for a line within so many seconds. A writable pipe has room for PIPE_BUF bytes."""
+        """Return whether the stream has room for a line within `timeout` seconds.
+
+        A writable pipe has room for PIPE_BUF bytes.
+        """
         try:
             fd = self._stream.fileno()
         except (AttributeError, OSError, ValueError):  # not a stream of the operating system

@@ -1,8 +1,8 @@
-"""The live view of one call: when it appears, how often it is drawn, and the Display protocol.
+"""The live view of one call, and the Display protocol. This module decides when and how often the view is drawn.
 
-LiveView receives the statuses of the ranks, has a SnapshotBuilder make a Snapshot, and gives the Snapshot to a display. It
-chooses the display at the first report of a rank, or at once if the user asked for the view. LiveView implements the View
-protocol of `watcher/observers/view_driver.py`.
+LiveView receives the statuses of the ranks. A SnapshotBuilder makes a Snapshot from them, and LiveView gives the Snapshot to
+a display. It chooses the display at the first report of a rank, or at once if the user asks for the view. LiveView
+implements the View protocol of `watcher/observers/view_driver.py`.
 """
 
 import math
@@ -15,7 +15,7 @@ from mpwatch.results.rank_status import RankStatus
 
 WAITING_PERIOD = 1.0  # seconds between two status requests, until a rank has reported
 FIRST_PERIOD = 0.25  # seconds until the first drawing, if the view starts at once
-MAX_CPU_SHARE = 0.05  # of one CPU that drawing may use
+MAX_CPU_SHARE = 0.05  # drawing may use this part of one CPU
 MAX_PERIOD = 5.0  # seconds between two drawings, if drawing is slow
 
 
@@ -28,24 +28,24 @@ class Display(Protocol):
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that release the rows reserved in it. None if no rows are reserved."""
+        """The terminal's name, and the bytes that release the reserved rows in it. It is None if no rows are reserved."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw this snapshot in the place of the last one."""
+        """Draw this snapshot in the place of the last snapshot."""
 
     def pause(self) -> None:
-        """Leave the terminal to others until the next `show`."""
+        """Leave the terminal to other output until the next `show`."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last snapshot as it is to stay, and release the display. May be called again after an exception."""
+        """Draw the last snapshot, which stays, and release the display. This may be called again after an exception."""
 
 
 class LiveView:
     """The view of one call.
 
     Args:
-        choose_display: called once, when there is something to show. Returns None if there is no place to show it.
-        starts_at_once: whether to show the ranks before one of them has reported.
+        choose_display: called once, when there is something to show. It returns None if there is no place to show it.
+        starts_at_once: whether to show the ranks before any rank has reported.
         clock: returns seconds.
     """
 
@@ -67,12 +67,12 @@ class LiveView:
 
     @property
     def period(self) -> float:
-        """Seconds until `show` wants to be called with new statuses. Infinite: never, because there is no display."""
+        """Seconds until `show` must be called with new statuses. It is infinite if there is no display."""
         return self._period
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that restore it if this process is killed. None if there is no need."""
+        """The name of the terminal, and the bytes that restore it if this process is killed. It is None without a need."""
         return None if self._display is None else self._display.terminal_restore
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
@@ -89,7 +89,7 @@ class LiveView:
             self._period = math.inf
 
     def pause(self) -> None:
-        """Leave the terminal to others until the next `show`."""
+        """Leave the terminal to other output until the next `show`."""
         if self._display is not None:
             self._display.pause()
 

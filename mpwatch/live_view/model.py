@@ -1,4 +1,4 @@
-"""Compute what the live view shows from the statuses of the ranks: rates, overall progress, time left. Pure.
+"""Compute rates, overall progress and time left from the statuses of the ranks, for the live view. All code is pure.
 
     statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each
 
@@ -14,30 +14,30 @@ from dataclasses import dataclass, field
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 
-RATE_SECONDS = 10.0  # a rate is the mean of so many seconds
+RATE_SECONDS = 10.0  # a rate is the mean over this number of seconds
 CPU_SECONDS = 2.0  # the same for CPU use, which the kernel counts in hundredths of a second
-MIN_POINTS = 2  # for a rate
-MAX_SLOWEST = 3  # ranks that a summary names
+MIN_POINTS = 2  # a rate needs this number of points
+MAX_SLOWEST = 3  # a summary names at most this number of slow ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """One rank at one moment. None: not known."""
+    """The facts about one rank at one moment. A value is None if it is not known."""
 
     rank: int
     state: WorkerState
     restart_count: int = 0
     must_report_step: bool = False
-    """The rank reported steps before its restart, and none since."""
+    """Whether the rank has reported steps before its restart, and no step after it."""
     step: int | None = None
     total: int | None = None
     rate: float | None = None
     """Steps per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     memory: int | None = None
-    """In bytes."""
+    """The memory of the rank in bytes."""
     cpu: float | None = None
-    """Number of CPUs in use: 1.5 is one and a half."""
+    """Number of CPUs that the rank uses. The value 1.5 means one and a half CPUs."""
     heartbeat_age: float | None = None
     """Seconds since the last heartbeat."""
 
@@ -51,16 +51,16 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The progress of all ranks: that of the slowest running rank, because the other ranks wait for it sooner or later.
+    """The progress of the slowest running rank, which counts for all ranks, because they wait for it sooner or later.
 
-    If no rank is running, it is that of the slowest rank of all.
+    If no rank is running, it is the progress of the slowest of all ranks.
 
-    Not known after a restart, until each restarted rank has reported a step again. Metrics are means over the ranks that
-    report them.
+    After a restart the progress is not known until each restarted rank has reported a step again. A metric is the mean over
+    the ranks that report it.
     """
 
     unit: str = "step"
-    """What a step is, in the singular: "step" of a run, "item" of a map."""
+    """The name of one step in texts. It is "step" in a run and "item" in a map."""
     step: int | None = None
     total: int | None = None
     fraction_done: float | None = None
@@ -71,44 +71,44 @@ class OverallProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All that a display shows at one moment."""
+    """All data that a display shows at one moment."""
 
     overall: OverallProgress
     rows: Sequence[RankRow]
-    """In order of rank. Empty before the rendezvous of several nodes."""
+    """The ranks in order. It is empty before the rendezvous of several nodes."""
     shows_ranks: bool = True
-    """False: only the overall progress is shown."""
+    """If it is False, only the overall progress is shown."""
 
     @property
     def counts(self) -> dict[WorkerState, int]:
-        """The number of ranks in each state, in the order of the states, without states that no rank is in."""
+        """The number of ranks in each state, in the order of the states. States without ranks are left out."""
         found = Counter(row.state for row in self.rows)
         return {state: found[state] for state in WorkerState if found[state]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """Many ranks together. None: not known."""
+    """The facts about many ranks together. A value is None if it is not known."""
 
     steps: tuple[int, int, int] | None
-    """Minimum, median and maximum."""
+    """The minimum, the median and the maximum of the ranks' steps."""
     slowest: Sequence[RankRow]
-    """The slowest running ranks. Empty if all have the same progress."""
+    """The slowest running ranks. It is empty if all have the same progress."""
     total_memory: int | None
-    """In bytes."""
+    """The memory of all ranks in bytes."""
     max_memory: int | None
-    """Of one rank, in bytes."""
+    """The memory of the rank that uses the most, in bytes."""
     cpu: float | None
-    """Number of CPUs that all ranks use."""
+    """Number of CPUs that all ranks use together."""
     max_heartbeat_age: float | None
-    """In seconds."""
+    """Seconds since the oldest last heartbeat of a rank."""
 
 
 class SnapshotBuilder:
-    """Makes snapshots. Keeps what later snapshots need of earlier statuses."""
+    """Makes snapshots. It keeps the facts from earlier statuses that later snapshots need."""
 
     def __init__(self) -> None:
-        # by node and local rank: on several nodes, the global rank of the next process may be another one
+        # The key is the node and the local rank, since the global rank of the next process may differ on several nodes.
         self._histories: dict[tuple[int, int], _RankHistory] = {}
 
     def update(self, statuses: Sequence[RankStatus]) -> Snapshot:
@@ -130,7 +130,7 @@ class _RankHistory:
 
     def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
         self.pid = pid
-        self.has_steps = must_report_step  # this process, or one before it, has reported a step
+        self.has_steps = must_report_step  # whether this process or an earlier process of the rank has reported a step
         self._must_report_step = must_report_step
         self._steps = RateEstimator(RATE_SECONDS)
         self._cpu = RateEstimator(CPU_SECONDS)
@@ -143,7 +143,7 @@ class _RankHistory:
             self.has_steps, self._must_report_step = True, False
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
-        if status.memory:  # 0 for a dead process
+        if status.memory:  # it is 0 for a dead process
             self._memory = status.memory
         is_running = status.state.is_running
         heartbeat_age = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
@@ -163,7 +163,7 @@ class _RankHistory:
 
 
 class RateEstimator:
-    """The growth rate of a value: over so many seconds, or over the last interval if values come less often."""
+    """Computes the growth rate of a value over `seconds`. If values come less often, it uses the last two values."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -179,8 +179,9 @@ class RateEstimator:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Return the growth per second. It falls if no new value comes for a longer time than that
-        from the first to the last kept point.
+        """Return the growth per second.
+
+        If no new value comes for a longer time than that between the first and the last kept value, the rate falls.
         """
         if len(self._points) < MIN_POINTS:
             return None
@@ -189,7 +190,7 @@ class RateEstimator:
 
 
 def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
-    """Summarize ranks that are too many for a row each."""
+    """Summarize the ranks if there are too many to show each in a row."""
     steps = sorted(row.step for row in rows if row.step is not None)
     running = sorted((row for row in rows if row.state.is_running and row.step is not None), key=_progress_key)
     is_uneven = bool(running) and _progress_key(running[0])[:2] != _progress_key(running[-1])[:2]
@@ -225,7 +226,7 @@ def _has_not_ended(row: RankRow) -> bool:
 
 
 def _progress_key(row: RankRow) -> tuple[float, int, int]:
-    """A sort key, slowest rank first. Ranks that report no total come after those that do."""
+    """Return a sort key that puts the slowest rank first. Ranks that report no total come after all others."""
     assert row.step is not None
     return (math.inf if row.fraction_done is None else row.fraction_done), row.step, row.rank
 

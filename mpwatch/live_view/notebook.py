@@ -1,4 +1,4 @@
-"""The live view in a notebook: a table in the cell that runs, updated in place. It needs only IPython's own display."""
+"""The live view in a notebook. It is a table in the running cell, and is updated in place. It needs only IPython."""
 
 from html import escape
 from importlib import import_module
@@ -12,7 +12,7 @@ ALIGN_LEFT = ' style="text-align:left"'
 
 
 class NotebookDisplay:
-    """A table below the output that the cell has so far."""
+    """A table below the present output of the cell."""
 
     period = PERIOD
     terminal_restore = None  # there is no terminal
@@ -28,7 +28,7 @@ class NotebookDisplay:
             self._display_handle.update(bundle, raw=True)
 
     def pause(self) -> None:
-        """Do nothing: the table has a place of its own."""
+        """Do nothing, since other output does not disturb the table."""
 
     def close(self, snapshot: Snapshot) -> None:
         """Show the last snapshot. It stays in the notebook."""
@@ -36,7 +36,7 @@ class NotebookDisplay:
 
 
 def render_html(snapshot: Snapshot) -> str:
-    """Return a table with a progress bar, the overall line, and a row for each rank. Many ranks are summarized."""
+    """Return an HTML table with a progress bar, the overall line, and a row for each rank. Summarize many ranks."""
     fraction = snapshot.overall.fraction_done
     bar = f'<progress value="{fraction:.4f}" max="1"></progress> ' if fraction is not None else ""
     caption = f"<caption{ALIGN_LEFT}>{bar}<b>{escape(format_overall(snapshot))}</b></caption>"

@@ -1,4 +1,4 @@
-"""Render a snapshot as rows of a terminal, with rich. No other module of mpwatch imports rich."""
+"""Render a snapshot as rows for a terminal, with the package rich. No other module of mpwatch imports rich."""
 
 import io
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ STYLES = {
     WorkerState.FAILED: "bold red",
     WorkerState.STOPPED: "magenta",
 }
-MIN_ROWS, MIN_COLUMNS = 4, 20  # size of the smallest terminal in which anything is shown
-NARROW = 72  # columns: a narrower terminal has no room for the last three columns of the table
+MIN_ROWS, MIN_COLUMNS = 4, 20  # in a smaller terminal nothing is shown
+NARROW = 72  # a terminal with fewer columns has no room for the last three columns of the table
 BAR_WIDTH = 24
 GAP = 2  # between columns
 STATE, METRICS = COLUMN_TITLES.index("state"), COLUMN_TITLES.index("metrics")
@@ -36,7 +36,7 @@ class RichRenderer:
         self._encoding = encoding
 
     def render(self, snapshot: Snapshot, columns: int, rows: int) -> list[str]:
-        """Return the largest layout that fits into half of the terminal, as rows with escape sequences for colours."""
+        """Return the rows of the largest layout that fits into half of the terminal, with escape sequences for colours."""
         if rows < MIN_ROWS or columns < MIN_COLUMNS:
             return []
         for layout in _layouts(snapshot, columns):
@@ -54,7 +54,7 @@ class RichRenderer:
 
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
-    """Yield layouts from the largest to the smallest: a row for each rank, a summary, the overall line only."""
+    """Yield the layouts from the largest to the smallest: a row for each rank, a summary, and only the overall line."""
     overall = _overall_line(snapshot, columns)
     if not snapshot.rows:
         yield overall
@@ -81,7 +81,7 @@ def _overall_line(snapshot: Snapshot, columns: int) -> RenderableType:
 
 
 def _rank_table(snapshot: Snapshot, columns: int) -> Table:
-    """Return a table of all columns that fit. The metrics get the width that the other columns leave."""
+    """Return a table with all columns that fit. The column of metrics gets the width that the other columns do not need."""
     count = len(COLUMN_TITLES) if columns >= NARROW else METRICS + 1
     cells = [COLUMN_TITLES[:count], *(format_row(row)[:count] for row in snapshot.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -95,6 +95,6 @@ def _rank_table(snapshot: Snapshot, columns: int) -> Table:
 
 
 def _styled_cells(row: RankRow, cells: tuple[str, ...]) -> list[Text]:
-    texts = [Text(cell, overflow="ellipsis") for cell in cells]  # Text is no markup: a metric may be called "[red]"
+    texts = [Text(cell, overflow="ellipsis") for cell in cells]  # Text, and not markup, as a metric may be called "[red]"
     texts[STATE].stylize(STYLES.get(row.state, ""))
     return texts

@@ -1,10 +1,10 @@
 """Select the live view of a call.
 
     progress=False    no view
-    progress=None     in a notebook or a terminal, a view; it appears when a rank first calls report()
-    progress=True     a view everywhere, from the start of the call; without a terminal, lines on stderr
+    progress=None     a view in a notebook or a terminal, which appears when a rank first calls report()
+    progress=True     a view everywhere, from the start of the call; if there is no terminal, lines on stderr
 
-A terminal without rich, which draws the rows, gets lines as well.
+The package rich draws the rows in a terminal. If rich is not installed, the view consists of lines on stderr.
 
 Other modules of the view are imported only when they are needed.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def select_view(progress: bool | None) -> "LiveView | None":
-    """Return the view for the option `progress`. None if nothing can be shown, whatever the ranks report."""
+    """Return the view for the option `progress`. Return None if there is no place in which anything could be shown."""
     if not may_show(progress):
         return None
     from mpwatch.live_view.live import LiveView
@@ -34,7 +34,7 @@ def may_show(progress: bool | None) -> bool:
 
 
 def select_display(*, allow_lines: bool) -> "Display | None":
-    """Return a display in the notebook or the terminal, or else lines on stderr if they are allowed."""
+    """Return a display in the notebook or the terminal. If there is neither, return lines on stderr if they are allowed."""
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay
 
@@ -49,7 +49,7 @@ def select_display(*, allow_lines: bool) -> "Display | None":
             allow_lines = True
         else:
             if is_terminal_free():
-                encoding = getattr(terminal, "encoding", None) or "utf-8"  # a stream of the user's own may have none
+                encoding = getattr(terminal, "encoding", None) or "utf-8"  # a stream object of the user may have none
                 return TerminalDisplay(terminal.fileno(), RichRenderer(encoding), encoding)
     if allow_lines and sys.stderr is not None:
         from mpwatch.live_view.line_display import LineDisplay

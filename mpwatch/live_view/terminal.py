@@ -1,11 +1,11 @@
-"""The live view in a terminal: its last rows, as long as this program is in the foreground of the terminal.
+"""The live view in the last rows of a terminal, as long as this program is in the foreground of the terminal.
 
-rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place them. This module writes them. It
-reads nothing from the terminal and installs no signal handler. A terminal that takes no output (Ctrl-S) is left alone until
-it does.
+rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place them. This module writes both to
+the terminal. It reads nothing from the terminal and installs no signal handler. While the terminal takes no output (Ctrl-S),
+this module writes nothing.
 
-A terminal whose size changes forgets its scroll region. The next drawing, a quarter of a second later, reserves the rows
-again; what ranks print until then may appear among the rows of the view.
+If the size of a terminal changes, the terminal forgets its scroll region. The next drawing, a quarter of a second later,
+reserves the rows again. Until then, the output of ranks may appear among the rows of the view.
 """
 
 import os
@@ -21,22 +21,22 @@ from mpwatch.live_view.scroll_region import RECOVER, ScrollRegion, go_to_line_st
 from mpwatch.live_view.tty import is_foreground, is_writable, terminal_name
 
 PERIOD = 0.25
-MAX_GAP = 2.0  # seconds between drawings: after a longer time this program was stopped, and others had the terminal
-WRITE_SECONDS = 1.0  # for the terminal to take output, before a write is abandoned
-PAUSE_SECONDS = 0.1  # the same before a pause; at Ctrl-Z the ranks run until then
+MAX_GAP = 2.0  # if the time between two drawings is longer, this program was stopped, and others had the terminal
+WRITE_SECONDS = 1.0  # if the terminal takes no output for this time, the write ends
+PAUSE_SECONDS = 0.1  # the same before a pause. At Ctrl-Z the ranks run until then
 
 _latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  weak reference to the last display made
 
 
 class Renderer(Protocol):
-    """Renders a snapshot: RichRenderer."""
+    """The protocol of objects that render a snapshot, such as RichRenderer."""
 
     def render(self, snapshot: Snapshot, columns: int, rows: int) -> Sequence[str]:
         """Return the rows for a terminal of this size."""
 
 
 def is_terminal_free() -> bool:
-    """Whether no view of this process uses the terminal now. Another thread, or an outer run, may have one."""
+    """Return whether no view of this process uses the terminal now. A run in another thread, or an outer run, may use it."""
     latest = _latest()
     return latest is None or latest.is_closed
 
@@ -63,12 +63,15 @@ class TerminalDisplay:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The terminal's name and the bytes that release the reserved rows. None without a name or without such rows."""
+        """The terminal's name and the bytes that release the reserved rows. It is None if there is no name or no row."""
         text = self._region.recover()
         return (self._name, text.encode()) if text and self._name else None
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw in one write. Draw nothing while this program is in the background, or the terminal takes no output."""
+        """Draw the snapshot in one write. Do nothing if the terminal takes no output.
+
+        If this program is in the background, release the rows.
+        """
         if not is_foreground(self._fd):
             self.pause()  # the program in the foreground needs all rows
             return
@@ -85,7 +88,7 @@ class TerminalDisplay:
     def pause(self) -> None:
         """Release the rows. The next `show` reserves them again.
 
-        At Ctrl-Z the kernel discards what the terminal has not taken yet, which may be the end of a drawing.
+        At Ctrl-Z the kernel discards the output that the terminal has not taken yet, which may be the end of a drawing.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()
@@ -101,13 +104,13 @@ class TerminalDisplay:
         self._was_drawn, self.is_closed = False, True
 
     def _write(self, text: str, timeout: float) -> None:
-        """Write all, or as much as the terminal takes before it takes nothing for so many seconds."""
+        """Write the whole text. Stop if the terminal takes no output for `timeout` seconds."""
         if text and self._is_write_incomplete:
             text = RECOVER + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))
         while rest and is_writable(self._fd, timeout):
             self._is_write_incomplete = True  # stays so if an exception is raised
-            with suppress(BlockingIOError):  # another process may have filled it meanwhile
+            with suppress(BlockingIOError):  # another process may have filled the terminal's buffer meanwhile
                 rest = rest[os.write(self._fd, rest) :]
         if not rest:
             self._is_write_incomplete = False

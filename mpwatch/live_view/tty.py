@@ -1,4 +1,4 @@
-"""Find a terminal for the live view. Every call that takes longer than 2 ms imports this module, so it imports little."""
+"""Find a terminal for the live view. Each call that takes longer than 2 ms imports this module, so it imports little."""
 
 import os
 import select
@@ -7,9 +7,10 @@ from typing import TextIO
 
 
 def find_terminal() -> TextIO | None:
-    """Return sys.stderr or sys.stdout if a view can be drawn there. None otherwise.
+    """Return sys.stderr or sys.stdout if a view can be drawn there. Return None otherwise.
 
-    The stream must be the controlling terminal of this process. The process must be in its foreground, and TERM not "dumb".
+    The stream must be the controlling terminal of this process. The process must be in the foreground of the terminal. The
+    variable TERM must not be "dumb".
     """
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
@@ -17,7 +18,7 @@ def find_terminal() -> TextIO | None:
 
 
 def is_foreground(fd: int) -> bool:
-    """Whether this descriptor is the controlling terminal of this process, and the process is in the foreground."""
+    """Return whether this descriptor is the process's controlling terminal and the process is in its foreground."""
     try:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:  # not the controlling terminal
@@ -25,7 +26,7 @@ def is_foreground(fd: int) -> bool:
 
 
 def terminal_name(fd: int) -> str:
-    """Return the path of the terminal. Empty if it has none, as in some containers."""
+    """Return the path of the terminal. Return "" if the terminal has no path, as in some containers."""
     try:
         return os.ttyname(fd)
     except OSError:
@@ -33,7 +34,7 @@ def terminal_name(fd: int) -> str:
 
 
 def is_writable(fd: int, timeout: float) -> bool:
-    """Whether the terminal or pipe takes a write within so many seconds."""
+    """Return whether the terminal or pipe is ready for a write within `timeout` seconds."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(timeout * 1000))
@@ -42,6 +43,6 @@ def is_writable(fd: int, timeout: float) -> bool:
 def _can_draw_in(stream: TextIO | None) -> bool:
     try:
         fd = stream.fileno() if stream is not None else -1
-        return is_foreground(fd) and os.get_terminal_size(fd).columns > 0
-    except Exception:  # noqa: BLE001  sys.stderr may be any object that the host program has put there
+        return is_foreground(fd) and 0 not in os.get_terminal_size(fd)  # 0: the size is not known
+    except Exception:  # noqa: BLE001  the calling program may have set sys.stderr to any object
         return False

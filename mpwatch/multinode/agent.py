@@ -1,7 +1,7 @@
-"""Agent: the counterpart of torch's elastic agent, for users who extend one or have a RendezvousHandler of their own.
+"""`Agent` corresponds to torch's elastic agent. It is for users who extend an agent or have another RendezvousHandler.
 
-It is a thin layer over the run of `mpwatch.run(..., rendezvous=...)`. The events of the run contain the ranks of the node.
-One thread calls `run`; any thread may call `get_worker_group`.
+`Agent` only adds a few methods to the run of `mpwatch.run(..., rendezvous=...)`. It gets the ranks of the node from the
+run's events. One thread calls `run`, and any thread may call `get_worker_group`.
 """
 
 from dataclasses import dataclass, replace
@@ -30,42 +30,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGroupInfo(Generic[T]):
-    """The ranks of one node of a job at one moment: torch's `WorkerGroup` without its store, which only the nodes use."""
+    """The ranks of one node of a job at one moment. It is like torch's `WorkerGroup`, but without the store."""
 
     spec: WorkerSpec[T]
     workers: tuple[Worker, ...] = ()
-    """The ranks in the latest attempt. Empty until the first rendezvous is complete."""
+    """The ranks in the latest attempt. The tuple is empty until the first rendezvous is complete."""
     state: WorkerState = WorkerState.UNKNOWN
-    """The state of all ranks together. When the run has ended, the state of the job."""
+    """The state of all ranks of the node together. When the run has ended, it is the state of the job."""
     group_rank: int | None = None
-    """The number of this node in the latest attempt. None until the first rendezvous is complete."""
+    """The number of this node in the latest attempt. It is None until the first rendezvous is complete."""
     group_world_size: int | None = None
-    """How many nodes the latest attempt has. None until the first rendezvous is complete."""
+    """The number of nodes in the latest attempt. It is None until the first rendezvous is complete."""
 
 
 class Agent(Generic[T]):
-    """One node of a job: joins the others, starts and watches its own ranks, restarts them together with the others.
+    """Runs one node of a job. It joins the other nodes, starts and watches the ranks of this node, and restarts them.
 
-    The names of the class and its methods are torch's (`torch.distributed.elastic.agent.server.ElasticAgent`). A torch agent
-    is a process of its own. This one runs in the process that calls `run`. `mpwatch.run(..., rendezvous=...)` does the same
-    in one call.
+    All nodes restart their ranks together. The class and its methods have the names of torch's class `ElasticAgent` in
+    `torch.distributed.elastic.agent.server`. A torch agent is a separate process. This agent runs in the process that calls
+    `run`. `mpwatch.run(..., rendezvous=...)` does the same in one call.
 
         spec = WorkerSpec(fn=train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job", nnodes=(2, 4)))
         result = Agent(spec).run()
 
     Args:
         spec: what to run, with a `rendezvous`.
-        rdzv_handler: the handler by which the nodes join, on all nodes or on none. The endpoint, backend and options of
-            `spec.rendezvous` are then ignored. Its other fields apply, and its run_id must be the handler's. The handler's
-            own settings say how many nodes it waits for, and how long. It must return a new store for each round, as torch's
-            dynamic rendezvous does. When the job is over the handler is closed; call `rdzv_handler.shutdown()` yourself to
-            release what it holds. Nodes that join later need
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of all nodes if the handler is torch's own.
+        rdzv_handler: the handler with which the nodes join. Pass a handler on all nodes or on no node. With a handler, the
+            endpoint, backend and options of `spec.rendezvous` are ignored. The other fields of `spec.rendezvous` apply, and
+            its run_id must be the run_id of the handler. The handler's settings say how many nodes it waits for, and how
+            long. The handler must return a new store for each round, as torch's dynamic rendezvous does. When the job is
+            over, the agent closes the handler. Call `rdzv_handler.shutdown()` yourself to release the handler's resources.
+            If nodes join later and the handler is torch's own, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment
+            of all nodes.
 
     Raises:
         TypeError: `spec` or `rdzv_handler` has a wrong type.
-        ValueError: `spec` has no rendezvous, or its run_id is not the handler's. Or the handler may count a node as lost
-            while the ranks of that node still run.
+        ValueError: `spec` has no rendezvous, or its run_id is not the handler's run_id. It is also raised if the handler may
+            count a node as lost while the ranks of that node still run.
     """
 
     def __init__(self, spec: WorkerSpec[T], *, rdzv_handler: RendezvousHandler | None = None) -> None:
@@ -84,7 +85,7 @@ class Agent(Generic[T]):
         """Run the function together with the other nodes until the job is over.
 
         Args:
-            check: raise RunFailedError if the job failed. See `mpwatch.run`, also for the result.
+            check: raise RunFailedError if the job failed. See `mpwatch.run`, which also describes the result.
         """
         __tracebackhide__ = True
         spec = self._group.spec
@@ -96,7 +97,7 @@ class Agent(Generic[T]):
         return result
 
     def get_worker_group(self) -> WorkerGroupInfo[T]:
-        """Return the ranks of this node as they are now. Call it from any thread, or from an `on_event` of the run."""
+        """Return the present ranks of this node. Any thread and any `on_event` of the run may call this method."""
         return self._group
 
     def _client(self) -> RendezvousClient | None:
@@ -135,7 +136,7 @@ def _check_handler(handler: object, rendezvous: Rendezvous) -> None:
         )
     if isinstance(handler, DynamicRendezvousHandler):
         settings = handler.settings
-        # the last keep-alive may have been sent just before the node was cut off
+        # The node may have sent its last keep-alive just before it was cut off.
         seconds = (settings.keep_alive_max_attempt - 1) * settings.keep_alive_interval.total_seconds()
         if seconds < STOP_SHARE * rendezvous.node_timeout:
             raise ValueError(

@@ -1,14 +1,14 @@
-"""Compare the options of this node with those of the first node, before the other nodes wait for this one.
+"""Compare the options of this node with the options of the first node, before the other nodes wait for this node.
 
-Runs in the node thread. These are the keys in the store of the job, which all rounds share:
+This module runs in the node thread. It uses these keys in the store of the job, which all rounds share:
 
     job_config           the JobConfig of the first node, as a PublishedJobConfig
-    job_config/writers   how many nodes have wanted to write it; the first of them writes it
-    served_elsewhere     is there if no node serves the store: the driver of mpwatch.cluster does
+    job_config/writers   how many nodes have tried to write job_config; the first of them writes it
+    served_elsewhere     exists if the driver of mpwatch.cluster serves the store, and not a node
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
-With a rendezvous handler of the user's own there is no store of the job. Then the leader compares the JobConfigs, after the
-nodes have joined (leader.py).
+If the user passes a rendezvous handler, there is no store of the job. Then the leader compares the JobConfigs when the nodes
+have joined (leader.py).
 """
 
 import platform
@@ -26,19 +26,19 @@ from mpwatch.multinode.rendezvous.errors import JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.store import PrefixedStore
 from mpwatch.options.rendezvous import Rendezvous
 
-STORE_NODE_SECONDS = 1.0  # the node that serves the store gets so long to publish its JobConfig first
+STORE_NODE_SECONDS = 1.0  # the other nodes wait this long for the JobConfig of the node that serves the store
 JOB_CONFIG_KEY, WRITERS_KEY, REFUSED_KEY = "job_config", "job_config/writers", "refused"
 SERVED_ELSEWHERE_KEY = "served_elsewhere"
 
 
 class JobConfigCheck:
-    """Checks the JobConfig of this node, and finds out whether another node was refused because of its own.
+    """Checks the JobConfig of this node, and finds out whether another node was refused because of its JobConfig.
 
     Args:
         rendezvous: the options of the rendezvous.
-        job_config: that of this node.
-        signed_json: encodes and verifies the entries of the job.
-        cancelled: set by another thread to end the check early.
+        job_config: the JobConfig of this node.
+        signed_json: encodes and verifies the entries in the store of the job.
+        cancelled: another thread sets this event to end the check early.
     """
 
     def __init__(self, rendezvous: Rendezvous, job_config: JobConfig, signed_json: SignedJson, cancelled: Event) -> None:
@@ -46,15 +46,19 @@ class JobConfigCheck:
         self._signed_json, self._cancelled = signed_json, cancelled
 
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
-        """Compare the JobConfig of this node with that of the first node, which may be this one.
+        """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the two differ, write the reason into the store: nodes that wait for this one report it, too.
+        If the two differ, write the reason into the store. Nodes that wait for this node then report the reason, too.
 
         Args:
             store: the store of the job.
             is_host: whether this node serves the store.
 
-        Raises LaunchError if they differ, JobClosedError if the job is over, StoreLostError, and CancelledError.
+        Raises:
+            LaunchError: the JobConfigs differ.
+            JobClosedError: the job is over.
+            StoreLostError: the store cannot be reached.
+            CancelledError: the check was cancelled.
         """
         job = f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}"
         if store.check([JOB_OVER_KEY]):
@@ -72,7 +76,7 @@ class JobConfigCheck:
             raise LaunchError(f"{job}: {reason}")
 
     def describe_refusal(self, store: PrefixedStore) -> str:
-        """Return which node could not join because of its JobConfig, as an error text. Return "" if none is known."""
+        """Return an error text that names the node that could not join because of its JobConfig, or "" if there is none."""
         try:
             if not store.check([REFUSED_KEY]):
                 return ""
@@ -84,10 +88,11 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
-        """Return the JobConfig of the first node. If no node has published one, publish that of this node.
+        """Return the JobConfig of the first node. If no node has published its JobConfig, publish the one of this node.
 
-        A node that serves the store counts as the first one. If it were refused, the store would be lost. So the other nodes
-        wait a moment for it. If the first writer is lost before it has written, another node writes after `node_timeout`.
+        If a node serves the store, it counts as the first node. If this node were refused, the store would be lost. So the
+        other nodes wait a moment until this node has published its JobConfig. If the first writer is lost before it has
+        written, another node writes after `node_timeout`.
 
         Raises InvalidEntryError.
         """
@@ -103,7 +108,7 @@ class JobConfigCheck:
                 published = PublishedJobConfig(platform.node(), self._job_config)
                 store.set(JOB_CONFIG_KEY, self._signed_json.encode(JOB_CONFIG_KEY, to_json(published)))
             deadline = self._make_deadline(self._rendezvous.node_timeout)
-            may_write = True  # when this deadline has passed, too
+            may_write = True  # if this deadline passes, too
         return from_json(PublishedJobConfig, self._signed_json.decode(JOB_CONFIG_KEY, store.get(JOB_CONFIG_KEY)))
 
     def _make_deadline(self, seconds: float) -> Deadline:

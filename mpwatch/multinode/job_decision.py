@@ -11,9 +11,10 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-The root cause on several nodes: a rank that failed on its own comes before a victim, and then the order of the inbox counts.
-If no rank failed on its own, the collectives of all ranks are compared: see job_verdict.py. If that names no cause, victims
-may have waited for a rank of another node: the root cause. A lost node is it only if no rank failed on its own.
+These rules find the root cause on several nodes. If ranks failed on their own, the first of them in the inbox is the root
+cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If that names no cause, the
+root cause can be a rank of another node for which the victims have waited. A lost node is the root cause only if no rank
+failed on its own.
 """
 
 import math
@@ -37,24 +38,24 @@ from mpwatch.results.failure import FailureKind
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
-MAX_FAILURES = 64  # that are sent in full; more failures are counted
-MAX_FAILURES_BYTES = 512 * 1024  # of all failures together: a decision is one entry of the store
-MAX_LOST_NODES = 1000  # that are listed in a decision
+MAX_FAILURES = 64  # failures that are sent in full. Further failures are only counted
+MAX_FAILURES_BYTES = 512 * 1024  # of all failures together, since a decision is one entry of the store
+MAX_LOST_NODES = 1000  # lost nodes that are listed in a decision
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSummary:
-    """What the leader knows of an attempt that is over."""
+    """The facts that the leader knows about an attempt that is over."""
 
     attempt: int
     has_started: bool
     """Whether any ranks may have been started."""
     history: RestartHistory
-    """Before this attempt."""
+    """The history before this attempt."""
     node_infos: Mapping[int, NodeInfo]
-    """By node. A node that was lost early has none."""
+    """The NodeInfo of each node by its group rank. A node that was lost early has no NodeInfo."""
     first_ranks: Mapping[int, int]
-    """By node. Empty if the attempt has not started."""
+    """The first global rank of each node. The dict is empty if the attempt has not started."""
     size: int
     """How many nodes the round has."""
     min_nodes: int
@@ -62,17 +63,17 @@ class AttemptSummary:
     waiting_nodes: int
     """How many nodes wait to join."""
     stopped_for_waiting_nodes: bool = False
-    """Whether the attempt was stopped because nodes wait to join. Then a victim's peer was stopped, and did not fail."""
+    """Whether the attempt was stopped because nodes wait to join. If so, a victim's peer was stopped and did not fail."""
     failure_order: Sequence[int]
     """The nodes whose ranks failed, in the order of the inbox."""
     reports: Mapping[int, AttemptReport]
-    """By node."""
+    """The report of each node."""
     lost_nodes: Mapping[int, str]
-    """By node, in the order in which they were lost: the reason."""
+    """The reason for each lost node, in the order in which the nodes were lost."""
     verdict: CollectiveVerdict | None = None
-    """What did not fit in the collectives of the ranks, if that has ended the attempt."""
+    """The mismatch between the ranks' collectives that has ended the attempt, or None."""
     stop_cause: str = ""
-    """What has requested a stop of the job. Empty: nothing has."""
+    """What has requested a stop of the job. It is empty if no stop was requested."""
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
@@ -91,12 +92,12 @@ def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callab
 
 
 def describe_stop(cause: str) -> str:
-    """Return why a job is not restarted after a request to stop."""
+    """Return the text that says why a job is not restarted after a request to stop."""
     return f"a stop was requested ({cause})"
 
 
 def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
-    """Return the name of a node for texts: its group rank, and its hostname if that is known."""
+    """Return the name of a node for texts. It contains the node's group rank, and the hostname if it is known."""
     info = node_infos.get(node)
     return f"node {node}" if info is None else f"node {node} ({info.hostname})"
 
@@ -178,7 +179,7 @@ def _restart_or_fail(
     root_cause_rank: int,
     reason: str,
 ) -> AttemptDecision:
-    """Use up a restart if the policy allows it. Let the job fail otherwise."""
+    """Decide to restart, and count the restart, if the policy allows it. Otherwise decide that the job fails."""
     history = summary.history
     counters = RestartCounters(
         restarts_used=history.restarts_used,
@@ -245,7 +246,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Blame the rank that all nodes together can name, if no rank failed on its own and no node is lost."""
+    """Find the rank to blame with the reports of all nodes, if no rank failed on its own and no node is lost."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -256,14 +257,14 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
         return summary
     verdict = find_reported_verdict(reports.values())
     if summary.verdict is not None and (verdict is None or verdict.finding != summary.verdict.finding):
-        verdict = summary.verdict  # it has ended the attempt
+        verdict = summary.verdict  # the verdict that has ended the attempt
     if verdict is not None and is_explained(reports.values(), verdict):
         return _apply_verdict(summary, verdict, policy)
     return _report_missing_ranks(summary, policy)
 
 
 def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
-    """Make the ranks to blame the first failures, and all others secondary ones."""
+    """Put the failures of the ranks to blame first, and make all other failures secondary."""
     reports = {}
     for node, report in sorted(summary.reports.items()):
         failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
@@ -281,9 +282,9 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 
 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Add the ranks that other nodes waited for to the failures of their nodes.
+    """Add the missing ranks, for which other nodes waited, to the failures of their nodes.
 
-    Do so only if every failure came from waiting for ranks of other nodes.
+    Do this only if every failure came from waiting for ranks of other nodes.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -302,7 +303,7 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Turn the missing ranks of a node into its failures. Each of them is a HANG."""
+    """Return the node's report with its missing ranks as its first failures. Each of these failures is a HANG."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -315,10 +316,10 @@ def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: R
 
 
 def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, policy: RestartPolicy) -> str:
-    """Return why failures of these kinds are not worth a restart; empty if they are."""
+    """Return the reason why failures of these kinds prevent a restart. Return "" if they do not prevent it."""
     if policy.retry_if is None:
         return ""
-    if not policy.causes:  # a function of the user, which saw only the victim's failure
+    if not policy.causes:  # `retry_if` is a function, which was called only with the victim's failure
         return victim.no_restart_reason
     return "" if causes <= set(policy.causes) else NOT_IN_RETRY_IF
 
@@ -326,7 +327,8 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    This failure is the least likely consequence of a failure on another node. Among equals the first in the inbox wins.
+    That is the failure that is least likely a consequence of a failure on another node. If several failures are equally
+    unlikely, take the first one in the inbox.
     """
     failed = [
         summary.reports[node]
@@ -337,7 +339,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return how sure it is that the node's first failure came from another node: 0 not at all, 1 maybe, 2 certain."""
+    """Return 0 if the node's first failure came from this node, 1 if it may come from another node, and 2 if it does."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0
@@ -349,7 +351,7 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Sort the nodes that reported: the least victim first, and then in the order of the inbox."""
+    """Return the nodes that have reported, sorted by `_victim_level`. Nodes with the same level keep the inbox's order."""
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(
         summary.reports,

@@ -1,8 +1,8 @@
-"""Decides which rank of a job did not fit, from the collectives of the ranks of all nodes. Pure.
+"""Decides which rank has called a wrong collective, from the collectives of the ranks of all nodes. All functions are pure.
 
 Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and with its AttemptReport. The
-leader compares them all, with the same code that compares the ranks of one node. It blames a rank only if no rank of the job
-has failed for a reason of its own, and no node is lost.
+leader compares the collectives of all nodes with the code that also compares the ranks of one node. The leader blames a rank
+only if no node is lost and no rank of the job has failed on its own.
 """
 
 import signal
@@ -26,19 +26,19 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
 )
 
 MAX_RECORDS_BYTES = 128 * 1024  # of all collectives in an AttemptReport
-MAX_LATEST = 8  # completed collectives of a rank that are sent
+MAX_LATEST = 8  # the number of a rank's completed collectives that are sent
 Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
 
 
 def make_records(
     answers: Mapping[int, RankCollectives], returned: Container[int], pids: Mapping[int, int | None]
 ) -> tuple[RankRecord, ...]:
-    """Return the latest collectives of each rank, and of as many ranks as fit into MAX_RECORDS_BYTES.
+    """Return a record with the latest collectives for each rank, but only as many records as fit into MAX_RECORDS_BYTES.
 
     Args:
-        answers: what the ranks have answered, by global rank.
-        returned: ranks whose function has returned.
-        pids: the processes of the ranks, as far as they are known.
+        answers: the answers of the ranks, by global rank.
+        returned: the ranks whose function has returned.
+        pids: the pids of the ranks, as far as they are known.
     """
     kept: list[RankRecord] = []
     bytes_left = MAX_RECORDS_BYTES
@@ -53,7 +53,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return the latest collectives, and those in which the rank waits."""
+    """Return the answer with only its latest collectives, and those in which the rank waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -63,16 +63,16 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
 
 @dataclass(frozen=True)
 class NodeCollectives:
-    """What the ranks of a node have called."""
+    """The collectives that the ranks of a node have called."""
 
     answers: Mapping[int, RankCollectives]
-    """By global rank."""
+    """The collectives of each rank, by global rank."""
     returned: frozenset[int]
     """The ranks whose function has returned."""
 
 
 def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
-    """Return what a node has sent. Records that cannot be read are left out: the node may have another version."""
+    """Read the records that a node has sent. Ignore records that cannot be read, since the node may have another version."""
     answers, returned = {}, set()
     for record in records:
         if (answer := _read_answer(record)) is not None:
@@ -83,18 +83,18 @@ def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
 
 
 def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdict]:
-    """Return which ranks of the job did not fit, the most certain verdict first."""
+    """Return verdicts on the ranks that have called wrong collectives, and begin with the most certain verdict."""
     job = _merge(nodes)
     return find_verdicts(job.answers, job.returned)
 
 
 def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
-    """Return which ranks of the job did not fit, from the reports of the nodes, or None."""
+    """Return the most certain verdict on the ranks that have called wrong collectives, or None. Use the nodes' reports."""
     return next(iter(find_job_verdicts(read_records(report.collectives) for report in reports)), None)
 
 
 def format_job_stall(nodes: Iterable[NodeCollectives], verdict: CollectiveVerdict) -> str:
-    """Return the warning that ranks of the job wait for others."""
+    """Return the text of the warning that ranks of the job wait for other ranks."""
     return format_stall_warning(verdict, _merge(nodes).answers, verdict.seconds)
 
 
@@ -115,9 +115,9 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Whether the verdict is the root cause: no rank of the job has failed for a reason of its own.
+    """Return whether the verdict is the root cause. It is not if any rank of the job has failed for another reason.
 
-    A rank that is only late is a cause only if other ranks have timed out.
+    If a rank is only late, it is the root cause only if other ranks have timed out.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -132,7 +132,7 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
 
 
 def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
-    """Return the failures of a node: first its ranks that the verdict blames, and then the others as secondary ones.
+    """Return the failures of a node: first the failures of blamed ranks, and then the others as secondary failures.
 
     Args:
         report: the node's report.
@@ -162,7 +162,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Return a failure with what is known of a rank that has not failed."""
+    """Return a failure for a rank that has not failed by itself, with the known facts about the rank."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

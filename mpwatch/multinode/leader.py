@@ -1,8 +1,8 @@
-"""The state machine of the leader: the node of group rank 0 runs it for one round, and decides for the whole job.
+"""The state machine of the leader. The node with group rank 0 runs it for one round, and decides for the whole job.
 
-The machine is pure, except that random numbers come from `rng`. The node thread feeds it with the messages of all nodes in
-the order of the inbox, with heartbeats and with the time (round_runner.py). Each call returns the actions that the node
-thread has to execute.
+The machine is pure, except that random numbers come from `rng`. The node thread passes the messages of all nodes to it in
+the order of the inbox. It also passes heartbeats and the time (round_runner.py). Each method returns the actions that the
+node thread has to execute.
 
     WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
                              ^                                   |  |                             ^
@@ -15,7 +15,7 @@ thread has to execute.
                          a node is lost, or more nodes wait                             the decision
     RUNNING              all nodes have reported success                                the decision
                          a rank fails, a node is lost, or more nodes wait               STOPPING
-                         ranks of several nodes do not fit in a collective              STOPPING
+                         the collectives of several nodes can never end                 STOPPING
     STOPPING             all nodes that are not lost have reported                      the decision
     the decision         (job_decision.py)  RESTART                                     STARTING
                                             RE_RENDEZVOUS                               FINISHED
@@ -23,22 +23,27 @@ thread has to execute.
     SHUTTING_DOWN        all nodes that are not lost have sent ShutdownAck,             FINISHED
                          or the time is over
 
-When a stop is requested on a node, it sends StopRequest. The leader broadcasts HoldSteps, and each node answers with the
-highest step that its ranks have passed (StepsHeld). The highest of all is in StopAtStep: all ranks stop before their first
-step above it. After that the job is not restarted, and no more nodes may join.
+When a stop is requested on a node, this node sends StopRequest. The leader broadcasts HoldSteps, and each node answers with
+the highest step that its ranks have passed (StepsHeld). The leader then broadcasts StopAtStep with the highest step of all
+nodes, and all ranks stop before their first step after this step. After that the job is not restarted, and no further nodes
+may join.
 
-What happens when a node is lost:
+These steps follow when a node is lost:
 
-1. `check_heartbeats` finds that the heartbeats of the node have not changed for `node_timeout`. A node is also lost if it
-   leaves (NodeLeaving), or does not send its NodeInfo or stop its ranks in time.
+1. `check_heartbeats` finds that the heartbeats of the node have not changed for `node_timeout`. A node also counts as lost
+if
+   it leaves (NodeLeaving), or if it does not send its NodeInfo or stop its ranks in time.
 2. The leader broadcasts StopAttempt. Every other node stops its ranks and sends an AttemptReport.
-3. When all nodes that are not lost have reported, job_decision.py decides: RE_RENDEZVOUS if enough nodes remain or a restart
-   is left, FAILED otherwise, or if the lost node served the store. The leader broadcasts the AttemptDecision.
-4. On RE_RENDEZVOUS each node leaves the round and joins the next one (node_machine.py). If the leader itself is lost, every
-   other node decides on its own (`NodeMachine.handle_leader_loss`).
+3. When all nodes that are not lost have reported, job_decision.py decides. The decision is FAILED if the lost node served
+the
+   store. Otherwise it is RE_RENDEZVOUS if enough nodes remain or a restart is left, else FAILED. The leader broadcasts the
+   AttemptDecision.
+4. If it is RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader itself is
+lost,
+   every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
 Guarantees: there is one decision for each attempt. The leader waits for every node that is not lost. A node that sends no
-heartbeat for `node_timeout` is lost. The number of messages grows linearly with the nodes.
+heartbeat for `node_timeout` is lost. The number of messages grows linearly with the number of nodes.
 """
 
 import math
@@ -76,12 +81,12 @@ from mpwatch.multinode.protocol.messages import (
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding, select_new_stalls
 
-NODE_INFO_SHARE = 2.0  # of node_timeout: how long the leader waits for every NodeInfo
-STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
+NODE_INFO_SHARE = 2.0  # the leader waits for every NodeInfo for this multiple of node_timeout
+STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
 
 
 class RoundStage(Enum):
-    """The stage of a round, as the leader sees it."""
+    """The stage of a round in the leader's state machine."""
 
     WAITING_FOR_NODES = auto()
     STARTING = auto()
@@ -93,21 +98,21 @@ class RoundStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send the message to all nodes."""
+    """An action of the node thread: send the message to all nodes."""
 
     message: MessageToAll
 
 
 @dataclass(frozen=True, slots=True)
 class PublishAssignments:
-    """Write the ranks of each node into the store, before the next broadcast."""
+    """An action of the node thread: write the ranks of each node into the store, before the next broadcast."""
 
     assignments: tuple[RankAssignment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReservePort:
-    """Reserve a port of the leader's node for the next attempt. It differs from the port of the last attempt."""
+    """Reserve a port of the leader's node for the next attempt. It must differ from the port of the last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +134,13 @@ class Leader:
     """The state machine of the leader, for one round.
 
     Args:
-        size: how many nodes are in the round.
-        nnodes: the least and the greatest number of nodes that the job allows.
-        policy: which failures are worth a restart, and how many restarts the job has.
+        size: the number of nodes in the round.
+        nnodes: the lowest and the highest number of nodes that the job allows.
+        policy: says after which failures the job is restarted, and how many restarts it has.
         node_timeout: seconds without a heartbeat after which a node is lost.
         exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
-        stall_after: seconds after which ranks that wait in a collective are worth a warning. None: never.
-        now: the time on a monotonic clock. All later times are of the same clock.
+        stall_after: seconds after which the leader warns of ranks that wait in a collective. If it is None, it never warns.
+        now: the time of a monotonic clock. All later times are of the same clock.
         rng: returns a random number between 0 and 1, for the jitter of delays. A test can replace it.
     """
 
@@ -158,14 +163,14 @@ class Leader:
         self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
         self._stall_after = stall_after
         self._node_infos: dict[int, NodeInfo] = {}
-        self._heartbeats: dict[int, tuple[int, float]] = {}  # by node: the count, and since when it has been unchanged
-        self._lost_nodes: dict[int, str] = {}  # by node: why it is lost
+        self._heartbeats: dict[int, tuple[int, float]] = {}  # for each node the count, and when the count has last changed
+        self._lost_nodes: dict[int, str] = {}  # for each lost node the reason
         self._acknowledged: set[int] = set()  # the nodes that sent ShutdownAck
         self._started_at = now
         self._history = RestartHistory()
-        self._waiting_nodes = 0  # nodes that wait to join, at most as many as the job has room for
+        self._waiting_nodes = 0  # nodes that wait to join, but only as many as the job has room for
         self._first_ranks: dict[int, int] = {}
-        self._stop_cause = ""  # what has requested a stop of the job; empty: nothing has
+        self._stop_cause = ""  # what has requested a stop of the job. It is empty if no stop was requested
         self._begin_attempt()
         self._deadline = now + NODE_INFO_SHARE * node_timeout
 
@@ -174,12 +179,12 @@ class Leader:
         self._failure_order: list[int] = []  # the nodes whose ranks failed
         self._stopped_nodes: set[int] = set()  # the nodes whose ranks have all exited
         self._reports: dict[int, AttemptReport] = {}
-        self._collectives: dict[int, NodeCollectives] = {}  # by node, if its ranks have stalled or have ended
+        self._collectives: dict[int, NodeCollectives] = {}  # of each node whose ranks have stalled or ended
         self._has_new_collectives = False
-        self._held_steps: dict[int, int | None] = {}  # by node: the highest step that its ranks have passed, if any
+        self._held_steps: dict[int, int | None] = {}  # for each node the highest step that its ranks have passed, if any
         self._unstarted_nodes: set[int] = set()  # the nodes that had not started their ranks when a stop was requested
         self._warned: set[Finding] = set()
-        self._final_verdict: CollectiveVerdict | None = None  # it has ended the attempt
+        self._final_verdict: CollectiveVerdict | None = None  # the verdict that has ended the attempt
         self._stopped_for_waiting_nodes = False
         self._deadline = math.inf
         self._delay = 0.0
@@ -233,12 +238,12 @@ class Leader:
         return self._handle_report(message, now)
 
     def _request_stop(self, cause: str) -> list[LeaderAction]:
-        """Ask all nodes to hold their ranks, unless that was done. Before the ranks are started, `start_attempt` does it."""
+        """Ask all nodes to hold their ranks, unless this was done before. If no ranks run, `start_attempt` asks later."""
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
 
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
-        """Let the ranks stop together if all nodes hold theirs. If all nodes still wait for a restart, let the job end."""
+        """If all nodes hold their ranks, let the ranks stop at one step. If all nodes wait for a restart, end the job."""
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
             return self._agree_on_step()
@@ -247,7 +252,7 @@ class Leader:
         return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
 
     def _agree_on_step(self) -> list[LeaderAction]:
-        """If all nodes hold their ranks, let the ranks stop after the highest step that one of them has passed."""
+        """If all nodes hold their ranks, let the ranks stop after the highest step that any rank has passed."""
         if self.stage is not RoundStage.RUNNING or not self.active_nodes <= self._held_steps.keys():
             return []
         highest = max((step for step in self._held_steps.values() if step is not None), default=None)
@@ -271,7 +276,7 @@ class Leader:
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
-        """Set how many nodes wait to join. If the job has room for them, stop the attempt, so that all nodes can rejoin."""
+        """Set how many nodes wait to join. If the job has room for them, stop the attempt, so that these nodes can join."""
         if self._stop_cause:
             return []
         self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
@@ -280,7 +285,7 @@ class Leader:
         return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend all deadlines: this node did not poll the store for so long, so it saw no heartbeat of the other nodes."""
+        """Extend all deadlines by the time in which this node did not read the store, and so saw no heartbeats."""
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
@@ -288,8 +293,8 @@ class Leader:
     def step_down(self, reason: str) -> list[LeaderAction]:
         """Stop leading, because this node was silent for so long that the other nodes may have decided without it.
 
-        The leader must not decide about the job any more. Nodes that are still in this round stop their ranks. Then they
-        miss the leader's heartbeats, and find that it is lost.
+        The leader must not decide about the job any more. Nodes that are still in this round stop their ranks. Then these
+        nodes miss the leader's heartbeats, and find that the leader is lost.
         """
         self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -313,7 +318,7 @@ class Leader:
         return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
-        """Act if the deadline of the stage has passed: nodes that did not send what the stage needs are lost."""
+        """If the deadline of the stage has passed, count the nodes that have not sent the needed message as lost."""
         if now < self._deadline:
             return []
         self._deadline = math.inf
@@ -340,7 +345,7 @@ class Leader:
         return [ReservePort()]
 
     def _assign_ranks(self) -> tuple[RankAssignment, ...]:
-        """Number the ranks by node: globally, and among the nodes of the same role."""
+        """Return the first rank of each node in the job, and its first rank among the nodes with the same role."""
         role_sizes: dict[str, int] = {}
         for info in self._node_infos.values():
             role_sizes[info.role] = role_sizes.get(info.role, 0) + info.nprocs
@@ -354,9 +359,9 @@ class Leader:
         return tuple(assignments)
 
     def judge_stalls(self, now: float) -> list[LeaderAction]:
-        """Compare the collectives of all nodes, if some have come. Stop the attempt if they can never end, or warn once.
+        """Compare the collectives of all nodes if new ones have come. Stop the attempt if they can never end, or warn once.
 
-        Call this after all messages that have arrived together: it takes a second with thousands of ranks.
+        Call this after all messages that have arrived together, since it takes a second with thousands of ranks.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []
@@ -377,7 +382,7 @@ class Leader:
     def _handle_report(self, report: AttemptReport, now: float) -> list[LeaderAction]:
         node = report.group_rank
         if report.outcome is NodeOutcome.STOPPED and self.stage is RoundStage.RUNNING:
-            # no StopAttempt was sent: the lease of the node's ranks has expired, see LocalRanks.renew_lease
+            # No StopAttempt was sent, so the lease of the node's ranks has expired (LocalRanks.renew_lease).
             return self._handle_lost_node(node, "it could not reach the store for a while, and has stopped its ranks", now)
         self._reports[node] = report
         self._set_collectives(node, report)
@@ -408,7 +413,7 @@ class Leader:
         return [Broadcast(StopAttempt(self._attempt, reason))]
 
     def _decide_if_complete(self, now: float) -> list[LeaderAction]:
-        """Decide if all nodes that are not lost have reported."""
+        """Make the decision if all nodes that are not lost have reported."""
         is_attempt_started = self.stage in (RoundStage.RUNNING, RoundStage.STOPPING)
         return self._decide(now) if is_attempt_started and self.active_nodes <= self._reports.keys() else []
 

@@ -3,15 +3,15 @@
 node thread --- commands ---> watcher thread: start the ranks, stop them, renew their lease
             --- updates ----> caller's thread: prepare the ranks, decisions, errors
 
-How an event on another node stops the ranks of this node:
+This table shows how an event on another node stops the ranks of this node:
 
-    the leader     StopAttempt        broadcast to all nodes. NodeMachine makes a StopRanks of it, or when it misses the
-                                      leader's heartbeats, the store is lost, or this node was silent for too long.
+    the leader     StopAttempt        The leader broadcasts it to all nodes, and NodeMachine returns a StopRanks. It also
+                                      returns a StopRanks if the leader or the store is lost, or if this node was silent.
     node thread    StopRanks          LocalRanks posts a CancelAttempt. The caller's thread logs the reason.
-    watcher thread CancelAttempt      the state machine of the ranks stops them, as after a failure.
-                   CANCELLED_BY_JOB   the StopReason of the attempt, which becomes the NodeOutcome STOPPED.
+    watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
+                   CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
-An expired lease also has the reason CANCELLED_BY_JOB. Then no message of another node is needed.
+If the ranks are stopped because their lease has expired, the reason is CANCELLED_BY_JOB, too, without a message.
 """
 
 import socket
@@ -47,9 +47,9 @@ class LocalRanks:
         self._commands = commands
         self._node_timeout = node_timeout
         self._updates: deque[NodeUpdate] = deque()
-        self._setups: list[RankSetup] | None = None  # of ranks that can be started
+        self._setups: list[RankSetup] | None = None  # the setups of ranks that can be started
         self._setups_attempt = -1
-        self._wanted_start: StartAttempt | None = None  # the latest one that the caller's thread had to prepare
+        self._wanted_start: StartAttempt | None = None  # the latest StartAttempt that the caller's thread had to prepare
         self._starts = 0
         self._port_socket: socket.socket | None = None  # keeps the port reserved
 
@@ -71,7 +71,7 @@ class LocalRanks:
         self._commands.wake_callers()
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates for the caller's thread since the last call."""
+        """Return the updates for the caller's thread that have come since the last call."""
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
@@ -82,8 +82,8 @@ class LocalRanks:
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        The first start is a Restart, too. All starts then come from the node thread in the same way: the ranks of the node,
-        and so their numbers, are known only after a rendezvous.
+        The first start is a Restart, too. The numbers of the ranks are known only after a rendezvous, so every start comes
+        from the node thread in the same way.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -105,7 +105,7 @@ class LocalRanks:
         self._commands.post(StopAfter(action.after_step, action.cause))
 
     def renew_lease(self, since: float) -> None:
-        """Let the ranks run longer: this node has sent a heartbeat at time `since`.
+        """Let the ranks run longer, because this node has sent a heartbeat at the time `since`.
 
         If the lease is not renewed, the watcher thread stops the ranks before the other nodes may count this node as lost.
         """
@@ -113,12 +113,12 @@ class LocalRanks:
         self._commands.post(Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """Let the ranks have their whole grace period, which may be longer than the lease. The job is over for this node."""
+        """Give the ranks their whole grace period, which may be longer than the lease. The job is over for this node."""
         self._commands.post(NO_LEASE)
 
     def reserve_port(self) -> int:
-        """Reserve a port of this node for MASTER_PORT, until the next one is reserved. Raises LaunchError."""
-        # the new port is reserved before the old one is released, so the two differ
+        """Reserve a port of this node for MASTER_PORT until the next port is reserved. Raises LaunchError."""
+        # The new port is reserved before the old port is released, so the two differ.
         earlier, self._port_socket = self._port_socket, reserve_port()
         if earlier is not None:
             earlier.close()

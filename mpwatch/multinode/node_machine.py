@@ -1,7 +1,7 @@
-"""The state machine that every node runs for one round, the leader's node included.
+"""The state machine that every node runs for one round, even the leader's node.
 
-The machine is pure. The node thread feeds it with the leader's broadcasts, with events of the node's own ranks, and with the
-time (round_runner.py). Each call returns the actions that the node thread has to execute.
+The machine is pure. The node thread passes it the leader's broadcasts, events of the node's ranks, and the time
+(round_runner.py). Each method returns the actions that the node thread has to execute.
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
                    ^                                        |       |                             ^
@@ -21,29 +21,29 @@ time (round_runner.py). Each call returns the actions that the node thread has t
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
                          (the leader and the node that serves the store: JobFinished)
 
-What happens when the leader is lost: `check_leader_heartbeat` finds that its heartbeats have not changed for `node_timeout`.
-Then the node stops its ranks. After they have exited, it decides on its own (`_decide_without_leader`): RE_RENDEZVOUS if
-enough nodes remain or a restart is left, FAILED otherwise. All nodes make the same decision, because they know the same
-facts. If the store is lost, the job fails on every node that cannot reach it.
+If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeats have not changed for `node_timeout`. Then
+the node stops its ranks. When they have exited, the node decides on its own (`_decide_without_leader`). The decision is
+RE_RENDEZVOUS if enough nodes remain or a restart is left, and FAILED otherwise. All nodes make the same decision, because
+they know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
 
-How a node can leave a round:
+A node can leave a round in these ways:
 
-    method                when                                  it sends                   then the node
+    method                when                                  the node sends             then the node
     handle_broadcast      the decision is RE_RENDEZVOUS                                    joins the next round
     acknowledge_shutdown  the decision is DONE or FAILED        ShutdownAck                ends
     report_signal         the watcher receives a signal         NodeLeaving                ends
     abort                 user code raises in the watcher       AttemptReport, ShutdownAck ends
     withdraw              this node was silent for too long     NodeLeaving                follows the decision
-    Leader.step_down      the same, on the leader's node        StopAttempt                does as if the leader is lost
+    Leader.step_down      the leader was silent for too long    StopAttempt                acts as if the leader is lost
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` limits how long the other nodes have to see that this node ends.
+`NodeThread.finish_within` limits the time in which the other nodes can see that this node ends.
 
-Guarantees: if the leader sends no heartbeat, or the store is lost, every stage ends within `node_timeout`, and STOPPING when
-the ranks have exited (`grace_period`). While the leader
-is alive, RUNNING, PREPARING and AWAITING_DECISION last as long as user code runs on some node. The ranks of a node are
-stopped before the other nodes may count it as lost: see `Lease` (LocalRanks.renew_lease).
+Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
+STOPPING ends when the ranks have exited (`grace_period`). While the leader is alive, RUNNING, PREPARING and
+AWAITING_DECISION last as long as user code runs on some node. The ranks of a node are stopped before the other nodes may
+count this node as lost: see `Lease` (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +93,7 @@ class NodeStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SendToLeader:
-    """Send the message to the leader."""
+    """An action of the node thread: send the message to the leader."""
 
     message: MessageToLeader
 
@@ -108,14 +108,14 @@ class PrepareRanks:
 
 @dataclass(frozen=True, slots=True)
 class StartRanks:
-    """Start the ranks that were prepared."""
+    """An action of the node thread: start the ranks that were prepared."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRanks:
-    """Stop the ranks of this node."""
+    """An action of the node thread: stop the ranks of this node."""
 
     reason: str
 
@@ -129,7 +129,10 @@ class HoldRanks:
 
 @dataclass(frozen=True, slots=True)
 class AgreeOnStep:
-    """Let the ranks of this node stop at their first step above this one. None: at their next question."""
+    """Let the ranks of this node stop at their first step after `after_step`.
+
+    If it is None, the ranks stop at their next call of `should_stop`.
+    """
 
     after_step: int | None
     cause: str
@@ -154,9 +157,9 @@ class Rejoin:
     """Join the next round of the rendezvous."""
 
     history: RestartHistory
-    """The node sends it to the leader of the next round."""
+    """The restart history, which the node sends to the leader of the next round."""
     expected_nodes: int
-    """How many nodes of this round join the next one."""
+    """The number of nodes of this round that join the next round."""
 
 
 NodeAction = (
@@ -168,12 +171,12 @@ class NodeMachine:
     """The state machine of one node, for one round.
 
     Args:
-        node_info: what the leader has to know of this node.
-        size: how many nodes are in the round.
-        min_nodes: how many nodes the job needs.
-        max_restarts: how many restarts the job has.
+        node_info: the facts that the leader has to know about this node.
+        size: the number of nodes in the round.
+        min_nodes: the number of nodes that the job needs.
+        max_restarts: the number of restarts that the job has.
         node_timeout: seconds without a heartbeat after which the leader is lost.
-        now: the time on a monotonic clock. All later times are of the same clock.
+        now: the time of a monotonic clock. All later times are of the same clock.
     """
 
     def __init__(
@@ -188,14 +191,14 @@ class NodeMachine:
         self._leader_heartbeat = -1
         self._leader_seen_at = now
         self._has_withdrawn = False
-        self._stop_cause = ""  # what has requested a stop of the job, as the leader says
-        self._loss = ""  # why the leader or the store is lost; empty while they are there
-        self._has_ranks = False  # of this attempt, not yet reported
+        self._stop_cause = ""  # what has requested a stop of the job. The leader sends it
+        self._loss = ""  # why the leader or the store is lost. It is empty if neither is lost
+        self._has_ranks = False  # whether this attempt has ranks that were not reported yet
         self._is_leaving = False
         self._start: StartAttempt | None = None
         self._assignment: RankAssignment | None = None
         self._late_decision: AttemptDecision | None = (
-            None  # it came while the ranks ran: the other nodes have decided without them
+            None  # a decision that came while the ranks ran, because the other nodes have decided without this node
         )
 
     @property
@@ -210,12 +213,12 @@ class NodeMachine:
 
     @property
     def awaited_assignment(self) -> int | None:
-        """The attempt for which the node still needs its RankAssignment. None: it needs none."""
+        """The attempt for which the node still needs its RankAssignment, or None if it needs none."""
         is_awaited = self.stage is NodeStage.PREPARING and self._assignment is None
         return self._start.attempt if is_awaited and self._start is not None else None
 
     def send_node_info(self) -> list[NodeAction]:
-        """Introduce this node to the leader. Call this first."""
+        """Send the NodeInfo of this node to the leader. Call this method first."""
         return [SendToLeader(self._node_info)]
 
     # The leader and the store.
@@ -242,7 +245,7 @@ class NodeMachine:
         return self._handle_late_decision(message)
 
     def handle_assignment(self, assignment: RankAssignment) -> list[NodeAction]:
-        """Handle the numbers of this node's ranks in the attempt that starts."""
+        """Keep the assignment, which says which ranks this node has in the next attempt, and prepare these ranks."""
         if self.stage is not NodeStage.PREPARING or self._start is None or assignment.attempt != self._start.attempt:
             return []
         self._assignment = assignment
@@ -257,11 +260,11 @@ class NodeMachine:
         return []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend the deadline: this node did not poll the store for so long, so it saw no heartbeat of the leader."""
+        """Extend the deadline by the time in which this node did not read the store, and so saw no heartbeat."""
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks, then decide without the leader. The other nodes find the same loss, and do the same."""
+        """Stop the ranks, then decide without the leader. The other nodes also find that it is lost, and do the same."""
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED  # the decision about the job is known
             return []
@@ -287,8 +290,8 @@ class NodeMachine:
     def withdraw(self, reason: str) -> list[NodeAction]:
         """Leave the round, because this node was silent for so long that the other nodes may have decided without it.
 
-        Report it to the leader, stop the ranks, and start no others in this round. The node rejoins when it has read the
-        leader's decision, or finds that the leader is lost.
+        Report to the leader that the node leaves, stop its ranks, and start no other ranks in this round. The node rejoins
+        when it has read the leader's decision. It also rejoins if it finds that the leader is lost.
         """
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
@@ -301,7 +304,7 @@ class NodeMachine:
     # The ranks of this node, and its caller.
 
     def start_ranks(self, attempt: int) -> list[NodeAction]:
-        """Start the ranks of that attempt: their environments have been made, and the delay is over."""
+        """Start the ranks of this attempt, since their environments have been made and the delay is over."""
         if self.stage is not NodeStage.PREPARING or self._assignment is None or attempt != self.attempt:
             return []  # the leader has stopped that attempt meanwhile
         self.stage = NodeStage.RUNNING
@@ -316,7 +319,7 @@ class NodeMachine:
         return [SendToLeader(AttemptFailing(self._node_info.group_rank, self.attempt))]
 
     def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
-        """Report that ranks of this node have called no collective for a long time, or that all go on: none."""
+        """Report that ranks of this node have called no collective for a long time. An empty tuple says that all go on."""
         if self.stage is not NodeStage.RUNNING:
             return []
         return [SendToLeader(RanksStalled(self._node_info.group_rank, self.attempt, collectives))]
@@ -328,7 +331,7 @@ class NodeMachine:
         return [SendToLeader(StopRequest(self._node_info.group_rank, cause))]
 
     def report_steps_held(self, step: int | None) -> list[NodeAction]:
-        """Report the highest step that a rank of this node has passed. None: no rank has passed one."""
+        """Report the highest step that a rank of this node has passed, or None if no rank has passed a step."""
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
         return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, step))]
@@ -340,7 +343,7 @@ class NodeMachine:
         return [SendToLeader(RanksStopped(self._node_info.group_rank, self.attempt))]
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
-        """Report what became of this node's ranks."""
+        """Report to the leader how the attempt has ended on this node. If the leader is lost, decide without it."""
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         report = replace(report, group_rank=self._node_info.group_rank, attempt=self.attempt)
@@ -353,7 +356,7 @@ class NodeMachine:
         return [SendToLeader(report)]
 
     def abort(self, report: AttemptReport) -> list[NodeAction]:
-        """Report that this node cannot go on, although no rank is to blame. The other nodes do not wait for it."""
+        """Report that this node cannot go on, although no rank has failed. The other nodes do not wait for this node."""
         actions: list[NodeAction] = []
         if self.stage not in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             self.stage = NodeStage.SHUTTING_DOWN
@@ -362,7 +365,7 @@ class NodeMachine:
         return actions + self.acknowledge_shutdown()
 
     def report_signal(self, reason: str) -> list[NodeAction]:
-        """Report that a signal ends this node. The watcher thread stops its ranks."""
+        """Report that a signal ends this node. The watcher thread stops the ranks of this node."""
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return self.acknowledge_shutdown()  # the caller's thread may end before it reads the decision
@@ -395,7 +398,7 @@ class NodeMachine:
         return []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
-        """Hold the ranks: now, or as soon as they are started. Ranks that have ended have passed their last step."""
+        """Hold the ranks now, or as soon as they are started. If they have ended, they have passed their last step."""
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
             return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, has_started=False))]
@@ -412,7 +415,7 @@ class NodeMachine:
         return [ReportJob(decision)]
 
     def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        """Stop the ranks, then follow the decision. It was made without this node, which was silent for too long."""
+        """Stop the ranks, then follow a decision that the leader has made without this node, which was silent too long."""
         if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         stage, self.stage = self.stage, NodeStage.STOPPING

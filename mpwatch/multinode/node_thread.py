@@ -1,18 +1,18 @@
-"""The node thread: one thread of a node talks to the other nodes. It joins one round after the other, and runs each of them.
+"""The node thread exchanges messages with the other nodes. It joins one round after the other, and runs each round.
 
     caller's thread  --- set_rank_setups, report_attempt, finish_within, ... --------> |          | ---> rendezvous/: join
                      <-- updates: PrepareRanks, StopRanks, ReportAttempt, ReportJob -- |NodeThread| ---> RoundRunner:
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      NodeMachine, and
                      <-- commands: start, stop, renew the lease ---------------------- |          |      Leader on one node
 
-Requests of other threads wait in a queue. The node thread executes them while it runs a round. During a rendezvous they wait
-for the next round.
+Requests of other threads wait in a queue. The node thread executes them while it runs a round. During a rendezvous the
+requests wait for the next round.
 
-The node thread decides when the store is used. It uses other threads for calls that may block (rendezvous/). It waits for
-other nodes only in the rendezvous, and before it for the first JobConfig of the job (job_config_check.py). If a store is
-silent, the kernel ends its connection (rendezvous/store.py).
+The node thread decides when the store is used. It uses other threads for calls that may block (rendezvous/). The node thread
+waits for other nodes only in the rendezvous, and before the rendezvous for the first JobConfig (job_config_check.py). If a
+store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
 
-Guarantee: when `close` has returned, the thread has ended, and its sockets and its port are released.
+Guarantee: when `close` has returned, the thread has ended, and the thread's sockets and its port are released.
 """
 
 import math
@@ -65,9 +65,10 @@ INTERRUPT_REASONS = {
     InterruptCause.PROGRAM_END: "its program ended",
     InterruptCause.STOP_REQUEST: "a stop was requested there before its ranks were started",
 }
-# After the ranks of this node have ended, the other nodes get the grace period and so long to see that this node leaves.
+# When the ranks of this node have ended, the other nodes can see for the grace period and this time that this node leaves.
 LEAVE_SECONDS = 2.0
-# An earlier job of the same name may just be ending. A new node tries to connect again for so long, after such pauses.
+# An earlier job with the same name may just be ending. So a new node tries again to connect, for this time with these
+# pauses.
 RECONNECT_SECONDS, RECONNECT_PAUSE = 10.0, 0.2
 FIRST_WAIT_SECONDS, REJOIN_WAIT_SECONDS = 10.0, 3.0  # after which a node logs that it waits for others
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long remaining nodes wait for more nodes, if not all expected nodes join at once
@@ -78,8 +79,8 @@ class NodeThread:
 
     Args:
         spec: the options of the run.
-        run_deadline: when the run's `timeout` is over, in seconds of CLOCK_MONOTONIC.
-        client: the rendezvous of this node. None: the one that `spec.rendezvous` describes.
+        run_deadline: the time at which the run's `timeout` is over, in seconds of CLOCK_MONOTONIC.
+        client: the rendezvous of this node. If it is None, `spec.rendezvous` describes the rendezvous.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class NodeThread:
         self._requests: deque[Callable[[RoundRunner], None]] = deque()
         self._wakeup = threading.Event()
         self._is_acknowledged = False
-        self._stop_cause = ""  # of the last request to stop on this node; empty: there was none
+        self._stop_cause = ""  # the cause of the last request to stop on this node. It is empty if there was none
         self._is_in_round = False
         self._is_leaving = threading.Event()
         self._job_config = make_job_config(spec)
@@ -124,28 +125,28 @@ class NodeThread:
             raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates for the caller's thread since the last call."""
+        """Return the updates for the caller's thread that have come since the last call."""
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Hand over the environments of the ranks for this attempt."""
+        """Pass the environments of the ranks for this attempt to the node thread."""
         self._post(lambda _: self._local_ranks.set_rank_setups(start, setups))
 
     def report_attempt(self, report: AttemptReport) -> None:
-        """Report to the leader how the attempt ended for this node's ranks. They have all exited."""
+        """Report to the leader how the attempt has ended for the ranks of this node. All these ranks have exited."""
         self._post_to_machine(lambda machine: machine.report_attempt(report))
 
     def acknowledge_shutdown(self) -> None:
-        """Report that this node knows the decision about the job. The other nodes then do not wait for this one."""
+        """Report that this node knows the decision about the job. The other nodes then do not wait for this node."""
         self._is_acknowledged = True
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
 
     def abort(self, report: AttemptReport) -> None:
-        """Report that the run cannot go on here, although no rank is to blame."""
+        """Report that the run cannot go on on this node, although no rank has failed."""
         self._post_to_machine(lambda machine: machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
-        """End the thread within so many seconds. The other nodes have that time to see that this node leaves the job.
+        """End the thread within this time. Meanwhile the other nodes can see that this node leaves the job.
 
         A rendezvous in progress is cancelled.
         """
@@ -172,7 +173,10 @@ class NodeThread:
     # The next four methods are called in the watcher thread.
 
     def on_outcome_change(self, machine: StateMachine) -> None:
-        """Report a signal, a failure, or that all ranks have exited. The argument is the state machine of the ranks."""
+        """Report that a signal has come, that a rank has failed, or that all ranks have exited.
+
+        The argument is the state machine of the ranks.
+        """
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post_to_machine(lambda node_machine: node_machine.report_signal(reason))
@@ -182,15 +186,15 @@ class NodeThread:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
-        """Report to the leader which collectives ranks have called that have stalled: see CollectiveMonitor."""
+        """Report the collectives of stalled ranks to the leader. See CollectiveMonitor."""
         records = make_records(answers, returned, {})
         self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
 
     def on_stop(self, cause: str) -> bool:
-        """Report to the leader that a stop was requested on this node. Return False in a rendezvous: there is no leader.
+        """Report to the leader that a stop was requested on this node. Return False during a rendezvous without a leader.
 
         This node does not join another round after that. If the leader is lost before it has read the request, the other
-        nodes go on without this one.
+        nodes go on without this node.
         """
         self._stop_cause = cause
         if self._is_in_round:
@@ -198,14 +202,14 @@ class NodeThread:
         return self._is_in_round
 
     def on_steps_held(self, step: int | None) -> None:
-        """Report to the leader the highest step that a rank of this node has passed, now that they pass no more."""
+        """Report to the leader the highest step that a rank of this node has passed. All ranks of the node wait now."""
         step = None if step is None else max(-MAX_INTEGER, min(step, MAX_INTEGER))
         self._post_to_machine(lambda node_machine: node_machine.report_steps_held(step))
 
     # The next two methods are called in any thread.
 
     def _post_to_machine(self, event: Callable[[NodeMachine], list[NodeAction]]) -> None:
-        """Have the node thread feed the event to the node machine, and execute the actions."""
+        """Let the node thread call `event` with the node machine, and execute the actions that it returns."""
         self._post(lambda round_runner: round_runner.add_actions(event(round_runner.node_machine)))
 
     def _post(self, request: Callable[[RoundRunner], None]) -> None:
@@ -229,9 +233,9 @@ class NodeThread:
             self._local_ranks.notify_caller(error)
 
     def _report_launch_failure(self, error: Exception) -> None:
-        """Report to the caller's thread that no attempt can be started: a rendezvous failed, or no port could be reserved.
+        """Report to the caller's thread that no attempt can be started. No ranks run at this time.
 
-        No ranks run meanwhile.
+        The reason is that a rendezvous has failed or no port could be reserved.
         """
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
@@ -260,7 +264,7 @@ class NodeThread:
         return min(time.monotonic() + self._rendezvous.join_timeout, self._run_deadline)
 
     def _join_first_round(self, join_deadline: float) -> Round:
-        """Connect, check the JobConfig, and join. If an earlier job of the same name is just ending, wait for its end.
+        """Connect, check the JobConfig, and join. If an earlier job with the same name is just ending, wait for its end.
 
         The node that serves the store leaves last, so a new node can still reach the store of the earlier job.
         """
@@ -274,7 +278,7 @@ class NodeThread:
                     self._job_config_check.check(store, is_host=self._client.is_host)
                 return self._join(join_deadline)
             except LaunchError as error:
-                cause = error.__cause__  # without the context: errors of single tries, which the text sums up
+                cause = error.__cause__  # not the context, which has errors of single tries that the text already has
                 if earlier_error:
                     raise LaunchError(f"{error}. Before that: {earlier_error}") from cause
                 raise error from cause
@@ -289,7 +293,7 @@ class NodeThread:
                 raise CancelledError
 
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
-        """Join the next round. Raises LaunchError, which also names a node that could not join because of its JobConfig."""
+        """Join the next round. Raises LaunchError, which also names a node that was refused because of its JobConfig."""
         try:
             return self._client.join(
                 deadline, last_call=last_call, expected_nodes=expected_nodes, wait_report=self._make_wait_report(deadline)
@@ -312,7 +316,7 @@ class NodeThread:
         return WaitReport(now + (REJOIN_WAIT_SECONDS if self._local_ranks.has_started else FIRST_WAIT_SECONDS), log)
 
     def _run_round(self, round_: Round, history: RestartHistory) -> Rejoin | None:
-        """Run one round. Return how the node joins the next round, or None if it does not."""
+        """Run one round. Return a Rejoin, which says how the node joins the next round, or None if the job is over."""
         options = self._rendezvous
         channel = StoreChannel(
             round_.store,

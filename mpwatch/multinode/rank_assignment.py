@@ -1,4 +1,4 @@
-"""Build the Worker of each rank of a node, from the numbers that the leader has assigned. Pure."""
+"""Build the Worker of each rank of a node from the numbers that the leader has assigned. The function is pure."""
 
 from typing import Any
 
@@ -20,7 +20,10 @@ def build_assigned_workers(
     master_addr: str,
     master_port: int,
 ) -> tuple[Worker, ...]:
-    """Build the workers of the node whose first rank this is. The other arguments are fields of RendezvousCompleted."""
+    """Build the Worker of each rank of a node. `first_rank` is the global rank of the node's first rank.
+
+    The other arguments are fields of RendezvousCompleted.
+    """
     assert isinstance(spec.nprocs, int)
     return tuple(
         Worker(

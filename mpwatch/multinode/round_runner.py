@@ -1,12 +1,12 @@
-"""Run one round on one node, in the node thread: poll the store channel, feed the state machines, execute their actions.
+"""Run one round on one node, in the node thread. Poll the store channel, call the state machines, and execute their actions.
 
-    store channel, requests of other threads, time --> NodeMachine, and on the node of group rank 0 Leader
+    store channel, requests of other threads, time --> NodeMachine, and on the node with group rank 0 Leader
                                                             |
                                                             '--> actions: store channel, LocalRanks
 
-A store cannot notify its clients, so the node polls it several times a second. After an action the node polls more often,
-because answers of other nodes come then. If the store is lost, the NodeMachine goes on without it, until the node's own
-ranks have exited.
+A store cannot notify its clients, so the node polls the store several times a second. After an action the node polls more
+often, because answers of other nodes come soon. If the store is lost, the NodeMachine goes on without the store until the
+node's ranks have exited.
 """
 
 import time
@@ -43,24 +43,24 @@ from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, StoreLostError
 
 POLL_SECONDS = 0.1  # the longest time until a message is read, in a round of at most 400 nodes
-FAST_POLL_SECONDS = 0.02  # the same, while messages are exchanged
+FAST_POLL_SECONDS = 0.02  # the same while the nodes exchange messages
 FAST_POLL_DURATION = 1.0  # seconds of fast polling after an action
 MAX_POLLS_PER_SECOND = 4000  # of all nodes together
-HEARTBEATS_PER_TIMEOUT = 8  # in node_timeout
-SILENCE_SECONDS = 1.0  # if this node did not poll for so long, it could not see heartbeats of other nodes
+HEARTBEATS_PER_TIMEOUT = 8  # the number of heartbeats in node_timeout
+SILENCE_SECONDS = 1.0  # if this node did not poll for this time, it could not see heartbeats of other nodes
 WAITING_NODES_POLL_SECONDS = 1.0  # each of these polls reads the whole state of the rendezvous
 
 
 class RoundRunner:
-    """One round on one node.
+    """Runs one round on one node.
 
     Args:
-        channel: the messages of the round.
+        channel: sends and receives the messages of the round.
         node_machine: the state machine of this node.
-        leader: the state machine of the leader, if this is its node.
+        leader: the state machine of the leader, or None if another node is the leader.
         client: counts the nodes that wait to join, and closes the job.
         local_ranks: starts and stops the node's ranks.
-        size: how many nodes are in the round.
+        size: the number of nodes in the round.
         node_timeout: seconds without a heartbeat after which a node is lost.
         log_warning: logs a warning in the caller's thread.
     """
@@ -83,7 +83,7 @@ class RoundRunner:
         self._poll_fast_until = time.monotonic() + FAST_POLL_DURATION
         self._min_poll_seconds = size / MAX_POLLS_PER_SECOND
         self._heartbeat_interval = node_timeout / HEARTBEATS_PER_TIMEOUT
-        # if this node was silent for longer, the other nodes may count it as lost
+        # If this node was silent for a longer time, the other nodes may count it as lost.
         self._max_silence = node_timeout - 2 * self._heartbeat_interval
         self._next_heartbeat = self._next_waiting_nodes_poll = 0.0
         self._polled_at = time.monotonic()
@@ -91,13 +91,13 @@ class RoundRunner:
         self._leader_actions: deque[LeaderAction] = deque()
         self._is_store_lost = False
         self._leave_deadline: float | None = None
-        self.rejoin: Rejoin | None = None  # how the node joins the next round; None: it does not
+        self.rejoin: Rejoin | None = None  # how the node joins the next round, or None if it does not join
 
     def run(self, requests: deque[Callable[["RoundRunner"], None]], wakeup: Event) -> None:
-        """Run the round until this node has nothing more to do in it.
+        """Run the round until this node has nothing more to do in the round.
 
-        Other threads append to `requests`, and then set `wakeup`. The node thread executes the requests at once. The first
-        poll also executes those that were posted during the rendezvous.
+        Other threads append to `requests`, and then set `wakeup`. The node thread executes the requests at once. Requests
+        that were appended during the rendezvous are executed first.
         """
         while not self._is_finished():
             wakeup.clear()
@@ -116,7 +116,7 @@ class RoundRunner:
             self._extend_fast_polling()
 
     def stop_waiting_after(self, seconds: float) -> None:
-        """Finish when no other node needs this one, or after so many seconds.
+        """Finish when no other node needs this node, but after this number of seconds at the latest.
 
         Call this when the node's ranks have exited.
         """
@@ -154,7 +154,7 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check whether this node was silent: it did not poll, as when it is suspended, and sent no heartbeats meanwhile."""
+        """Check whether this node has not polled, and so has sent no heartbeats, for example because it was suspended."""
         silence, self._polled_at = now - self._polled_at, now
         if silence <= SILENCE_SECONDS:
             return
@@ -185,13 +185,13 @@ class RoundRunner:
             self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
 
     def _run_leader(self, leader: Leader, now: float) -> None:
-        """Feed the leader with what has arrived, and execute its actions."""
+        """Pass the messages and facts that have arrived to the leader, and execute the leader's actions."""
         for message in self._channel.read_inbox():
             self._leader_actions += leader.handle_message(message, now)
         self._leader_actions += leader.judge_stalls(now)
         if now >= self._next_waiting_nodes_poll and not leader.is_finished:
             self._next_waiting_nodes_poll = now + WAITING_NODES_POLL_SECONDS
-            with suppress(CancelledError):  # this node is leaving, so it lets no more nodes join
+            with suppress(CancelledError):  # this node is leaving, so it does not look for waiting nodes
                 self._leader_actions += leader.update_waiting_nodes(self._client.count_waiting_nodes(), now)
         self._leader_actions += leader.handle_deadline(now)
         if self._leader_actions:
@@ -222,7 +222,7 @@ class RoundRunner:
             self.add_actions(self.node_machine.start_ranks(attempt))
 
     def _execute_node_actions(self) -> None:
-        """Execute the actions in their order. A message to the leader waits until the leader has named the round."""
+        """Execute the actions in their order. A message to the leader waits until the leader has given the round a name."""
         while self._node_actions and (
             self._is_store_lost or self._channel.try_open() or not isinstance(self._node_actions[0], SendToLeader)
         ):

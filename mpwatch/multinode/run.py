@@ -1,4 +1,4 @@
-"""Entry of a run of several nodes, on one node: as watcher/run.py, with a NodeThread that talks to the other nodes."""
+"""Starts a run of several nodes on one node. It is like watcher/run.py, but has a NodeThread for the other nodes."""
 
 import math
 from collections.abc import Callable
@@ -37,11 +37,12 @@ def run_multi_node(
     Args:
         spec: the options of the run, with a `rendezvous`.
         make_view: makes the live view.
-        client: the rendezvous of this node. None: the one that `spec.rendezvous` describes.
+        client: the rendezvous of this node. If it is None, `spec.rendezvous` describes the rendezvous.
         payload: see `run_single_node`.
         on_start: see `run_single_node`.
 
-    Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
+    Raises LaunchError. If a signal came during the run, raises what the calling program's handler for this signal raises,
+    such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
@@ -70,7 +71,7 @@ def run_multi_node(
             controller.end_with_error(error)
             raise
     try:
-        watcher_thread.deferred_log.emit()  # records of the node thread while it ended
+        watcher_thread.deferred_log.emit()  # log records that the node thread has made while it ended
     finally:
         blocking_call.deliver_signals(result)
     return result
@@ -83,7 +84,7 @@ def _prepare(
     payload: Payload | None,
     resources: ExitStack,
 ) -> tuple[WatcherThread, NodeThread, PendingCall]:
-    """Do all that comes before the threads start. `resources` closes what is made here."""
+    """Make all objects that are needed before the threads start. `resources` closes these objects."""
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout

@@ -1,10 +1,10 @@
-"""The caller's thread in a run of several nodes: report attempts to the leader, follow its decisions, build the result.
+"""The caller's thread in a run of several nodes. It reports attempts to the leader and follows the leader's decisions.
 
-As watcher/restarts/run_controller.py, except that all nodes together decide what they do after an attempt.
+This module is like watcher/restarts/run_controller.py, except that all nodes decide together what follows after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
-    NodeThread -- ReportAttempt, ReportJob --> publish events, complete the failures with those of other nodes
+    NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
 User code runs in this thread: `retry_if`, `env`, and classes of exceptions that are rebuilt. An exception that `retry_if` or
 `env` raises ends the run.
@@ -63,7 +63,7 @@ T = TypeVar("T")
 MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
 MAX_MISSING_RANKS_BYTES = 64 * 1024  # of the missing ranks in an AttemptReport
 MAX_REASON = 1000  # characters
-LAST_GENERATION = 1 << 62  # of ranks: later than any that is started
+LAST_GENERATION = 1 << 62  # a generation of ranks that is later than all that are started
 OUTCOMES = {
     StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED,
     StopReason.TIMED_OUT: NodeOutcome.TIMED_OUT,
@@ -77,7 +77,7 @@ class MultiNodeRunController(RunController[T]):
     Args:
         spec: the options of the run.
         event_bus: publishes the events of the run.
-        node_thread: talks to the other nodes.
+        node_thread: the thread that exchanges messages with the other nodes.
     """
 
     def __init__(self, spec: WorkerSpec[T], event_bus: EventBus, node_thread: NodeThread) -> None:
@@ -85,22 +85,22 @@ class MultiNodeRunController(RunController[T]):
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
         self._node_thread = node_thread
-        self._job_decision: AttemptDecision | None = None  # it ended the job
+        self._job_decision: AttemptDecision | None = None  # the decision that has ended the job
         self._latest_decision: AttemptDecision | None = None
         self._start: StartAttempt | None = None
-        self._job_failures: dict[int, ProcessFailure] = {}  # by rank; of other nodes, and what the job says of ranks here
-        self._missing_ranks: dict[int, ProcessFailure] = {}  # of this node: to blame if ranks of other nodes waited for them
-        self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # until the job has decided
+        self._job_failures: dict[int, ProcessFailure] = {}  # the failures in the latest decision, by rank
+        self._missing_ranks: dict[int, ProcessFailure] = {}  # of this node's ranks for which other nodes may have waited
+        self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # these wait for the decision of the job
 
     @property
     def is_job_decided(self) -> bool:
-        """Whether the decision that ends the job is known. Otherwise this node leaves the job while it goes on."""
+        """Whether the decision that ends the job is known. If not, this node leaves the job while the job goes on."""
         return self._job_decision is not None
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
-        """Report the attempts that have ended here, and follow what the other nodes decide.
+        """Report the attempts that have ended on this node, and do what the leader decides.
 
-        See RunController. Raises LaunchError, and what `retry_if` and `env` raise.
+        See RunController. Raises LaunchError, and any exception that `retry_if` and `env` raise.
         """
         try:
             for observations in watcher_thread.commands.take_decision_requests():
@@ -109,12 +109,13 @@ class MultiNodeRunController(RunController[T]):
             for update in self._node_thread.take_updates():
                 self._handle_update(watcher_thread, update)
         except BaseException as error:
-            # First: the exception makes the watcher stop the ranks as by a signal, which would be reported as the reason.
+            # Report the error first. The exception makes the watcher stop the ranks like a signal does. Otherwise the signal
+            # would be reported as the reason.
             self._abort(error)
             raise
 
     def build_result(self) -> RunResult[T]:
-        """Return the result of the job, as far as this node knows it."""
+        """Return the result of the job with all facts that this node knows."""
         assert self._pending_call is not None
         (observations,) = self._pending_call.observations
         if observations.ranks and observations.attempt not in {attempt.number for attempt in self._attempts}:
@@ -126,7 +127,7 @@ class MultiNodeRunController(RunController[T]):
         return replace(result, events=tuple(self.event_bus.events))
 
     def end_with_error(self, error: BaseException) -> None:
-        """End the run because of an error that is no failure of a rank."""
+        """End the run because of an error that is not the failure of a rank."""
         self._abort(error)
         super().end_with_error(error)
 
@@ -223,14 +224,14 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """If the nodes could not rejoin, return the decision that made them rejoin, as the failure of the job."""
+        """If the nodes could not rejoin, return the previous decision, for which they had to rejoin, as a failed job."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
         return decision
 
     def _record_decision(self, decision: AttemptDecision) -> None:
-        """Complete the attempt with what the job has decided about it, and publish its events."""
+        """Add the facts in the job's decision to the attempt, and publish the attempt's events."""
         self._job_failures = self._collect_job_failures(decision)
         if not self._attempts or self._attempts[-1].number != decision.attempt:
             return
@@ -240,7 +241,7 @@ class MultiNodeRunController(RunController[T]):
         self._publish_pending_outcomes(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
         if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
-            state = WorkerState.STOPPED  # because nodes wait to join: failures of ranks only followed from the stop
+            state = WorkerState.STOPPED  # since nodes wait to join. Failures of ranks are only consequences of the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
         if decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
             self.event_bus.publish(
@@ -255,7 +256,7 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures of other nodes by rank, also of lost nodes, and what the job says of ranks here."""
+        """Return the failures in the decision by rank. They include the ranks of lost nodes, and ranks of this node."""
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
@@ -277,9 +278,9 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return what the job says of a failure of this node, with all that this node knows of it."""
+        """Return the decision's failure of a rank of this node, with all facts that this node knows about the failure."""
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
-        if local is None:  # the collectives of all nodes have shown that this rank did not fit
+        if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
             stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
             return replace(failure, stack="".join(stacks))
         if failure.evidence == local.evidence:
@@ -299,14 +300,14 @@ class MultiNodeRunController(RunController[T]):
         watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Publish the outcomes later, when the job has decided which rank failed first."""
+        """Keep the outcomes, and publish them later, when the job has decided which rank failed first."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that wait. Without `failures`, publish what this node alone has found."""
+        """Publish the outcomes that wait. If `failures` is None, publish the failures that this node alone has found."""
         if self._unpublished is None:
             return
         (observations, result), self._unpublished = self._unpublished, None
@@ -339,7 +340,7 @@ class MultiNodeRunController(RunController[T]):
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
-    """Encode the failures for other nodes, the root cause first, as many as the limit allows."""
+    """Encode as many failures for other nodes as the limit allows. The root cause comes first."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
 

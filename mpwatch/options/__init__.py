@@ -1,1 +1,1 @@
-"""The options of a run. This is validated data; nothing here starts or watches a process."""
+"""The options of a run, as validated data. This package neither starts nor watches a process."""

@@ -15,15 +15,15 @@ def check_signature(
 ) -> None:
     """Check that `fn(*args, **kwargs)` has the right number of arguments, and the right names. Raises TypeError.
 
-    A callable without a signature is not checked. Neither is one with an attribute `__signature__`: a decorator may have
-    copied it from a function that takes other arguments.
+    A callable without a signature is not checked. A callable with an attribute `__signature__` is not checked either,
+    because a decorator may have copied it from a function that takes other arguments.
 
     Args:
         fn: a callable.
-        name: its name.
+        name: the name of the callable.
         args: positional arguments.
         kwargs: keyword arguments.
-        advice: what to do about it, for the error.
+        advice: what the caller should do, for the text of the error.
     """
     if (not kwargs and _takes_positional(fn, len(args))) or "__signature__" in getattr(fn, "__dict__", {}):
         return
@@ -40,7 +40,7 @@ def check_signature(
 
 
 def _takes_positional(fn: Any, count: int) -> bool:
-    """Return whether a function of Python takes so many positional arguments. `inspect.signature` is slow."""
+    """Return whether a Python function takes `count` positional arguments. This is faster than `inspect.signature`."""
     if type(fn) is not FunctionType:
         return False
     code = fn.__code__

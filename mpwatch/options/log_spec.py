@@ -1,4 +1,4 @@
-"""`LogSpec`: where the stdout and stderr of the ranks go. Pure, except `in_notebook`."""
+"""`LogSpec` says where the stdout and stderr of the ranks go. This module is pure, except `in_notebook`."""
 
 import operator
 import os
@@ -24,7 +24,7 @@ Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
 class StreamRoute(Enum):
-    """Where the descriptor of one stream of one rank leads."""
+    """Where the file descriptor of a stream of a rank leads."""
 
     INHERIT = auto()  # to where the caller's own descriptor leads
     PIPE = auto()  # to the watcher, which forwards the output or keeps its last lines
@@ -34,10 +34,10 @@ class StreamRoute(Enum):
 
 @dataclass(frozen=True)
 class LogSpec:
-    """Where the stdout and stderr of the ranks go: to files, to the caller, to both, or nowhere. The option `logs` of `run`.
+    """The option `logs` of `run`: whether stdout and stderr of the ranks go to files, to the caller, to both, or nowhere.
 
-    A LogSpec holds for the descriptors 1 and 2, from the first line. It also covers the output of compiled code and of
-    programs that a rank starts. In a rank, the stdout of Python and of C is flushed at the end of each line.
+    A LogSpec applies to the file descriptors 1 and 2, from the first line on. So it includes the output of compiled code and
+    of programs that a rank starts. In a rank, the stdout of Python and of C is flushed at the end of each line.
 
         LogSpec("logs")                    all output goes to files and to the caller
         LogSpec("logs", show="none")       all output goes to files
@@ -51,22 +51,22 @@ class LogSpec:
 
     Args:
         dir: the folder for log files: `<dir>/<run_id>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, where n is
-            `restart_count`. Folders are made if they are missing. A file has the bytes as the rank wrote them.
-            None: no files.
-        show: the ranks whose lines are written to the caller's stdout and stderr. These are `sys.stdout` and `sys.stderr` at
-            the time of the call. Lines stay whole. A line that is overwritten with carriage returns, such as a progress bar,
-            is shown every two seconds, and in its final state. "inherit": the ranks write to the caller's descriptors
-            themselves.
+            `restart_count`. Folders are made if they are missing. A file contains the bytes as the rank wrote them. None
+            means that there are no files.
+        show: the ranks whose lines are written to the caller's stdout and stderr. They are written to `sys.stdout` and
+            `sys.stderr` as these are at the time of the call. Lines stay whole. A line that is overwritten with carriage
+            returns, such as a progress bar, is shown every two seconds, and in its final state. "inherit" means that the
+            ranks write directly to the caller's file descriptors.
         files: the ranks whose output goes to files, if `dir` is set.
-        prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host},
-            {node} (the `group_rank` of a Worker) and {time}; {time:%H:%M:%S} has a format of strftime. None: "[{rank}] " if
-            more than one rank is shown. In a notebook None means "[{rank}] " only once more than one rank has written
-            something. The output of a single rank is forwarded as it comes, carriage returns included.
+        prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host}, {node}
+            (the `group_rank` of a Worker) and {time}; {time:%H:%M:%S} formats the time as strftime does. None means
+            "[{rank}] " if more than one rank is shown. In a notebook None means "[{rank}] " only once more than one rank has
+            written something. The output of a single rank is forwarded unchanged, carriage returns included.
         stdout: where the shown lines of stdout are written: any object with a `write` method for text. It is called in a
-            thread of mpwatch. None: `sys.stdout`.
-        stderr: the same for stderr. None: `sys.stderr`.
+            thread of mpwatch. None means `sys.stdout`.
+        stderr: where the shown lines of stderr are written, like `stdout`. None means `sys.stderr`.
 
-    Raises TypeError or ValueError naming the argument and the value.
+    Raises TypeError or ValueError with the name and the value of the argument.
     """
 
     dir: str | os.PathLike[str] | None = None
@@ -111,11 +111,11 @@ class LogSpec:
         return self
 
     def folder_of_run(self, run_id: str) -> str:
-        """Return the folder for the files of a run. It is empty if there are no files."""
+        """Return the path of the folder for the files of a run. The path is empty if there are no files."""
         return "" if self.dir is None else os.path.join(self.dir, run_id)
 
     def inherits(self, stream: str) -> bool:
-        """Return whether the ranks have the caller's own stream."""
+        """Return whether the ranks write directly to the caller's stream."""
         return _choice_for(self.show, stream) == "inherit"
 
     def shows(self, stream: str, rank: int) -> bool:
@@ -127,7 +127,7 @@ class LogSpec:
         return self.dir is not None and _is_among(rank, _choice_for(self.files, stream))
 
     def route_of(self, stream: str, rank: int) -> StreamRoute:
-        """Return where this stream of a rank leads. The watcher keeps the last lines of stderr, unless it is inherited."""
+        """Return where this stream of a rank leads. Unless stderr is inherited, the watcher keeps its last lines."""
         if self.inherits(stream):
             return StreamRoute.INHERIT
         if self.shows(stream, rank):
@@ -137,11 +137,11 @@ class LogSpec:
         return StreamRoute.PIPE if stream == "stderr" else StreamRoute.DISCARD
 
     def count_shown_ranks(self, ranks: Iterable[int]) -> int:
-        """Count the ranks of which at least one stream is shown."""
+        """Return the number of ranks that have at least one shown stream."""
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return ranks that represent all ranks when their number is not known yet: the named ranks and two others."""
+        """Return the named ranks and two other ranks. They represent all ranks while the number of ranks is not known."""
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}
         beyond = max(named, default=-1) + 1
@@ -157,18 +157,18 @@ class LogSpec:
 
 
 def in_notebook() -> bool:
-    """Return whether a Jupyter kernel runs the host program. IPython in a terminal is not a notebook."""
+    """Return whether a Jupyter kernel runs the calling program. IPython in a terminal is not a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
 
 
 def default_logs() -> LogSpec:
-    """Let ranks inherit the caller's stdout and stderr, except in a notebook, whose cells do not show those descriptors."""
+    """Return the LogSpec for `logs=None`. Ranks inherit the caller's stdout and stderr, except in a notebook."""
     return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 
 def format_prefix(template: str, worker: Worker, host: str) -> str:
-    """Return the beginning of a line that this rank writes now."""
+    """Return the prefix for a line that this rank writes now."""
     facts = {"rank": worker.rank, "local_rank": worker.local_rank, "node": worker.group_rank, "role": worker.role}
     return _fill_in(template, **facts, host=host)
 

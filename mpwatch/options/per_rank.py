@@ -1,4 +1,4 @@
-"""Checks of `PerRank` arguments: which arguments of a call they are, and whether they have a value for each rank."""
+"""Find the `PerRank` arguments of a call, and check that they have a value for each rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
@@ -10,18 +10,18 @@ __all__ = ["PerRank", "check_per_rank", "find_per_rank", "format_argument"]
 
 
 def find_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[int | str, PerRank[Any]]:
-    """Return the arguments that are PerRank, by position or name."""
+    """Return the arguments that are a PerRank, by position or name."""
     found: dict[int | str, PerRank[Any]] = {i: value for i, value in enumerate(args) if isinstance(value, PerRank)}
     return found | {name: value for name, value in kwargs.items() if isinstance(value, PerRank)}
 
 
 def format_argument(key: int | str) -> str:
-    """Return an argument for a message: `args[0]` or `kwargs['x']`."""
+    """Return the name of an argument for a message: `args[0]` or `kwargs['x']`."""
     return f"args[{key}]" if isinstance(key, int) else f"kwargs[{key!r}]"
 
 
 def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
-    """Return the ranks of a call in order. None stands for all. Raises TypeError or ValueError."""
+    """Return the ranks of a call in ascending order. None means all ranks. Raises TypeError or ValueError."""
     if ranks is None:
         return tuple(range(nprocs))
     found = set()
@@ -39,11 +39,11 @@ def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
 def spread_per_rank(
     args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...], nprocs: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of some ranks. Each PerRank in them has a value for each rank of the group.
+    """Return the arguments of a call of some ranks. In them, each PerRank has a value for every rank of the group.
 
     Args:
         args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.
-        kwargs: keyword arguments; the same.
+        kwargs: keyword arguments, with the same rule for a PerRank.
         ranks: the ranks that are called, in order.
         nprocs: number of ranks of the group.
 
@@ -67,8 +67,8 @@ def spread_per_rank(
 def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, *, is_multi_node: bool = False) -> None:
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
-    On several nodes the number of ranks is not known before the nodes have met. Then only their equality is checked; a rank
-    checks the number.
+    On several nodes, the number of ranks is not known before the nodes have met. Then this function checks only that all
+    PerRank arguments have the same number of values. A rank checks this number later.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

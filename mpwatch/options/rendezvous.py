@@ -1,4 +1,4 @@
-"""`Rendezvous`: how the nodes of a job find one another. Validated data; the package mpwatch/multinode uses it."""
+"""`Rendezvous` says how the nodes of a job find one another. It is validated data, which mpwatch/multinode uses."""
 
 import os
 from collections.abc import Mapping
@@ -21,32 +21,32 @@ class Rendezvous:
 
         mpwatch.run(train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job-17", nnodes=(2, 4)))
 
-    The nodes meet in a store of torch (`torch.distributed.elastic.rendezvous`). The node that `endpoint` names serves the
-    store, unless the store runs elsewhere. Any program that can reach the store can disturb the job: torch's rendezvous
-    trusts its network. The page "Security" of the documentation says more.
+    The nodes meet in a torch store (`torch.distributed.elastic.rendezvous`). The node that `endpoint` names serves the
+    store, unless the store runs elsewhere. Any program that can reach the store can disturb the job, because torch's
+    rendezvous trusts its network. The page "Security" of the documentation says more.
 
     Args:
         endpoint: `host:port` of the store. The default port is 29400.
         run_id: name of the job. Nodes with the same run_id and store form one job. The folder of logs has this name, too.
         nnodes: number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max. It continues
             while at least min nodes remain.
-        backend: how nodes get their group ranks. "c10d": from torch's dynamic rendezvous; nodes may join and leave.
-            "static": each node sets its own: options={"rank": 0}.
-        join_timeout: seconds within which the nodes must join. If too few nodes remain later, other nodes have this time to
-            join.
-        node_timeout: seconds without a heartbeat after which a node is lost, at least 2. A node that cannot reach the store
-            stops its ranks within this time.
-        exit_barrier_timeout: seconds that the node which serves the store waits at the end of the job, until all other nodes
-            have the result.
-        is_host: whether this node serves the store. None: it does if `endpoint` is an address of this machine.
-        local_addr: address or name under which other nodes reach this one. None: the address of the interface that leads to
-            the store.
-        secret: a secret of the nodes of this job. All messages between nodes are signed with it (HMAC). None: the value of
-            the environment variable MPWATCH_SECRET, if it is set.
-        options: further settings of the backend, with torch's names. "c10d": `last_call_timeout`, the seconds to wait for
-            more nodes once min nodes have joined (default 30). "static": `rank`.
+        backend: how nodes get their group ranks. With "c10d", torch's dynamic rendezvous assigns them, and nodes may join
+            and leave. With "static", each node sets its own group rank: options={"rank": 0}.
+        join_timeout: seconds within which the nodes must join. If too few nodes remain later, new nodes have the same time
+            to join.
+        node_timeout: seconds without a heartbeat after which a node counts as lost, at least 2. If a node cannot reach the
+            store, it stops its ranks within this time.
+        exit_barrier_timeout: seconds for which the node that serves the store waits at the end of the job until all other
+            nodes have the result.
+        is_host: whether this node serves the store. None means that it does if `endpoint` is an address of this machine.
+        local_addr: address or name under which other nodes reach this node. None means the address of the network interface
+            that leads to the store.
+        secret: a secret that all nodes of this job share. All messages between nodes are signed with it (HMAC). None means
+            the value of the environment variable MPWATCH_SECRET, if it is set.
+        options: more settings of the backend, with torch's names. "c10d" has the option `last_call_timeout`, the seconds to
+            wait for more nodes after min nodes have joined (default 30). "static" has the option `rank`.
 
-    Raises TypeError or ValueError naming the argument and the value.
+    Raises TypeError or ValueError with the name and the value of the argument.
     """
 
     endpoint: str
@@ -97,7 +97,7 @@ class Rendezvous:
 
     @property
     def key(self) -> bytes:
-        """The secret as bytes. It is empty if there is none."""
+        """The secret as bytes. It is empty if there is no secret."""
         return self.secret if isinstance(self.secret, bytes) else b""  # see above
 
     def _check_options(self) -> None:
@@ -139,7 +139,7 @@ def _check_port(endpoint: str) -> None:
 
 
 def as_node_range(name: str, nodes: object) -> tuple[int, int]:
-    """Return the least and the greatest number of nodes. `name` is that of the option, for messages."""
+    """Return the smallest and the largest number of nodes. `name` is the name of the option, for error messages."""
     if isinstance(nodes, tuple | list):
         if len(nodes) != 2:  # noqa: PLR2004
             raise ValueError(f"{name} must be a number or (min, max), not {nodes!r}")

@@ -1,4 +1,4 @@
-"""`RestartPolicy`: after which failures ranks are restarted, which ranks, how often and when. Validated data."""
+"""`RestartPolicy` says after which failures which ranks are restarted, how often and when. It is validated data."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
@@ -15,30 +15,30 @@ RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
+    """The rules for restarts after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
 
     Args:
-        max_restarts: how many times all ranks may be restarted. With scope="worker": how many times each rank may be
+        max_restarts: how many times all ranks may be restarted. With scope="worker", it is how many times each rank may be
             restarted.
-        scope: "group": all ranks are stopped and restarted together. Ranks that use collectives need this. "worker": only
-            the rank that failed is restarted. This is for ranks that do not communicate.
-        keep_going: True: a rank that is not restarted does not stop the others. The run fails at its end, and its result has
-            the values of the ranks that returned. This needs scope="worker".
+        scope: "group" means that all ranks are stopped and restarted together. Ranks that use collectives need this value.
+            "worker" means that only the rank that failed is restarted. Use it only for ranks that do not communicate.
+        keep_going: True means that a failed rank that is not restarted does not stop the other ranks. The run fails at its
+            end, and its result has the values of the ranks that returned. This option needs scope="worker".
         delay: seconds before the first restart. The delay doubles before each further restart.
         max_delay: the longest delay, in seconds.
-        jitter: a fraction from 0 to 1: each delay is made longer or shorter at random, by at most this fraction.
+        jitter: a fraction from 0 to 1. Each delay is made longer or shorter at random, by at most this fraction.
         retry_if: after which failures ranks are restarted. The first failure of the attempt decides. The value is an
             exception type, a FailureKind, a collection of these, or a function from ProcessFailure to bool. The function is
-            called in the caller's thread. While it runs, signals are deferred, except a second Ctrl-C. None: ranks are
-            restarted after every failure, with two exceptions. One is FailureKind.START. The other is a programming error
-            (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank raises before
-            its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run.
+            called in the caller's thread. While it runs, signals are deferred, except a second Ctrl-C. None means that ranks
+            are restarted after every failure except two kinds. The first kind is FailureKind.START. The second kind is a
+            programming error (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a
+            rank raises before its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run.
         reset_after: if all ranks were healthy for this many seconds, restarts and delays are counted from the start again.
-            None: never.
-        max_no_progress: end the run after this many restarts in a row that reached no new highest `report(step=...)`. None:
-            no limit.
+            None means never.
+        max_no_progress: the run ends after this many restarts in a row that reported no step above the highest earlier step.
+            None means no limit.
 
-    Raises TypeError or ValueError naming the argument and the value.
+    Raises TypeError or ValueError with the name and the value of the argument.
     """
 
     max_restarts: int = 3
@@ -74,12 +74,12 @@ class RestartPolicy:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether something is decided after a failure. False: the first failure ends the run."""
+        """Whether a run can go on after a failure. If this is False, the first failure ends the run."""
         return self.max_restarts > 0 or self.keep_going
 
     @property
     def causes(self) -> frozenset[Cause]:
-        """The exception types and FailureKinds in `retry_if`. Empty if `retry_if` is a function or None."""
+        """The exception types and FailureKinds in `retry_if`. The set is empty if `retry_if` is a function or None."""
         if self.retry_if is None:
             return frozenset()
         if isinstance(self.retry_if, Collection) and not isinstance(self.retry_if, type):

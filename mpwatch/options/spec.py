@@ -1,6 +1,6 @@
 """`WorkerSpec` and `GroupSpec`: all options of a run or a WorkerGroup, validated once and then frozen.
 
-ARCHITECTURE.md says where an option is added.
+ARCHITECTURE.md says how to add an option.
 """
 
 import os
@@ -46,7 +46,7 @@ NOT_FORWARDED: Mapping[int, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """The options that do not depend on the function: number of ranks, limits, output, observers. See WorkerSpec."""
+    """The options that do not depend on the function, such as the number of ranks, the limits and the observers."""
 
     nprocs: Nprocs = "auto"
     backend: str | None = None
@@ -106,12 +106,12 @@ class GroupSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy: no restarts."""
+        """The restart policy, which allows no restarts."""
         return RestartPolicy(0)
 
     @property
     def fn_name(self) -> str:
-        """The name of the function, for messages. Empty for a WorkerGroup, which has none of its own."""
+        """The name of the function, for messages. It is empty for a WorkerGroup, which has no function of its own."""
         return ""
 
     @property
@@ -121,11 +121,11 @@ class GroupSpec:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """The functions that are called with each event."""
+        """The functions that mpwatch calls with each event."""
         return _as_observers(self.on_event)
 
     def extra_env_of(self, worker: Worker) -> dict[str, str]:
-        """Return the extra environment variables of this rank. Raises TypeError or ValueError if they are bad."""
+        """Return the extra environment variables of this rank. Raises TypeError or ValueError if they are not valid."""
         extra = self.env(worker) if callable(self.env) else self.env
         if callable(self.env):
             check_env_mapping("what env() returned", extra)
@@ -134,7 +134,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentGroupSpec(GroupSpec):
-    """All options of a WorkerGroup, which documents them."""
+    """All options of a WorkerGroup. The class WorkerGroup documents these options."""
 
     scope: Literal["group", "worker"] = "group"
 
@@ -148,15 +148,15 @@ class PersistentGroupSpec(GroupSpec):
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy. A WorkerGroup restarts ranks only at its next call, so its policy allows no restart."""
+        """The restart policy. It allows no restart, because a WorkerGroup restarts ranks only at its next call."""
         return RestartPolicy(0, scope=self.scope)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(GroupSpec, Generic[T]):
-    """All options of `mpwatch.run`, which documents them.
+    """All options of `mpwatch.run`. The function `run` documents these options.
 
-    Raises TypeError or ValueError naming the argument and the value.
+    Raises TypeError or ValueError with the name and the value of the argument.
     """
 
     fn: Callable[..., T]
@@ -200,7 +200,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
 
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
-    """Check a function and its arguments. Raises TypeError, which names the argument and the value.
+    """Check a function and its arguments. Raises TypeError with the name and the value of the wrong argument.
 
     `advice` says what to do if the function does not take these arguments.
     """
@@ -210,7 +210,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
-    """Return the policy. `max_restarts` and `keep_going` are short for those of a RestartPolicy."""
+    """Return the policy. `max_restarts` and `keep_going` are short forms of the fields of a RestartPolicy."""
     check_flag("keep_going", keep_going)
     if policy is None:
         number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
@@ -267,7 +267,7 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 
 
 def name_of(fn: object) -> str:
-    """Return the name of a callable for messages. A partial has the name of its function, an object that of its class."""
+    """Return the name of a callable for messages: of a function or its partial, or of the class of another object."""
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)
 
@@ -364,7 +364,7 @@ def _check_env(env: object) -> None:
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
-    """Check `logs`. `world_size` is None if it is not known yet."""
+    """Check `logs`, and return it with an absolute folder. `world_size` is None if it is not known yet."""
     if logs is None:
         return None
     if not isinstance(logs, LogSpec):

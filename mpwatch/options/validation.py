@@ -1,4 +1,4 @@
-"""Checks of option values. Each check raises TypeError or ValueError, which names the option and the value."""
+"""Checks of option values. Each check raises TypeError or ValueError with the name and the value of the option."""
 
 import inspect
 import math
@@ -38,7 +38,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_env_mapping(what: str, env: object) -> None:
-    """Check that a value maps names of environment variables to strings, and sets none of the variables of mpwatch."""
+    """Check that a value maps names of environment variables to strings. Refuse variables that identify the rank."""
     if not isinstance(env, Mapping):
         raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")
     for name, value in env.items():
@@ -81,7 +81,7 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def as_int(value: object) -> int | None:
-    """Convert an integer of Python or NumPy to an int. None: it is not an integer, or it is a bool."""
+    """Return an integer of Python or NumPy as an int. Return None if the value is not an integer, or is a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -99,7 +99,7 @@ def check_count(name: str, value: object, at_least: int) -> int:
 
 
 def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[int]:
-    """Check that a value is a set of numbers of allowed CPUs, or any other iterable of them, and return the set."""
+    """Check that a value is an iterable of numbers of allowed CPUs. Return the set of these numbers."""
     available = f"; this process may use {format_cpus(allowed)}"
     if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
         raise TypeError(f"{what} must be a set of CPU numbers, not {cpus!r:.200}{available}")
@@ -117,12 +117,12 @@ def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[
 
 
 def check_signals(name: str, value: object, forbidden: Mapping[int, str] = RESERVED_SIGNALS) -> tuple[int, ...]:
-    """Check that a value is a collection of signals, and return their numbers, each once.
+    """Check that a value is a collection of signals, and return their numbers without duplicates.
 
     Args:
-        name: of the option.
-        value: what the caller has passed.
-        forbidden: the signals that this option may not list, each with the reason.
+        name: the name of the option.
+        value: the value that the caller has passed.
+        forbidden: the signals that this option may not contain, each with the reason.
     """
     if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
         raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
@@ -143,7 +143,7 @@ def _check_signal(name: str, element: object) -> int:
 
 
 def is_async(fn: object) -> bool:
-    """Return whether a call of this function only makes a coroutine, which mpwatch would not run."""
+    """Return whether a call of this function would only make a coroutine. mpwatch does not run coroutines."""
     if type(fn) is FunctionType and not vars(fn):  # no decorator has marked it
         return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted

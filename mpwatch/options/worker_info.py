@@ -1,6 +1,6 @@
-"""`Worker`: the identity of a rank, and the environment variables that hold it.
+"""`Worker` is the identity of a rank. Environment variables of the rank hold it.
 
-The watcher makes a Worker for each rank. A rank makes its own when `current_worker()` is called for the first time.
+The watcher makes a Worker for each rank. A rank makes its own Worker when `current_worker()` is called for the first time.
 """
 
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ RANK_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """The identity of a rank. In a rank `current_worker()` returns it; `RunResult.workers` has those of all ranks.
+    """The identity of a rank. In a rank, `current_worker()` returns it. `RunResult.workers` has the Workers of all ranks.
 
     Attributes:
         rank: global rank, from 0 to world_size - 1.
-        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use. With visible_devices="own" that
-            index is 0.
+        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use. With visible_devices="own", the
+            index of the GPU is 0.
         world_size: number of ranks, on all machines.
         local_world_size: number of ranks on this machine.
         group_rank: index of this machine among the machines of the run, from 0.
@@ -45,8 +45,8 @@ class Worker:
         role_world_size: number of ranks of the same role.
         restart_count: how many times this rank was restarted.
         run_id: identifier of the run: 32 hexadecimal digits, or `Rendezvous.run_id`.
-        master_addr: address of the machine of rank 0, where it can serve a store of torch.distributed.
-        master_port: TCP port reserved for that store. No other program is given this port during the run.
+        master_addr: address of the machine of rank 0, where rank 0 can serve a store of torch.distributed.
+        master_port: TCP port that is reserved for that store. The system gives this port to no other program during the run.
         state: a dict for the function's own use. It exists as long as the process of the rank.
     """
 

@@ -1,7 +1,7 @@
-"""Linux control groups of this process: its CPU quota, and how many processes the kernel has killed for memory.
+"""Reads the Linux control groups of this process: its CPU quota, and the number of out-of-memory kills.
 
-Reads files under /proc and /sys. Where these files are missing, each function returns the value that means "not known". Runs
-in the watcher.
+This module reads files under /proc and /sys. If these files are missing, a function returns the value that means "not
+known". This module runs in the watcher.
 """
 
 import os
@@ -9,16 +9,19 @@ from collections.abc import Iterator
 
 MOUNTS = "/proc/self/mountinfo"
 GROUPS = "/proc/self/cgroup"
-# Files in which the kernel counts the processes of a group that its out-of-memory killer has killed: v2, v1.
+# Files in which the kernel counts the processes of a group that its out-of-memory killer has killed, for cgroup v2 and v1.
 COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def read_cpu_quota() -> int | None:
-    """Return the smallest `cpu.max` (v2) of this process's group and its parents, rounded up; None if there is none."""
+    """Return the smallest `cpu.max` (cgroup v2) of this process's group and its parents, as a number of CPUs, rounded up.
+
+    Return None if there is no quota.
+    """
     quotas = []
     folder = _find_folder("", "cgroup2") or ""
     while folder.startswith("/sys/fs/cgroup"):
-        text = _read_file(f"{folder}/cpu.max")  # missing in the root group, and without the cpu controller
+        text = _read_file(f"{folder}/cpu.max")  # the root group, and a group without the cpu controller, have no such file
         if text and not text.startswith("max"):
             quota, period = map(int, text.split())
             quotas.append(-(-quota // period))
@@ -27,7 +30,10 @@ def read_cpu_quota() -> int | None:
 
 
 def count_oom_kills() -> dict[str, int]:
-    """Count the processes of this process's memory group that the kernel has killed for memory. The keys are its files."""
+    """Return how many processes in this process's memory group the out-of-memory killer has killed.
+
+    The keys of the dict are the files with the counts.
+    """
     found = {}
     for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):
         for name in COUNTERS if folder is not None else ():
@@ -38,18 +44,18 @@ def count_oom_kills() -> dict[str, int]:
 
 
 def count_oom_kills_of_machine() -> int:
-    """Count the processes of the whole machine that the kernel has killed for memory; 0 if the count is not known.
+    """Return how many processes of the whole machine the out-of-memory killer has killed, or 0 if it is not known.
 
-    The whole machine includes the groups outside this container.
+    The number includes processes outside this container.
     """
     return _read_field("/proc/vmstat", "oom_kill") or 0
 
 
 def _find_folder(controller: str, kind: str) -> str | None:
-    """Return the folder of this process's group in the hierarchy of this controller; v2 has one hierarchy for all.
+    """Return the folder of this process's group in the hierarchy of this controller. cgroup v2 has only one hierarchy.
 
-    If the hierarchy is mounted several times, it is a folder of the first mount. In a container, this process's group may be
-    the root of the mount, whatever path the kernel reports.
+    If the hierarchy is mounted several times, use the first mount. In a container, this process's group may be the root of
+    the mount, even if the kernel reports another path.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -1,7 +1,7 @@
-"""The CPUs on which this process may run. Runs in the watcher.
+"""Gets and sets the CPUs on which this process may run. This module runs in the watcher.
 
-In Linux each thread has its own set of CPUs, its affinity. A thread or a process inherits the affinity of the thread that
-starts it.
+In Linux each thread has an affinity, which is the set of CPUs on which it may run. A thread or a process inherits the
+affinity of the thread that starts it.
 """
 
 import os
@@ -21,9 +21,9 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Let this thread, and each process that it starts meanwhile, run on these CPUs only. None: change nothing.
+    """Let this thread, and each process that it starts meanwhile, run only on these CPUs. If `cpus` is None, do nothing.
 
-    Other threads are not affected. At the end the thread has its earlier affinity again. Raises OSError.
+    Other threads do not change. At the end the thread gets its earlier affinity again. Raises OSError.
     """
     if cpus is None:
         yield
@@ -36,7 +36,7 @@ def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
     try:
         yield
     finally:
-        # It fails if an administrator has taken all the earlier CPUs away. The kernel has then set the affinity itself.
+        # This fails if an administrator has removed all the earlier CPUs. Then the kernel has set another affinity.
         with suppress(OSError):
             os.sched_setaffinity(0, before)
 

@@ -1,7 +1,8 @@
-"""Which CPUs belong to one physical core, to one package (socket) and to one NUMA node. Runs in the watcher.
+"""Finds the CPUs of each physical core, and the package (socket) and the NUMA node of the core. It runs in the watcher.
 
-Reads files under /sys. Some containers and virtual machines lack such files, or have odd ones. A CPU without usable files is
-a core of its own, in package 0 and NUMA node 0. No function here raises an exception because of such a file.
+This module reads files under /sys. In some containers and virtual machines these files are missing or invalid. If a CPU has
+no valid files, it counts as a separate core in package 0 and NUMA node 0. No function raises an exception because of such a
+file.
 """
 
 import os
@@ -9,29 +10,30 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import NamedTuple
 
-CPU_LIMIT = 1 << 16  # more CPUs than any kernel supports; a list that has larger numbers is odd
-# Lists of the weaker cores of hybrid processors of Intel. Each one is a kind of its own; all other cores are kind 0.
+CPU_LIMIT = 1 << 16  # no kernel supports so many CPUs, so a list with larger numbers is invalid
+# Files with the weaker cores of Intel's hybrid processors. The first file has the cores of kind 1, the second those of kind
+# 2.
 WEAKER_CORES = ("cpu_atom", "cpu_lowpower")
 
 
 class Core(NamedTuple):
-    """A physical core, as far as this process may use it."""
+    """A physical core, with the CPUs that this process may use."""
 
     cpus: tuple[int, ...]
-    """The numbers of its allowed CPUs (hardware threads), in ascending order."""
+    """The numbers of the core's allowed CPUs (hardware threads), in ascending order."""
     package: int = 0
     node: int = 0
-    """The number of its NUMA node."""
+    """The number of the core's NUMA node."""
     kind: int = 0
-    """0: a performance core, or a core of a processor that has one kind only. Others: efficiency cores."""
+    """The kind is 0 for a performance core, and if the processor has only one kind. Efficiency cores have other kinds."""
 
 
 def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
-    """Return the physical cores of these CPUs, ordered by package, NUMA node and number. Neighbours are near each other.
+    """Return the physical cores of these CPUs, sorted by package, NUMA node and number.
 
     Args:
         allowed: the CPUs that this process may use.
-        root: the folder that has `sys`.
+        root: the folder that contains `sys`.
     """
     devices = os.path.join(root, "sys/devices")
     nodes = _read_nodes(f"{devices}/system/node")
@@ -50,7 +52,7 @@ def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
 
 
 def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
-    """Return what only the CPUs of one physical core have in common. It also gives the order of cores."""
+    """Return a key that only the CPUs of one physical core have in common. The keys also give the order of the cores."""
     siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
     if cpu in siblings:
         return 0, min(siblings), 0
@@ -61,7 +63,7 @@ def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
 
 
 def _read_nodes(folder: str) -> dict[int, int]:
-    """Return the NUMA node of each CPU."""
+    """Return a dict from each CPU to its NUMA node."""
     found: dict[int, int] = {}
     with suppress(OSError):
         for name in os.listdir(folder):
@@ -72,7 +74,7 @@ def _read_nodes(folder: str) -> dict[int, int]:
 
 
 def _read_cpu_list(file: str) -> set[int]:
-    """Return the numbers in a file such as "0-3,8". Empty: the file is missing or odd."""
+    """Return the numbers in a file with text such as "0-3,8". The set is empty if the file is missing or invalid."""
     numbers: set[int] = set()
     with suppress(OSError, ValueError):
         with open(file, encoding="ascii") as text:

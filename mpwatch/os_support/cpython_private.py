@@ -1,32 +1,32 @@
 """Names of CPython's private API that mpwatch uses. The comments say what each name is for, and what breaks without it.
 
-All of them exist in CPython 3.11 to 3.15. Runs in the watcher and in the ranks.
+All these names exist in CPython 3.11 to 3.15. This module runs in the watcher and in the ranks.
 
-Some methods must be overridden in a subclass, so they are not here but in watcher/processes/process.py:
+Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
-- `multiprocessing.Process._Popen` starts the process. Without it `Process.start` would start an ordinary spawned process: no
-  process group, no environment of its own.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without it, the same happens.
-- `multiprocessing.popen_fork.Popen._send_signal` is what `Process.terminate` and `Process.kill` call. Without it these would
+- `multiprocessing.Process._Popen` starts the process. Without this method `Process.start` would start an ordinary spawned
+  process without a separate process group and environment.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without this method, the same happens.
+- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without this method they would
   not reach the processes that a rank has started.
 
 watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
-`context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. Without one of them no
-rank can be started.
+`context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these names
+is missing, no rank can be started.
 
-mpwatch/wire uses these details of CPython where they are needed:
+mpwatch/wire uses these details of CPython directly:
 
-- launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method in the child. Without it
-  that of a rank may differ from that of the host program.
-- pickling/call_payload.py passes an object of its own to `context.set_spawning_popen`. multiprocessing pickles a descriptor
-  as `popen.DupFd(popen.duplicate_for_child(fd))`. Without these names no lock, queue or connection can be in a call.
-- pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. Without it
-  tracebacks of code from a string show the command that has started the rank.
+- launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method in the child. Without this
+  attribute the default start method of a rank may differ from that of the calling program.
+- pickling/call_payload.py passes an object to `context.set_spawning_popen`. multiprocessing pickles a descriptor as
+  `popen.DupFd(popen.duplicate_for_child(fd))`. Without these names no lock, queue or connection can be in a call.
+- pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. If the entry
+  stayed, tracebacks of code from a string would show the command that has started the rank.
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without it a traceback has no source lines of code that is
   in no file (notebook cells).
-- exceptions/tracebacks.py takes the entry `tb_lasti // 2` of `co_positions()`: one entry for each instruction of two bytes.
-  If that changes, tracebacks of ranks have no carets, or wrong ones. It also relies on the first line of compiled module
-  code being 1. If that changes, their lines are wrong.
+- exceptions/tracebacks.py uses the entry `tb_lasti // 2` of `co_positions()`, which has one entry for each instruction of
+  two bytes. If that changes, tracebacks of ranks have no carets or wrong carets. exceptions/tracebacks.py also needs that
+  compiled module code begins at line 1. If that changes, the line numbers of tracebacks are wrong.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from typing import Any
 
-# typeshed knows only the public part of these.
+# typeshed contains only the public names of these modules.
 mp_process: Any = process
 mp_util: Any = util
 
-# The module socket replaces these numbers by enums, and their arithmetic runs in Python. Replacement: the module socket.
+# The module socket replaces these numbers by enums, whose arithmetic runs in Python. The module socket can replace this
+# module.
 c_socket: Any = _socket
 
-# The module signal converts each number and handler to an enum and back. Replacement: the functions of the module signal.
+# The module signal converts each number and handler to an enum and back. Its functions can replace these functions.
 c_getsignal = _signal.getsignal
 c_signal = _signal.signal
 c_sigmask = _signal.pthread_sigmask
@@ -60,43 +61,43 @@ c_sigmask = _signal.pthread_sigmask
 
 def get_original_dir() -> str | None:
     """Return the folder in which the program was started."""
-    # Spawn gives it to the child for the "" in sys.path. Without it: a program that has changed its folder since its start
-    # finds other modules in its ranks.
+    # Spawn passes this folder to the child for the "" in sys.path. Without this name, the ranks of a program that has
+    # changed its folder since its start find other modules.
     folder: str | None = mp_process.ORIGINAL_DIR
     return folder
 
 
 def is_importing_main() -> bool:
     """Return whether this process was spawned and is still importing `__main__`."""
-    # Without it: such a process starts ranks at the import of its main module, although its parent has done that already.
+    # Without this name, such a process starts ranks when it imports its main module, as its parent has already done.
     return bool(getattr(mp_process.current_process(), "_inheriting", False))
 
 
 def get_logging_setup() -> dict[str, Any]:
-    """Return the part of spawn's preparation data that sets up multiprocessing's own logger in the child."""
-    # Without it: `multiprocessing.log_to_stderr()` has no effect in ranks.
+    """Return the part of spawn's preparation data that sets up multiprocessing's logger in the child."""
+    # Without these names `multiprocessing.log_to_stderr()` has no effect in ranks.
     level = {} if mp_util._logger is None else {"log_level": mp_util._logger.getEffectiveLevel()}
     return {"log_to_stderr": mp_util._log_to_stderr, **level}
 
 
 def get_popen(child: BaseProcess) -> Any:
-    """Return the Popen object of a process that `start` has made."""
-    # The watcher keeps it, because the user may close any process in multiprocessing.active_children(). Without it: keep the
-    # object that `_Popen` returns.
+    """Return the Popen object that `start` has made for a process."""
+    # The watcher keeps this object, because the user may close any process in multiprocessing.active_children(). Without
+    # this name, keep the object that `_Popen` returns.
     return vars(child)["_popen"]
 
 
 def forget_child(child: BaseProcess) -> None:
-    """Take a process out of multiprocessing.active_children(), and out of those that the program joins at its end."""
-    # Process.close() does the same, but breaks a join() of another thread. Without it: dead ranks stay in active_children(),
-    # and the program waits at its end for a rank that cannot be killed.
+    """Remove a process from multiprocessing.active_children(). The program then does not join the process at its end."""
+    # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
+    # active_children(), and the program waits at its end for a rank that cannot be killed.
     mp_process._children.discard(child)
 
 
 def observe_children(on_start: Callable[[int], object]) -> None:
-    """Call this with the pid of each process that this process starts by multiprocessing from now on."""
-    # multiprocessing adds each of them to this set. Without it: a DataLoader worker that is killed while it shares a tensor
-    # leaves a file in /dev/shm.
+    """Call `on_start` with the pid of each process that this process starts by multiprocessing from now on."""
+    # multiprocessing adds each process to this set. Without this name, a DataLoader worker that is killed while it shares a
+    # tensor leaves a file in /dev/shm.
 
     class Children(set["BaseProcess"]):
         def add(self, child: BaseProcess) -> None:
@@ -108,8 +109,9 @@ def observe_children(on_start: Callable[[int], object]) -> None:
 
 
 def reap_later(child: subprocess.Popen[bytes]) -> None:
-    """Have subprocess reap this child whenever it starts another one."""
-    # For a rank that cannot be killed or reaped now. Without it: the rank stays a zombie until this program ends.
+    """Let the module subprocess reap this child when it starts another child."""
+    # This is for a rank that cannot be killed or reaped now. Without this name, the rank stays a zombie until this program
+    # ends.
     import subprocess
 
     left_behind: Any = subprocess
@@ -118,7 +120,7 @@ def reap_later(child: subprocess.Popen[bytes]) -> None:
 
 def get_spawn_reducers() -> dict[type, Any]:
     """Return the reducers that multiprocessing and torch have registered for spawned processes, by exact type."""
-    # Without it: `copyreg.dispatch_table` alone is used, and no connection, socket or shared tensor can be in a call.
+    # Without this name, only `copyreg.dispatch_table` is used, and no connection, socket or shared tensor can be in a call.
     from multiprocessing.reduction import ForkingPickler
 
     pickler: Any = ForkingPickler  # typeshed does not have the attribute
@@ -128,26 +130,26 @@ def get_spawn_reducers() -> dict[type, Any]:
 
 def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
     """Return a finalizer that closes these descriptors when it is called, or when the owner is collected."""
-    # multiprocessing's Popen.close() calls it. Without it: weakref.finalize does the same.
+    # multiprocessing's Popen.close() calls the finalizer. Without this name, use weakref.finalize.
     return mp_util.Finalize(owner, mp_util.close_fds, fds)
 
 
 def call_before_joining_threads(action: Callable[[], object]) -> None:
-    """Call this when the script has ended, before Python waits for the threads. Do nothing if that wait has begun."""
-    # Without it: the program still waits for the runs of other threads after Ctrl-C has ended its script, until the next
+    """Call `action` when the script has ended, before Python waits for the threads. Do nothing if that wait has begun."""
+    # Without this name, a program whose script has ended by Ctrl-C still waits for runs in other threads, until the next
     # Ctrl-C.
     with suppress(RuntimeError):
         threading._register_atexit(action)  # type: ignore[attr-defined]
 
 
 def exit_by_sigint() -> None:
-    """At the end of the program, have Python end by SIGINT, as after a KeyboardInterrupt that nobody has caught."""
-    # Python notes a KeyboardInterrupt that leaves code made from a string, and from 3.14 on only one that it prints: by
-    # `sys.excepthook`. Without it: the program's exit status is 0, although it was interrupted.
+    """Let Python end by SIGINT at the end of the program, as after a KeyboardInterrupt that no code has caught."""
+    # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
+    # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")  # noqa: S102  the code is a constant
     if sys.version_info >= (3, 14):
-        with suppress(ImportError, KeyboardInterrupt):  # a Python built without ctypes; one more Ctrl-C
+        with suppress(ImportError, KeyboardInterrupt):  # Python was built without ctypes, or another Ctrl-C has come
             import ctypes
 
             sys.excepthook = lambda *_: None  # nothing else is run or printed in the main thread

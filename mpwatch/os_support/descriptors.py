@@ -1,6 +1,6 @@
-"""Descriptors and what they stand for: anonymous files, mappings, pipes, sockets, the standard streams.
+"""Functions for file descriptors of anonymous files, pipes, sockets and the standard streams, and for memory mappings.
 
-Runs in the watcher and in the ranks, so functions import the modules that only few calls need.
+This module runs in the watcher and in the ranks, so functions import the modules that only few calls need.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what socke
 STDERR = 2
 SIZE_OF_INT = struct.calcsize("i")
 MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
-MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may have its default action
+MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # necessary if SIGPIPE has its default action
 LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
-MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs; the mmap module does not export it
+MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module does not export it
 
 
 def open_anonymous_file(name: str) -> FileIO:
-    """Create an empty file that has no name in any folder and disappears with its last descriptor.
+    """Create an empty file that has no name in any folder. The kernel deletes the file with its last descriptor.
 
-    The file is a memfd where the system has memfds, because /dev/shm has a size limit of its own. Raises OSError.
+    If the system has memfds, the file is a memfd, because /dev/shm has another size limit. Raises OSError.
     """
     if hasattr(os, "memfd_create"):
-        # One call of C: a signal handler that raised between two bytecodes would leak the descriptor.
+        # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
         (file,) = map(FileIO, map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]), ["rb+"])
         return file
     import tempfile
@@ -47,9 +47,9 @@ def open_anonymous_file(name: str) -> FileIO:
 
 
 def seal(fd: int) -> None:
-    """Forbid every process to shorten this anonymous file: a reader of a mapping would die of SIGBUS beyond its end.
+    """Let no process shorten this anonymous file. Otherwise SIGBUS would kill a process that reads a mapping beyond its end.
 
-    Raises OSError, also for a descriptor of anything else. Where files cannot be sealed, nothing happens.
+    Raises OSError, for example if the descriptor is no anonymous file. If the system cannot seal files, do nothing.
     """
     import fcntl
 
@@ -58,10 +58,10 @@ def seal(fd: int) -> None:
 
 
 def is_used_elsewhere(fd: int) -> bool:
-    """Return whether any process has this file open or mapped, apart from this descriptor. True: that cannot be found out.
+    """Return whether the file is open or mapped in any process, in addition to this descriptor. If unknown, return True.
 
-    The kernel answers for all processes of the machine, those of other users and containers included. The descriptor must be
-    open for reading only.
+    The kernel answers for all processes of the machine, including those of other users and containers. The descriptor must
+    be open only for reading.
     """
     if sys.platform != "linux":
         return True
@@ -80,10 +80,10 @@ def is_used_elsewhere(fd: int) -> bool:
 
 
 def map_private(fd: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a file, writable. A write copies its page and is seen by this process alone.
+    """Map the first `size` bytes of a file into writable memory. A write copies the page, and only this process sees it.
 
-    The mapping ends with the last view of it. The mapping needs no open descriptor, except in a Python before 3.13 without
-    ctypes. Raises OSError.
+    The mapping ends with its last memoryview. It needs no open descriptor, except in a Python before 3.13 without ctypes.
+    Raises OSError.
     """
     import mmap
 
@@ -92,10 +92,11 @@ def map_private(fd: int, size: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size, kind, access, trackfd=False))
     try:
         import ctypes
-    except ImportError:  # a Python built without it: each mapping keeps a descriptor
+    except ImportError:  # Python was built without ctypes, so each mapping keeps a descriptor
         return memoryview(mmap.mmap(fd, size, kind, access))
-    # An mmap object of no file keeps no descriptor, so the file is mapped over its pages. The object ends the mapping.
-    # weakref.finalize could not: it runs before the finalizers of a cycle, and these may still read the memory.
+    # An mmap object without a file keeps no descriptor, so the file is mapped over the object's pages. The object ends the
+    # mapping. weakref.finalize would end it too early: it runs before the finalizers of a cycle, which may still read the
+    # memory.
     room = mmap.mmap(-1, size, kind | mmap.MAP_ANONYMOUS, access)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     if _libc().mmap(address, size, access, kind | MAP_FIXED, fd, 0) != address:
@@ -116,7 +117,7 @@ def _libc() -> Any:
 
 
 def read_pipe_size(fd: int) -> int:
-    """Return how many bytes this pipe holds (Linux); 0 if it is not a pipe, or the size is unknown."""
+    """Return how many bytes this pipe can hold (Linux). Return 0 if it is no pipe or its size is unknown."""
     import fcntl
 
     try:
@@ -126,9 +127,9 @@ def read_pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Grow a pipe to `size` bytes, as far as the user's limits allow. Return how many bytes it holds now; 0: unknown.
+    """Grow a pipe to `size` bytes, if the user's limits allow it. Return how many bytes the pipe can hold now.
 
-    Raises OSError.
+    Return 0 if that is unknown. Raises OSError.
     """
     import fcntl
 
@@ -140,7 +141,7 @@ def grow_pipe(fd: int, size: int) -> int:
 
 
 def count_unread_bytes(pipe: int) -> int:
-    """Return how many bytes of a pipe are unread. Raises OSError."""
+    """Return the number of unread bytes in a pipe. Raises OSError."""
     import fcntl
     import termios
 
@@ -150,7 +151,7 @@ def count_unread_bytes(pipe: int) -> int:
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of the data, in as many pieces as it takes. Raises OSError."""
+    """Write all of the data, with as many writes as necessary. Raises OSError."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
@@ -159,13 +160,14 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
     """Receive bytes and about `max_fds` descriptors. Raises OSError.
 
-    Return the bytes, the descriptors, and whether descriptors were lost because this process may not open so many.
+    Return the bytes, the descriptors, and whether descriptors were lost because this process reached its limit of open
+    files.
     """
     return split_received(channel.recvmsg(size, c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT), MSG_CMSG_CLOEXEC))
 
 
 def split_received(received: Received) -> tuple[bytes, list[int], bool]:
-    """Return the same as `receive_with_fds`, of what `socket.recvmsg` has returned."""
+    """Convert the result of `socket.recvmsg` to the result of `receive_with_fds`."""
     data, ancillary, flags, _ = received
     fds: list[int] = []
     for level, kind, numbers in ancillary:
@@ -175,15 +177,16 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 
 
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
-    """Have the kernel end a TCP connection when its other end has been silent for this many seconds, at least 1.
+    """Let the kernel end a TCP connection when its other end has not answered for this number of seconds (at least 1).
 
-    A system without TCP_USER_TIMEOUT ends it later if the other end has not confirmed some data. Raises OSError.
+    If the system has no TCP_USER_TIMEOUT and the other end has not confirmed some data, the connection ends later. Raises
+    OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)
     times = {
         "TCP_KEEPIDLE": every,
-        "TCP_KEEPALIVE": every,  # macOS calls TCP_KEEPIDLE so
+        "TCP_KEEPALIVE": every,  # the name of TCP_KEEPIDLE on macOS
         "TCP_KEEPINTVL": every,
         "TCP_KEEPCNT": max(1, whole // every - 1),
     }
@@ -195,9 +198,10 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """Open /dev/null as 0, 1 or 2 where one of them is closed.
+    """Open /dev/null in place of each of the descriptors 0, 1 and 2 that is closed.
 
-    Otherwise the next file that the program opens gets that number, and a child process takes it for a standard stream.
+    Otherwise the next file that the program opens would get this number, and a child process would use the file as a
+    standard stream.
     """
     made = []
     try:
@@ -220,9 +224,10 @@ def _is_open(fd: int) -> bool:
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:
-    """Make C's stdout line-buffered, if the C library exports `stdout`. Return a function that flushes it at once.
+    """Make C's stdout line-buffered, if the C library exports `stdout`. Return a function that flushes this stream at once.
 
-    That function flushes no other stream: it would wait for the lock of a stream on which a thread waits for input.
+    The returned function flushes no other stream. Otherwise it would wait for the lock of a stream on which a thread waits
+    for input.
     """
     try:
         import ctypes

@@ -1,8 +1,8 @@
-"""The GPUs of this machine that this process may use, found without CUDA and without ROCm. Runs in the watcher.
+"""Finds the GPUs of this machine that this process may use, without CUDA and ROCm. This module runs in the watcher.
 
-Reads files of the drivers under /proc and /sys, and looks at the device files under /dev. So no GPU is initialised, and no
-memory of a GPU is used. A container often sees the driver's files of all GPUs, but only some device files. A batch system
-may forbid the use of a device file. `os.access` takes both into account.
+This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. So it initialises no GPU
+and uses no GPU memory. A container often contains the driver's files of all GPUs, but only some device files. A batch system
+may forbid the use of a device file. `os.access` finds out both.
 """
 
 import os
@@ -10,23 +10,23 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-BUS_SHIFT, DEVICE_SHIFT = 8, 3  # of the fields of a PCI location in one number
+BUS_SHIFT, DEVICE_SHIFT = 8, 3  # the positions of the bus and the device in the number of a PCI location
 
 
 class Gpu(NamedTuple):
     """A GPU that this process may use."""
 
     uuid: str = ""
-    """Such as "GPU-8a5b...", as CUDA_VISIBLE_DEVICES may name it. Empty: not known."""
+    """The GPU's name for CUDA_VISIBLE_DEVICES, such as "GPU-8a5b...". It is empty if it is not known."""
     model: str = ""
     node: int | None = None
-    """The NUMA node. None: not known."""
+    """The NUMA node, or None if it is not known."""
 
 
 def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
     """Return the NVIDIA GPUs in the order of their PCI addresses.
 
-    GPUs without a folder in /proc/driver/nvidia/gpus come last. Nothing but their device file is then known.
+    If a GPU has no folder in /proc/driver/nvidia/gpus, it comes last, and nothing is known about it.
     """
     folder = os.path.join(root, "proc/driver/nvidia/gpus")
     gpus, described = [], set()
@@ -43,7 +43,7 @@ def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
 
 
 def list_amd_gpus(root: str = "/") -> list[Gpu]:
-    """Return the GPUs of AMD that ROCm can use, in the order in which the driver numbers them."""
+    """Return the AMD GPUs that ROCm can use, in the order of the driver's numbers."""
     if not _may_use(os.path.join(root, "dev/kfd")):
         return []
     folder = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
@@ -54,7 +54,7 @@ def list_amd_gpus(root: str = "/") -> list[Gpu]:
             values = {name: int(value) for name, value in fields.items()}
             render_minor = values.get("drm_render_minor", 0)
             is_usable = render_minor <= 0 or _may_use(os.path.join(root, f"dev/dri/renderD{render_minor}"))
-            if values.get("simd_count", 0) > 0 and is_usable:  # a CPU has none
+            if values.get("simd_count", 0) > 0 and is_usable:  # a CPU has no SIMD units in this file
                 location = values.get("location_id", 0)
                 bus, device, function = location >> BUS_SHIFT & 0xFF, location >> DEVICE_SHIFT & 0x1F, location & 0x7
                 address = f"{values.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}"
@@ -75,7 +75,7 @@ def _may_use(device_file: str) -> bool:
 def _read_pci_node(address: str, root: str) -> int | None:
     with suppress(OSError, ValueError), open(os.path.join(root, f"sys/bus/pci/devices/{address}/numa_node")) as text:
         node = int(text.read())
-        return node if node >= 0 else None  # -1: the firmware does not say
+        return node if node >= 0 else None  # it is -1 if the firmware does not name the node
     return None
 
 
@@ -87,7 +87,7 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _read_fields(file: str, separator: str = ":") -> dict[str, str]:
-    """Return the fields of a file that has a name and a value on each line. Empty: the file is missing."""
+    """Return the fields of a file that has a name and a value on each line. If the file is missing, the dict is empty."""
     try:
         with open(file, encoding="utf-8", errors="replace") as text:
             pairs = [line.partition(separator) for line in text]

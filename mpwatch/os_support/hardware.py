@@ -1,4 +1,7 @@
-"""Counts the CPUs that this process may use, and finds out whether the machine can have a GPU. Runs in the watcher."""
+"""Counts the CPUs that this process may use, and finds out whether the machine can have a GPU.
+
+This module runs in the watcher.
+"""
 
 import sys
 from glob import glob
@@ -6,17 +9,20 @@ from glob import glob
 from mpwatch.os_support.cgroups import read_cpu_quota
 from mpwatch.os_support.cpu_affinity import get_allowed_cpus
 
-# Each NVIDIA GPU has a device file of the first kind; ROCm has /dev/kfd, WSL has /dev/dxg. A container that may use a GPU
-# has its device file.
+# Each NVIDIA GPU has a device file with the first pattern. ROCm has /dev/kfd, and WSL has /dev/dxg. If a container may use a
+# GPU, it has the GPU's device file.
 GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 
 def count_usable_cpus() -> int:
-    """Count the CPUs in this process's affinity, limited by the quota of its cgroup (v2), rounded up; at least 1."""
+    """Return the number of CPUs in this process's affinity, or its cgroup quota (v2), rounded up, if this is lower.
+
+    The number is at least 1.
+    """
     allowed = len(get_allowed_cpus())
     return max(1, min(allowed, read_cpu_quota() or allowed))
 
 
 def may_have_gpus() -> bool:
-    """Return False if the machine has no GPU for certain. The caller then need not import torch, which takes a second."""
+    """Return False if the machine surely has no GPU. Then the caller need not import torch, which would take a second."""
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)

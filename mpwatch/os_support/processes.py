@@ -1,4 +1,4 @@
-"""States of processes, process groups and threads: /proc where there is one, waitid and pidfds. Runs in the watcher."""
+"""Finds the states of processes, process groups and threads with /proc, waitid and pidfds. It runs in the watcher."""
 
 import errno
 import os
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
 
-THREAD_EXIT_SECONDS = 1.0  # the kernel needs microseconds to forget a thread that has ended
+THREAD_EXIT_SECONDS = 1.0  # the kernel needs only microseconds to remove a thread that has ended
 
 
 class ProcessState:
-    """State letter of a process (R, S, D, T, Z, ...: see proc(5)), and the signals that it catches."""
+    """The state letter of a process, such as R, S, D, T or Z (see proc(5)), and the signals that the process catches."""
 
     def __init__(self, letter: str, caught: int) -> None:
         self.letter = letter
@@ -24,7 +24,7 @@ class ProcessState:
 
 
 class ProcessUsage:
-    """Bytes in memory and CPU seconds of one process so far, without those of its children."""
+    """The bytes in memory and the CPU seconds of one process until now. They do not include its children."""
 
     __slots__ = ("cpu_seconds", "memory")
 
@@ -34,9 +34,9 @@ class ProcessUsage:
 
 
 def read_process_state(pid: int) -> ProcessState | None:
-    """Read the state of a process. None: there is no /proc, or no such process."""
+    """Read the state of a process. Return None if there is no /proc, or no such process."""
     try:
-        with FileIO(f"/proc/{pid}/status") as file:  # closes itself if a signal handler raises here
+        with FileIO(f"/proc/{pid}/status") as file:  # FileIO closes the descriptor if a signal handler raises now
             status = file.read(1 << 14)
     except OSError:
         return None
@@ -45,10 +45,10 @@ def read_process_state(pid: int) -> ProcessState | None:
 
 
 def read_process_usage(pid: int) -> ProcessUsage | None:
-    """Read the usage of a process. None: there is no /proc, or no such process. A zombie uses no memory."""
+    """Read the usage of a process. Return None if there is no /proc, or no such process. A zombie uses no memory."""
     try:
         with FileIO(f"/proc/{pid}/stat") as file:
-            fields = file.read(1 << 12).rpartition(b")")[2].split()  # from the third on; the second may be any text
+            fields = file.read(1 << 12).rpartition(b")")[2].split()  # from the third field on, as the second may be any text
         user, system, pages = (int(fields[n - 3]) for n in (14, 15, 24))  # as proc(5) numbers them
         return ProcessUsage(pages * os.sysconf("SC_PAGE_SIZE"), (user + system) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
@@ -56,7 +56,10 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether descriptor `fd` of another process is the same file or pipe as `of` here. False: it is unknown."""
+    """Return whether descriptor `fd` of another process is the same file or pipe as `of` in this process.
+
+    Return False if it is unknown.
+    """
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
     except OSError:
@@ -65,25 +68,25 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when this child ends (Linux 5.3). None: the system has no pidfds.
+    """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
 
-    A child that other code has reaped (SIGCHLD ignored) has no pidfd either, because its number may belong to another
-    process.
+    Return None, too, if other code has reaped the child or SIGCHLD is ignored. Then the pid may belong to another process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
     try:
         return os.pidfd_open(pid)
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EPERM, errno.ESRCH):  # old kernel, a sandbox's filter, reaped
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.ESRCH):  # an old kernel, a sandbox's filter, a reaped child
             return None
         raise
 
 
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
-    """Return the exit code of an ended child (negative: the signal), None while it runs. The child stays a zombie.
+    """Return the exit code of a child that has ended, or None while it runs. The child stays a zombie.
 
-    Raises ChildProcessError if the code is lost: other code has reaped the child, or SIGCHLD is ignored.
+    If a signal has ended the child, the code is the negative number of the signal. Raises ChildProcessError if other code
+    has reaped the child or SIGCHLD is ignored, because the code is lost then.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -95,7 +98,7 @@ def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
 
 
 def group_exists(pgid: int) -> bool:
-    """Return whether a process group has any members, zombies included."""
+    """Return whether a process group has any members. Zombies count as members."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:
@@ -106,12 +109,12 @@ def group_exists(pgid: int) -> bool:
 
 
 def group_members(pgid: int) -> list[int]:
-    """Find the pids of a process group in /proc; an empty list where there is no /proc. Raises OSError."""
+    """Find the pids of a process group in /proc. If there is no /proc, return an empty list. Raises OSError."""
     return list_group_members([pgid])[pgid]
 
 
 def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
-    """Find the pids of each of these process groups, as `group_members` does, in one pass."""
+    """Find the pids of several process groups in /proc at once. Return a dict from each group to the list of its pids."""
     found: dict[int, list[int]] = {pgid: [] for pgid in pgids}
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():
@@ -123,9 +126,9 @@ def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
-    """Wait until the kernel has forgotten a thread, some microseconds after it could be joined.
+    """Wait until the kernel has removed a thread, which happens some microseconds after a join of the thread.
 
-    Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several.
+    Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several threads.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

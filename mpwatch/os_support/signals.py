@@ -1,6 +1,6 @@
-"""Signals: handlers without the cost of enums, the signals that ask for stacks, and death with another process.
+"""Functions for signal handlers without the cost of enums, the signals that ask for stacks, and `die_with_writer`.
 
-Runs in the watcher and in the ranks.
+This module runs in the watcher and in the ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
 STANDARD_SIGNALS = [number for number in SIGNALS if number < getattr(signal, "SIGRTMIN", signal.NSIG)]
-# These ask a rank for its stacks: the first one has a handler in Python, the second one a handler in C (see
-# worker/stack_dumps.py). They are real-time signals, which hardly any program uses. None: no such signal is sent.
+# These signals ask a rank for its stacks. The first one has a handler in Python, the second one a handler in C (see
+# worker/stack_dumps.py). They are real-time signals, which few programs use. If they are None, they are not sent.
 PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None
 NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
@@ -32,28 +32,29 @@ def name_signal(number: int) -> str:
 
 
 def set_handler(number: int, handler: Any) -> None:
-    """Set the handler of a signal: a function, signal.SIG_DFL or SIG_IGN. Call it in the main thread only."""
+    """Set the handler of a signal to a function, signal.SIG_DFL or SIG_IGN. Only the main thread may call this."""
     c_signal(number, handler if callable(handler) else int(handler))
 
 
 def get_handler(number: int) -> Any:
-    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL. None: it is not Python's."""
+    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL. Return None if C code has set it."""
     return c_getsignal(number)
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return those of these signals that have a handler in Python.
+    """Return a dict from each of these signals that has a handler in Python to this handler.
 
-    As fast as `set_handler`: the signal module would convert each number to an enum and back.
+    This is fast, since it does not use the module signal, which would convert each number to an enum and back.
     """
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
 
 def die_with_writer(pipe: int) -> None:
-    """Have the kernel kill this process's group when the last writing end of this pipe is closed (Linux).
+    """Let the kernel kill this process's group when the last writing end of this pipe is closed (Linux).
 
-    The kernel's death signal for children (PR_SET_PDEATHSIG) follows the thread that started this process. This one follows
-    the process that holds the pipe, reaches the whole group and needs no ctypes. Where it is not supported, nothing happens.
+    The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the thread that started this process. This function
+    depends on the process that has the pipe, kills the whole group and needs no ctypes. If the system does not support it,
+    do nothing.
     """
     import fcntl
     import select
@@ -64,7 +65,7 @@ def die_with_writer(pipe: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    except OSError:  # a sandbox with a kernel of its own
+    except OSError:  # a sandbox may have another kernel
         return
     poll = select.poll()
     poll.register(pipe, 0)

@@ -1,1 +1,1 @@
-"""Results of runs: the data, and the text and HTML made from it."""
+"""Results of runs: the data, and the text and HTML that are made from the data."""

@@ -1,4 +1,4 @@
-"""`Collective`: one call of a collective by one rank, and the words that name it. Frozen data, without I/O."""
+"""`Collective` is one call of a collective by one rank, with the words that name it. Frozen data, without I/O."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ DEFAULT_GROUP = "default"  # the name of torch's default process group in all te
 
 
 class CollectiveState(Enum):
-    """Whether a rank still waits in a collective.
+    """The state of a collective call: whether the rank still waits in it.
 
     Attributes:
-        WAITING: the rank has called it, and it has not ended. A call that has failed stays in this state.
-        COMPLETED: it has ended.
+        WAITING: the call has begun, and has not ended. A call that has failed stays in this state.
+        COMPLETED: the call has ended.
     """
 
     WAITING = "WAITING"
@@ -30,20 +30,22 @@ class Collective:
         name: the operation, such as "all_reduce".
         sequence: number of the call among the collectives of its process group, from 1. It is the same on all ranks of the
             group.
-        backend: the backend of this call, such as "gloo": a process group may have several. Each one numbers its calls.
-        group: name of the process group: "default", the description that the user gave it, or torch's number of it.
-        group_number: 1 for the first group of this name that the rank has made in its world, 2 for the second one.
-        ranks: torch's global ranks of the group, in order. Empty if they are not known, as those of a group that the user
-            has made without `init_process_group` or `new_group`.
-        input_shapes: of the first 64 tensors, as `output_shapes`, `input_dtypes` and `output_dtypes`.
-        output_shapes: the shapes of the tensors that it writes to.
-        input_dtypes: the names of torch's types without "torch.", such as "float32".
-        output_dtypes: their types, such as "Float".
-        state: whether the rank waits in it.
-        place: the user's line that waits for it, such as "train.py:31 in step". Empty if none does, or it is not known.
+        backend: the backend of this call, such as "gloo". A process group may have several backends. Each backend numbers
+            its own calls.
+        group: name of the process group: "default", the description that the user gave it, or the number that torch gave it.
+        group_number: 1 for the first group of this name that the rank has made in its world, 2 for the second such group.
+        ranks: torch's global ranks of the group, in order. The tuple is empty if they are not known, for example because the
+            user has made the group without `init_process_group` or `new_group`.
+        input_shapes: the shapes of the tensors that the call reads. Like the next three fields, it has the first 64 tensors.
+        output_shapes: the shapes of the tensors that the call writes to.
+        input_dtypes: the types of the tensors that the call reads, as torch's names without "torch.", such as "float32".
+        output_dtypes: the types of the tensors that the call writes to, such as "float32".
+        state: whether the rank waits in this call.
+        place: the line of the user's code that waits for this call, such as "train.py:31 in step". It is empty if no line
+            waits, or if the line is not known.
         reduce_op: the reduction, such as "SUM". It is known only while the rank waits in a function of torch.distributed.
         root: the global rank of `src` or `dst`. It is known only while the rank waits in a function of torch.distributed.
-        seconds: how long ago the rank had called it, when it was asked.
+        seconds: the seconds between the call and the time at which mpwatch asked the rank.
     """
 
     name: str
@@ -74,14 +76,14 @@ class Collective:
 
     @property
     def group_title(self) -> str:
-        """The process group in words: `default group`, or `group 1`. A long number of torch's is shortened."""
+        """The process group in words: `default group`, or `group 1`. A long number from torch is shortened."""
         if self.group == DEFAULT_GROUP:
             return f"{DEFAULT_GROUP} group"
         return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else self.group}"
 
     @property
     def tensors(self) -> str:
-        """The tensors of the call: `float32[16]`. Empty if it has none."""
+        """The tensors of the call: `float32[16]`. The text is empty if the call has no tensors."""
         return format_tensors(self.input_dtypes, self.input_shapes) or format_tensors(self.output_dtypes, self.output_shapes)
 
 

@@ -1,7 +1,7 @@
 """The failure of one rank, and the words that say what happened to it.
 
-The functions make text when it is asked for, and do no I/O. `summarize_exception` runs user code: `__str__` of the
-exception. The watcher thread calls `format_exit`, which runs none.
+The functions make the text only when it is needed, and do no I/O. `summarize_exception` runs user code: `__str__` of the
+exception. The watcher thread calls only `format_exit`, which runs no user code.
 """
 
 import signal
@@ -31,15 +31,16 @@ class FailureKind(Enum):
     """Why a rank has no result.
 
     Attributes:
-        EXCEPTION: its function raised, or its return value could not be pickled, sent or unpickled.
-        EXIT: it exited with a status other than 0.
-        SIGNAL: a signal killed it, and the watcher did not send it.
-        OOM: the kernel's out-of-memory killer killed it, and there is proof.
-        MISMATCH: it called another collective than its peers, or returned while they waited for it in one.
-        HANG: it sent no heartbeat for `heartbeat_timeout`, or it kept its peers waiting in a collective.
-        START: it ended, failed or timed out before it called the function.
-        LOST: it ended without a result, with status 0 or an unknown status; or its node was lost.
-        TIMEOUT: it was still running when `timeout` expired.
+        EXCEPTION: the function raised, or its return value could not be pickled, sent or unpickled.
+        EXIT: the rank exited with a status other than 0.
+        SIGNAL: a signal killed the rank, and the watcher did not send this signal.
+        OOM: the kernel's out-of-memory killer killed the rank, and there is proof.
+        MISMATCH: the rank called another collective than the other ranks, or returned while they waited for it in a
+            collective.
+        HANG: the rank sent no heartbeat for `heartbeat_timeout`, or kept the other ranks waiting in a collective.
+        START: the rank ended, failed or timed out before it called the function.
+        LOST: the rank ended without a result, with status 0 or an unknown status. Or the node of the rank was lost.
+        TIMEOUT: the rank was still running when `timeout` expired.
     """
 
     EXCEPTION = "EXCEPTION"
@@ -57,34 +58,37 @@ class FailureKind(Enum):
 # multinode/protocol/failure_codec.py encodes all fields of this class.
 @dataclass(frozen=True, kw_only=True)
 class ProcessFailure:
-    """The failure of one rank: its own, or a secondary one (`is_secondary`). Ranks that the watcher stopped have none.
+    """The failure of one rank. A rank that the watcher stopped has no failure.
 
     Attributes:
         rank: number of the rank among all ranks of the run or the job, from 0.
         local_rank: number of the rank among the ranks of its node, from 0.
-        pid: process id. Another process may have it by now. None: not known, for example because the node was lost.
-        hostname: name of the machine that the rank ran on, as `platform.node()` returns it there.
-        group_rank: number of its node in a job of several nodes. None in a run on one node.
-        node_ranks: the ranks of its node if the whole node was lost. Else empty.
+        pid: process id of the rank. Another process may have this id by now. It is None if it is not known, for example
+            because the node was lost.
+        hostname: name of the machine of the rank, as `platform.node()` returns it there.
+        group_rank: number of the rank's node in a job of several nodes. It is None in a run on one node.
+        node_ranks: the ranks of the rank's node if the whole node was lost. Otherwise it is empty.
         kind: what kind of failure it is.
-        exit_code: the exit status that a shell would show: 1 for an exception, the code of SystemExit, 128 + n for signal n.
-            Never 0.
-        signal: number of the signal that killed the rank. None: no signal did.
-        exception: the rank's own exception, with its cause, context, notes and frames. None: it raised none, or could not
-            send it.
-        summary: what happened: the exception's type and text, as formatted in the rank. Without an exception, the words of
-            the report, such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty.
-        traceback: the traceback as the rank would have printed it, with source lines. Empty without an exception.
-        stack: the Python stacks of a rank that crashed, hung or ran into the timeout. Format of faulthandler, with source
-            lines. The innermost frame is first. Empty if there are none.
-        stderr: the last lines of the rank's stderr, if the option `logs` lets the watcher read it. If the rank never became
-            ready: what its interpreter printed.
-        log_files: paths of the rank's log files by stream: "stdout", "stderr". Empty without log files. See `LogSpec`.
-        evidence: what else is known about the cause, for example the proof of an OOM kill. May be empty.
-        collective: the collective that the rank waited in, or else its last one, if torch's flight recorder has it.
-        is_secondary: whether this is a consequence of another failure: the rank lost a peer, or waited for one without
-            success.
-        elapsed: seconds from the start of the run to the failure. For a silent rank: to its last heartbeat.
+        exit_code: the exit status that a shell would show: 1 for an exception, the code of SystemExit, or 128 + n for signal
+            n. It is never 0.
+        signal: number of the signal that killed the rank. It is None if no signal killed the rank.
+        exception: the rank's own exception, with its cause, context, notes and frames. It is None if the rank raised no
+            exception, or could not send it.
+        summary: what happened: the type and the text of the exception, as formatted in the rank. Without an exception, it
+            has the words of the report, such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty.
+        traceback: the traceback as the rank would have printed it, with source lines. It is empty if there is no exception.
+        stack: the Python stacks of a rank that crashed, hung or exceeded the timeout, in the format of faulthandler, with
+            source lines. The innermost frame is first. The text is empty if there are no stacks.
+        stderr: the last lines of the rank's stderr, if the option `logs` lets the watcher read stderr. If the rank never
+            became ready, it is what the interpreter of the rank printed.
+        log_files: paths of the rank's log files, by the names of the streams: "stdout", "stderr". The dict is empty without
+            log files. See `LogSpec`.
+        evidence: what else is known about the cause, for example the proof of an OOM kill. It may be empty.
+        collective: the collective in which the rank waited, or otherwise the last collective of the rank. It is None if
+            torch's flight recorder has no collective.
+        is_secondary: whether this failure is the consequence of another failure, because the rank lost another rank, or
+            waited for another rank without success.
+        elapsed: seconds from the start of the run to the failure. For a silent rank, it ends at the last heartbeat.
     """
 
     rank: int
@@ -108,11 +112,11 @@ class ProcessFailure:
     elapsed: float = 0.0
 
     def __str__(self) -> str:
-        """Return a line of the report: `rank 3: was killed by SIGKILL (...)`."""
+        """Return the line of the report for this failure: `rank 3: was killed by SIGKILL (...)`."""
         return format_failure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, with the exception encoded: many exceptions cannot be pickled as they are."""
+        """Return the state for pickle, with the exception encoded, because many exceptions cannot be pickled directly."""
         state = dict(self.__dict__)
         if self.exception is not None:
             encoder = ExceptionEncoder(self.exception)
@@ -126,17 +130,17 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return the failure with a summary, from the words of the report if it has none."""
+    """Return the failure with a summary. If it has no summary, make one from the words of the report."""
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
 
 def format_failure(failure: ProcessFailure) -> str:
-    """Return which rank failed, and what happened to it."""
+    """Return a text that says which rank failed, and what happened to this rank."""
     return f"{name_rank(failure)}: {describe_failure(failure)}"
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict for this root cause."""
+    """Return the verdict of the report for this root cause."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -159,7 +163,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_rank(failure: ProcessFailure) -> str:
-    """Return the rank, and in a job of several nodes also its node, unless the words of the failure name the node."""
+    """Return the name of the rank, such as `rank 3`. In a job of several nodes it has the node, too.
+
+    If the node was lost, the words of the failure name the node.
+    """
     node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"
 
@@ -169,7 +176,7 @@ def _name_node(failure: ProcessFailure) -> str:
 
 
 def describe_failure(failure: ProcessFailure) -> str:
-    """Return what happened to a rank, as a phrase that follows its name."""
+    """Return a phrase that says what happened to a rank. It follows the name of the rank."""
     if failure.kind is FailureKind.SIGNAL:
         return _describe_signal(failure.signal, failure.evidence)
     if failure.kind is FailureKind.OOM:
@@ -194,7 +201,7 @@ def describe_failure(failure: ProcessFailure) -> str:
 
 
 def format_exit(code: int) -> str:
-    """Return how a process ended, as a phrase. `code` is negative for a signal, as in multiprocessing."""
+    """Return a phrase that says how a process ended. `code` is negative for a signal, as in multiprocessing."""
     return _describe_signal(-code) if code < 0 else f"ended with exit code {code}"
 
 
@@ -220,7 +227,7 @@ def _describe_start_failure(failure: ProcessFailure) -> str:
 
 
 def _describe_exception(failure: ProcessFailure) -> str:
-    """Return the first line of the exception's text, and where it was raised."""
+    """Return the first line of the exception's text, and the place where the exception was raised."""
     if failure.exception is None:
         return "raised an exception that could not be sent" + (f" ({failure.evidence})" if failure.evidence else "")
     text = (failure.summary or summarize_exception(failure.exception)).strip()

@@ -1,4 +1,4 @@
-"""Let `help()` of a class describe the fields that it inherits, too."""
+"""Let `help()` of a class also describe the inherited fields of the class."""
 
 from inspect import cleandoc
 

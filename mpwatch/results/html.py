@@ -53,7 +53,7 @@ PAGE = """\
 
 
 def make_result_page(result: RunData[Any], picture: str) -> str:
-    """Return a page for a browser with everything about a result that people read. It needs no other file.
+    """Return an HTML page with everything about a result that people read. The page needs no other file.
 
     Args:
         result: the result.
@@ -74,12 +74,12 @@ def _make_title(result: RunData[Any]) -> str:
 def make_result_table(result: RunData[Any], picture: str = "") -> str:
     """Return the table of a result, as HTML.
 
-    After a success: the values by rank. After a failure: the verdict, what happened to the other ranks, the failed attempts,
-    and the traceback or stack of the root cause.
+    After a success, the table has the values by rank. After a failure, it has the verdict, what happened to the other ranks,
+    the failed attempts, and the traceback or stack of the root cause.
 
     Args:
         result: the result.
-        picture: the timeline, as SVG. It stands below the table.
+        picture: the timeline, as SVG. It is placed below the table.
     """
     if result.state is WorkerState.SUCCEEDED:
         rows = [(f"rank {rank}", _get_short_repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
@@ -94,7 +94,7 @@ def make_result_table(result: RunData[Any], picture: str = "") -> str:
 
 
 def make_group_table(state: WorkerState, workers: Sequence[Worker], backend: str | None) -> str:
-    """Return the table of a WorkerGroup, as HTML: its state, and how often its ranks were restarted."""
+    """Return an HTML table of a WorkerGroup, with its state and the number of restarts."""
     restarts = max((worker.restart_count for worker in workers), default=0)
     rows = [
         ("state", f"{state.name}: {STATES[state]}"),
@@ -126,7 +126,7 @@ def _fold_failure(failure: ProcessFailure) -> str:
 
 
 def _fold(summary: str, text: str) -> str:
-    """Return a text that opens when the reader clicks on its summary. Empty without a text."""
+    """Return HTML that shows the text when the reader clicks on the summary. It is empty if the text is empty."""
     text = FILE_OF_FRAME.sub(_name_cell, text)
     if len(text) > TEXT_LIMIT:
         text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"

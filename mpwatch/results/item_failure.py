@@ -1,4 +1,4 @@
-"""`ItemFailure`: what `mpwatch.map` knows of an item that has failed. Plain data."""
+"""`ItemFailure` is what `mpwatch.map` knows about a failed item. Plain data."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,11 @@ class ItemFailure:
 
     Attributes:
         index: position of the item among all items, from 0.
-        item: `repr` of the item, of 200 characters at most.
-        failure: what happened to the rank that had the item: its exception, or how its process died. See ProcessFailure.
-        attempts: how many times the function was called with the item, at least 1.
-        reason: why the item was not tried again. Empty if no restarts were asked for.
+        item: the `repr` of the item, at most 200 characters.
+        failure: what happened to the rank that had the item, such as its exception or the death of its process. See
+            ProcessFailure.
+        attempts: how many times the function was called with the item. It is at least 1.
+        reason: why the item was not tried again. It is empty if the caller did not allow restarts.
     """
 
     index: int
@@ -25,11 +26,11 @@ class ItemFailure:
 
     @property
     def exception(self) -> BaseException | None:
-        """The exception that the function raised for the item. None: it raised none, or could not send it."""
+        """The exception that the function raised for the item. It is None if there was none, or it could not be sent."""
         return self.failure.exception
 
     def __str__(self) -> str:
-        """Return a line: `item 17 ('a.txt') failed: rank 2: ValueError: ... (2 attempts)`."""
+        """Return a line such as `item 17 ('a.txt') failed: rank 2: ValueError: ... (2 attempts)`."""
         attempts = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
         reason = f"; {self.reason}" if self.reason else ""
         return f"item {self.index} ({self.item}) failed: {format_failure(self.failure)}{attempts}{reason}"

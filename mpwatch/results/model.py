@@ -27,8 +27,9 @@ class WorkerState(Enum):
         UNKNOWN: the ranks are being started.
         INIT: there is a process for each rank, and not all of them are ready.
         HEALTHY: all ranks are ready, or run their function.
-        UNHEALTHY: a rank is late with its heartbeat. Or a rank has failed, and the others are being stopped.
-        STOPPED: the run was interrupted, or the group was closed. Of one rank: the watcher stopped it.
+        UNHEALTHY: a rank is late with its heartbeat. Or a rank has failed, and the other ranks are being stopped.
+        STOPPED: the run was interrupted, or the group was closed. As the state of one rank, it means that the watcher
+            stopped the rank.
         SUCCEEDED: all ranks have returned.
         FAILED: a rank has failed, and is not restarted.
     """
@@ -52,8 +53,8 @@ class Progress:
     """The last `mpwatch.report()` of a rank.
 
     Attributes:
-        step: steps done. None: not reported.
-        total: steps to do in all. None: not reported.
+        step: number of steps done. It is None if the rank has not reported it.
+        total: number of all steps. It is None if the rank has not reported it.
         metrics: the other numbers, by name.
         elapsed: seconds from the start of the run to this report.
     """
@@ -66,21 +67,23 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of ranks until all of them are gone: of all ranks, or of one rank that is restarted alone.
+    """The time from one start of ranks until these ranks are gone. These are all ranks, or one rank that is restarted alone.
 
     `str(attempt)` is a sentence: "first start, 1.2 s: rank 3 was killed by SIGKILL".
 
     Attributes:
-        number: how often these ranks had been started before: 0 for the first attempt. The ranks know it as `restart_count`.
-        ranks: global ranks.
-        started_at: seconds since 1970 (UTC).
-        elapsed: seconds from the start of the ranks to the end of the last one.
+        number: how often these ranks had been started before. It is 0 for the first attempt. In the ranks it is
+            `restart_count`.
+        ranks: the global ranks of the attempt.
+        started_at: the time of the start, in seconds since 1970 (UTC).
+        elapsed: seconds from the start of the ranks to the end of the last rank.
         state: SUCCEEDED, FAILED or STOPPED.
         failures: the failures by global rank.
-        root_cause: the failure that came first. None: no rank failed, or the timeout expired.
-        reason: what ended the attempt, if no failure did: the timeout, or a signal to the host program. Else empty.
-        is_counted: whether its start was one of the restarts that the policy allows. False for the first attempt, and if
-            nodes have joined or left a job, which costs no restart.
+        root_cause: the failure that came first. It is None if no rank failed, or if the timeout expired.
+        reason: what ended the attempt, if no failure ended it: the timeout, or a signal to the calling program. Otherwise it
+            is empty.
+        is_counted: whether the start of the attempt counts as one of the restarts that the policy allows. It is False for
+            the first attempt, and after nodes have joined or left a job.
     """
 
     number: int
@@ -95,7 +98,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """Which start it was, and how long it took."""
+        """A text that says which start it was, and how long the attempt took."""
         which = f"restart {self.number}" if self.is_counted else f"start {self.number + 1}" if self.number else "first start"
         return f"{which}, {self.elapsed:.1f} s"
 
@@ -110,38 +113,42 @@ class RunData(Generic[T]):
     """Everything known about a run that has ended, except its events. `mpwatch.run` returns its subclass `RunResult`.
 
     Attributes:
-        state: SUCCEEDED, FAILED, or STOPPED. STOPPED: a signal to the host program ended the run.
-        return_values: the return values by global rank. Empty unless all ranks succeeded. With `keep_going`: of all ranks
-            that returned.
+        state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.
+        return_values: the return values by global rank. It is empty unless all ranks succeeded. With `keep_going`, it has
+            the values of all ranks that returned.
         failures: the failures by global rank.
-        root_cause: the failure that came first. None: no rank failed, or the timeout expired.
+        root_cause: the failure that came first. It is None if no rank failed, or if the timeout expired.
         workers: the ranks, in order.
         worker_states: the state by global rank: SUCCEEDED, FAILED, or STOPPED if the watcher stopped the rank.
         progress: the last `mpwatch.report()` by global rank. Ranks without a report are missing.
-        stacks: the Python stacks by global rank, of the ranks that were running just before the watcher stopped them. The
-            main thread and the innermost frames are first. Instead of stacks there may be a line that says why there are
-            none. Ranks that wrote no stacks in time are missing.
-        collectives: the collective of torch.distributed that each rank waited in, or else its last one, by global rank. Only
-            if the run did not succeed, and of ranks that have a process group and answered in time. Torch's flight recorder
-            has them.
-        helpers_oom: text that shows that the kernel's out-of-memory killer killed a process that is no rank. Else empty. The
-            process may be one that a rank had started, such as a DataLoader's worker, or another one in the same memory
-            cgroup.
-        reason: what ended the run, if no failure did: the timeout, or a signal to the host program. Else empty.
-        log_dir: the folder of the log files: a file for each attempt, rank and stream. Empty without log files. See
-            `LogSpec`.
+        stacks: the Python stacks by global rank, of the ranks that the watcher stopped, just before it stopped them. The
+            main thread and the innermost frames are first. Instead of stacks, there may be a line that says why there are no
+            stacks. Ranks that wrote no stacks in time are missing.
+        collectives: the collective of torch.distributed in which each rank waited, or otherwise the last collective of the
+            rank, by global rank. It is empty if the run succeeded. Ranks without a process group, and ranks that did not
+            answer in time, are missing. The data comes from torch's flight recorder.
+        helpers_oom: text that shows that the kernel's out-of-memory killer killed a process that is not a rank. Otherwise it
+            is empty. A rank may have started that process, for example as a worker of a DataLoader. Or it is another process
+            in the same memory cgroup.
+        reason: what ended the run, if no failure ended it: the timeout, or a signal to the calling program. Otherwise it is
+            empty.
+        log_dir: the folder of the log files, with a file for each attempt, rank and stream. It is empty without log files.
+            See `LogSpec`.
         attempts: all attempts, in the order in which they ended. All other fields, except `RunResult.events`, describe the
             last attempt of each rank.
-        not_restarted: why failed ranks were not restarted, if restarts were allowed. Else empty.
-        keep_going: whether ranks that failed did not stop the others.
-        stopped_at: the step at which `should_stop` was True, since a stop was requested. None: it was True on no rank. With
-            scope="worker" each rank has its own step, and this is the highest one.
-        stop_cause: what has requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600". Empty if
-            nothing has. All ranks may have returned before they have asked again: then `stopped_at` is None.
-        dropped_values: the ranks whose return values were dropped, since another rank failed. `keep_going` would have kept
-            these values. A rank that returned None does not count. Always empty for a call of a WorkerGroup.
-        ended_ranks: the ranks of a WorkerGroup that have ended with this call, which failed. The next call that needs them
-            starts them again, and what they had in `current_worker().state` is lost. Always empty for a run.
+        not_restarted: why failed ranks were not restarted, if restarts were allowed. Otherwise it is empty.
+        keep_going: whether the run went on with the other ranks after a rank had failed.
+        stopped_at: the step at which `should_stop` returned True after a request to stop. It is None if `should_stop`
+            returned True on no rank. With scope="worker", each rank has its own step, and this is the highest of these
+            steps.
+        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600". It is empty
+            if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
+            `stop_cause`, but `stopped_at` is None.
+        dropped_values: the ranks whose return values were dropped because another rank failed. `keep_going` would have kept
+            these values. A rank that returned None does not count. It is always empty for a call of a WorkerGroup.
+        ended_ranks: the ranks of a WorkerGroup that have ended with this call, because it failed. The next call that needs
+            these ranks starts them again, and what they had in `current_worker().state` is lost. It is always empty for a
+            run.
     """
 
     state: WorkerState
@@ -166,5 +173,5 @@ class RunData(Generic[T]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted. On several nodes a start because nodes join or leave does not count."""
+        """How often ranks were restarted. A new start because nodes join or leave a job does not count."""
         return sum(attempt.is_counted for attempt in self.attempts)

@@ -1,6 +1,6 @@
-"""Names the place in the code where a rank was, or where it raised, as a phrase of the report.
+"""Name the place in the code where a rank was, or where it raised, as a phrase of the report.
 
-The place is a frame of user code, if there is one: not of mpwatch, the standard library or an installed package.
+If possible, the place is a frame of user code, and not of mpwatch, the standard library or an installed package.
 """
 
 import os
@@ -33,11 +33,11 @@ ACTIVITIES_BY_FILE = {
 
 
 def format_location(stacks: str) -> str:
-    """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
+    """Return a phrase that says where the first thread was: ` in all_reduce (train.py:88 in step: ...)`.
 
-    The phrase names the innermost function, unless it is mpwatch's, and the innermost frame of user code. Outside of the
-    function it is what the rank did, and the frame of user code if there is one: ` while loading the call (model.py:3 in
-    <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
+    The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
+    rank was not in the user's function, the phrase says what the rank did, with the frame of user code if there is one:
+    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -61,7 +61,7 @@ def format_location(stacks: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    """Return the innermost frame of user code, or of any code if there is none."""
+    """Return the place of the innermost frame of user code. Without user code, return that of the innermost frame."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -72,14 +72,15 @@ def format_raise_location(error: BaseException) -> str:
 
 
 def format_place(path: str, line: int | None, function: str) -> str:
-    """Return `train.py:88 in step`, with IPython's name of the file if it is a cell."""
+    """Return a place such as `train.py:88 in step`. If the file is a notebook cell, use IPython's name for it."""
     return f"{_format_file_name(path)}:{line} in {function}"
 
 
 def find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of user code, or 0 if there is none. `files` begins with the innermost one.
+    """Return the index of the innermost frame of user code, or 0 if there is no user code.
 
-    Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.
+    `files` begins with the file of the innermost frame. The function prefers files to names such as `<string>`, which may
+    stand for generated methods of a dataclass.
     """
     user_code = [(n, file) for n, file in enumerate(files) if not _is_of_library(file)]
     in_files = [n for n, file in user_code if not file.startswith("<")]

@@ -1,4 +1,4 @@
-"""`RankCollectives`: what one rank answers if it is asked for its collectives, and its JSON. Without I/O."""
+"""`RankCollectives` is the answer of one rank that is asked for its collectives, also as JSON. Without I/O."""
 
 import json
 from dataclasses import dataclass, fields
@@ -11,25 +11,25 @@ SIMPLE_FIELDS = ("place", "has_all", "world", "rank_in_world")
 
 @dataclass(frozen=True, kw_only=True)
 class RankCollectives:
-    """What one rank has answered: its latest collectives, and where it was."""
+    """The answer of one rank: the latest collectives of the rank, and where the rank was."""
 
     collectives: tuple[Collective, ...] = ()
-    """The latest ones, the oldest first."""
+    """The latest collectives of the rank, with the oldest first."""
     place: str = ""
-    """The user's line that the main thread was in. Empty if it is not known."""
+    """The line of the user's code in which the main thread was. It is empty if it is not known."""
     has_all: bool = True
-    """Whether these are all collectives that the rank has called. False: the oldest ones are missing."""
+    """Whether these are all collectives that the rank has called. It is False if the oldest ones are missing."""
     world: str = ""
-    """Names the default process group that the rank has made last. The ranks of another world have another text."""
+    """The name of the default process group that the rank has made last. Ranks of another world have another name."""
     rank_in_world: int | None = None
-    """The rank in that group. It differs from mpwatch's rank if the user has numbered the processes. None: there is none."""
+    """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether the rank has called a collective that it had not called when it gave the earlier answer."""
+        """Return whether the rank has called a collective since its earlier answer."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:
-        """Return a text that `from_json` reads. The ranks of a group are in it once."""
+        """Return a JSON text that `from_json` reads. The text has the ranks of each group only once."""
         groups = list(dict.fromkeys(call.ranks for call in self.collectives))
         index = {ranks: number for number, ranks in enumerate(groups)}
         calls = [{**_get_fields(call), "state": call.state.value, "ranks": index[call.ranks]} for call in self.collectives]
@@ -38,7 +38,7 @@ class RankCollectives:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RankCollectives":
-        """Return the object that `to_json` has written. Raises ValueError, LookupError or TypeError for any other text."""
+        """Return the object that `to_json` has written. For another text, raise ValueError, LookupError or TypeError."""
         data = json.loads(text)
         groups = [tuple(map(int, ranks)) for ranks in data["groups"]]
         collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])

@@ -14,7 +14,7 @@ class RankReport:
     """The last `mpwatch.report()` of a rank."""
 
     at: float
-    """When the rank called it."""
+    """The time at which the rank called `mpwatch.report()`."""
     step: int | None = None
     total: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -28,19 +28,19 @@ class RankStatus:
     """Global rank."""
     local_rank: int
     state: WorkerState
-    """INIT until the function is called. While it runs: HEALTHY, or UNHEALTHY if the heartbeat is late. Then SUCCEEDED,
-    FAILED, or STOPPED if the watcher stopped the rank."""
+    """It is INIT until the function is called. While the function runs, it is HEALTHY, or UNHEALTHY if the heartbeat is
+    late. After that it is SUCCEEDED, FAILED, or STOPPED if the watcher stopped the rank."""
     restart_count: int = 0
     pid: int | None = None
     report: RankReport | None = None
-    """None: the rank has not called `report()`."""
+    """The last report. It is None if the rank has not called `report()`."""
     heartbeat_at: float | None = None
-    """Time of the last heartbeat. None: there was no heartbeat yet, or the function has returned."""
+    """Time of the last heartbeat. It is None if there was no heartbeat yet, or if the function has returned."""
     memory: int | None = None
-    """Resident memory in bytes, shared pages included. None: not known."""
+    """Resident memory in bytes, shared pages included. It is None if it is not known."""
     cpu_seconds: float | None = None
-    """CPU time that the process has used. None: not known."""
+    """CPU time that the process has used, in seconds. It is None if it is not known."""
     seen_at: float
-    """When this status was read."""
+    """The time at which the watcher read this status."""
     node: int = 0
     """Number of the node, in a view of several nodes."""

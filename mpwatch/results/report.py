@@ -1,7 +1,7 @@
-"""Makes the text of reports: the verdict, the other ranks, the attempts.
+"""Make the text of reports, with the verdict, the other ranks and the attempts.
 
-`format_report` is the entry point. All text is made from the data of model.py, when it is asked for. No function does I/O.
-They run in the caller's thread. What happened to one rank is said by failure.py, and where it was by places.py.
+`format_report` is the entry point. All text is made from the data of model.py, only when it is needed. No function does I/O.
+The functions run in the caller's thread. failure.py says what happened to one rank, and places.py says where the rank was.
 
 A report looks like this:
 
@@ -59,7 +59,7 @@ NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
 def format_report(result: RunData[Any]) -> str:
-    """Return the whole report: the verdict in the first line, then details, fates and attempts."""
+    """Return the whole report. The verdict is the first line. Details, other ranks and attempts follow."""
     groups = [f"  {line}" for line in format_fates(result)]
     if result.root_cause is None and (steps := format_last_steps(result.progress)):
         groups.append(f"  last reports: {steps}")
@@ -76,7 +76,7 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return how often ranks were restarted, and why not once more. Empty if neither is known."""
+    """Return a text that says how often ranks were restarted, and why not once more. It is empty if neither is known."""
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
@@ -94,22 +94,22 @@ def format_times(count: int) -> str:
 
 
 def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
-    """Return the attempts that a report lists. Empty for a run without restarts."""
+    """Return the attempts that a report lists. The list is empty for a run without restarts."""
     was_restarted = any(attempt.number for attempt in result.attempts)
     return [attempt for attempt in result.attempts if was_restarted and _is_worth_reporting(attempt, result)]
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Return whether an attempt ended for a reason of its own.
+    """Return whether the report lists an attempt, because the attempt ended for its own reason.
 
-    If each rank is restarted alone, one timeout or signal ends many attempts. It is reported once, for the run.
+    If each rank is restarted alone, one timeout or signal ends many attempts. The report mentions it only once, for the run.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
 
 
 def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
-    """Return one line for each attempt: what failed first."""
+    """Return a line for each attempt, which says what failed first."""
     return [f"    {which}: {what}" if which else f"    {what}" for which, what in make_attempt_rows(attempts)]
 
 
@@ -125,7 +125,10 @@ def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
 
 
 def format_verdict(result: RunData[Any] | Attempt) -> str:
-    """Return which rank failed first and why, or what else ended the run. With `keep_going` it counts the failed ranks."""
+    """Return a line that says which rank failed first and why, or what else ended the run or the attempt.
+
+    With `keep_going`, the line also counts the failed ranks.
+    """
     verdict = result.reason if result.root_cause is None else format_root_cause(result.root_cause)
     if isinstance(result, RunData) and result.keep_going and result.failures:
         return f"{len(result.failures)} of {format_count(len(result.workers), 'rank')} failed; {verdict}"
@@ -133,10 +136,11 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 
 
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
-    """Return what happened to the ranks other than the root cause: each text with its ranks. Ranks that failed come first.
+    """Group all ranks except the root cause by what happened to them. Return a dict from each text to its ranks.
 
-    Texts that differ only in the port of a peer or in the seconds of silence are one group. Its text is that of its first
-    rank. If the root cause is the loss of a node, the verdict has all ranks of that node.
+    Ranks that failed come first. Texts that differ only in the port of a peer or in the seconds of silence are one group.
+    The group has the text of its first rank. If the root cause is the loss of a node, all ranks of that node are left out,
+    because the verdict has them.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -157,7 +161,7 @@ def format_fates(result: RunData[Any]) -> list[str]:
 
 
 def format_last_steps(progress: Mapping[int, Progress]) -> str:
-    """Return the steps that the ranks have reported last: `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
+    """Return the last reported steps of the ranks: `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
 
     Ranks that have reported no step are left out. More than STEP_GROUPS different steps are summarized.
     """
@@ -184,19 +188,19 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
     Args:
         timeout: seconds.
         unfinished: the ranks that had not returned.
-        stragglers: those of them that were not in the collective in which the others waited.
+        stragglers: the ranks among them that were not in the collective in which the other ranks waited.
     """
     outside = f", and {format_ranks(stragglers)} not in the collective that others waited in" if stragglers else ""
     return f"the run did not end within timeout={timeout:g} s: {format_ranks(unfinished)} had not returned{outside}"
 
 
 def format_signal(number: int) -> str:
-    """Return a sentence that says that a signal to the host program stopped the run."""
+    """Return a sentence that says that a signal to the calling program stopped the run."""
     return f"the run was stopped: this process received {name_signal(number)}"
 
 
 def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress | None) -> str:
-    """Return how long a rank sent no heartbeat, and its last reported step, as a phrase that follows the rank's name."""
+    """Return a phrase for a silent rank, with the time since its last heartbeat and its last reported step."""
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f", at step {progress.step}"
     of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
@@ -218,7 +222,7 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
 
     Args:
         stop_timeout: seconds.
-        cause: what has requested the stop.
+        cause: what requested the stop.
         unfinished: the ranks that had not returned.
     """
     ranks = format_ranks(unfinished)
@@ -260,7 +264,7 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return why the out-of-memory killer probably killed a rank, if there is no proof."""
+    """Return a phrase that says why the out-of-memory killer has probably killed a rank, if there is no proof."""
     return f"likely the out-of-memory killer: {clue}"
 
 
@@ -273,7 +277,7 @@ def format_unloadable_value(kind: str, error: BaseException) -> str:
 
 
 def _name_first_user_function(error: BaseException) -> str:
-    """Return the function that pickle has called, such as `train.Model.__setstate__`. Empty if pickle itself has raised."""
+    """Return the function that pickle called, such as `train.Model.__setstate__`, or nothing if pickle itself raised."""
     for frame, _ in walk_tb(get_builtin_attribute(error, "__traceback__")):
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         if not (code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")) or module == "importlib"):
@@ -282,7 +286,7 @@ def _name_first_user_function(error: BaseException) -> str:
 
 
 def _format_details(result: RunData[Any]) -> list[str]:
-    """Return the lines that belong to the verdict: stack, stderr and logs of the root cause, and killed helpers."""
+    """Return the lines below the verdict: the stack, stderr and logs of the root cause, and other killed processes."""
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
         frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]

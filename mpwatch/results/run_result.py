@@ -1,7 +1,7 @@
-"""`RunResult`: what `mpwatch.run` returns.
+"""`RunResult` is what `mpwatch.run` returns.
 
-report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is a
-class of its own, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
+report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is in
+a separate class, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator
@@ -19,38 +19,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, repr=False)
 class RunResult(RunData[T]):
-    """The outcome of a run: a sequence of the ranks' return values, and everything else known about the run.
+    """The outcome of a run: a sequence of the ranks' return values, and everything else that is known about the run.
 
-    `result[3]` is the value of rank 3. Iterating yields the values in the order of ranks.
+    `result[3]` is the value of rank 3. Iteration yields the values in the order of ranks.
 
     Attributes:
-        events: the latest 100,000 events of the run, in the order in which the watcher noticed them. Always empty for a call
-            of a WorkerGroup: see its `on_event`.
+        events: the latest 100,000 events of the run, in the order in which the watcher noticed them. It is always empty for
+            a call of a WorkerGroup. Use the option `on_event` of the group instead.
     """
 
     events: tuple[Event, ...] = ()
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+        """Write the timeline of the run to a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
         Each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
 
         Raises:
             OSError: the file cannot be written.
-            ValueError: the result has no events, because it is the result of a WorkerGroup's call: see its `on_event`.
+            ValueError: the result has no events, because it is the result of a WorkerGroup's call. Use the option `on_event`
+                of the group.
         """
         from mpwatch.events.chrome_trace import write_chrome_trace  # imported on use, as most runs need neither
 
         write_chrome_trace(self.events, path)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write what a notebook shows of this result to a file for a browser, such as to attach it to a ticket.
+        """Write an HTML file with what a notebook shows of this result. You can attach this file to a ticket.
 
-        It has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other ranks and the
-        whole report. It needs no other file, and no network.
+        The file has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other ranks and
+        the whole report. It needs no other file, and no network.
 
         Args:
-            path: the file, which is replaced.
+            path: the path of the file. An existing file is replaced.
 
         Raises:
             OSError: the file cannot be written.

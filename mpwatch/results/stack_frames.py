@@ -1,6 +1,7 @@
-"""Reads the frames of a stack in faulthandler's format. Pure.
+"""Read the frames of a stack in the format of faulthandler. This module is pure.
 
-A line of source may follow the line of a frame, indented by four blanks: see `add_source_lines` of stack_dumps.py.
+A line of source code may follow the line of a frame. It is indented by four blanks. See `add_source_lines` of
+stack_dumps.py.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The stacks of the ranks at one moment, and their text: ranks with the same stacks are one group. Pure."""
+"""The stacks of the ranks at one moment, and their text, in which ranks with the same stacks are one group. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -15,12 +15,14 @@ OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the numb
 class Stacks(dict[int, str]):
     """The stacks of all threads, by global rank, as in `RunResult.stacks`.
 
-    Of a rank that runs no function, or whose stacks did not come in time, it is a line that says so. `print(stacks)` shows
+    If a rank runs no function, or its stacks did not come in time, its text is a line that says so. `print(stacks)` shows
     ranks with the same stacks together, and then the verdict.
 
     Attributes:
-        collectives: the collective that each rank waited in, or else its last one, as in `RunResult.collectives`.
-        verdict: which ranks wait for which others in a collective, in words. Empty if none do, or it is not known.
+        collectives: the collective in which each rank waited, or otherwise its last collective, as in
+            `RunResult.collectives`.
+        verdict: a text that says which ranks wait for which other ranks in a collective. It is empty if no rank waits, or if
+            this is not known.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Stacks(dict[int, str]):
 
 
 def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Return the groups of ranks at the same place: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
+    """Return each group of ranks at the same place: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(stacks.items()):
         place = format_location(text) if "\n" in text else f" {text.strip()}"

@@ -1,7 +1,7 @@
-"""The legal transitions between the states of a group of ranks, as data. Pure.
+"""The legal transitions between the states of a group of ranks, as data. This module is pure.
 
-All ranks of a run have one state together. Each change is a StateChanged event. The states are those of torch's elastic
-agent. The diagram in ARCHITECTURE.md is made from this table.
+All ranks of a run together have one state. Each change of the state is a StateChanged event. The names of the states are
+those of torch's elastic agent. The diagram in ARCHITECTURE.md is made from this table.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if this transition is not legal. That is a bug in mpwatch."""
+    """Raise ValueError if this transition is not legal, which is a bug in mpwatch."""
     if after not in TRANSITIONS[before]:
         raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
 

@@ -1,4 +1,4 @@
-"""What crosses between the caller's threads and the watcher thread: commands in one direction, answers in the other.
+"""The queues between the caller's threads and the watcher thread: commands go in one direction, answers in the other.
 
     caller's thread --- post: a command, watcher_wakeup.wake() ---------------> watcher thread: take
     caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
@@ -7,19 +7,19 @@
     PendingCall       its `observations` and `is_done`. See direct_calls.py for calls that need no command
     CallEvent         none
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
-    StacksRequest     its `stacks`; the same
+    StacksRequest     its `stacks`; any thread may wait for its `is_answered`
     StartLostRanks    none
     StopAfter         none
     ForwardSignal     none
     Suspend           `are_ranks_stopped`. Then the watcher thread waits for its `is_over`
-    RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
+    RestartCommand    none; this command is itself the answer to `request_decision` of the watcher thread
     TerminalRestore   none
     TerminalModes     none
     DelayedAction     none
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each side waits for its WakeupPipe, and then looks at the queues and the fields. Each field is written by one side only.
+Each side waits for its WakeupPipe, and then reads the queues and the fields. Each field is written by only one side.
 """
 
 import os
@@ -44,7 +44,7 @@ from mpwatch.watcher.wakeup_pipe import WakeupPipe
 
 @dataclass(frozen=True, eq=False)
 class CallEvent:
-    """An event for the ranks of one call of a WorkerGroup alone."""
+    """An event that is only for the ranks of one call of a WorkerGroup."""
 
     call: PendingCall
     event: Event
@@ -52,7 +52,7 @@ class CallEvent:
 
 @dataclass(eq=False)
 class RestartCommand:
-    """Start the ranks of a restart group again."""
+    """Restart the ranks of a restart group."""
 
     event: Restart
     setups: list[RankSetup]
@@ -60,62 +60,62 @@ class RestartCommand:
 
 @dataclass(eq=False)
 class StartLostRanks:
-    """Start ranks of a WorkerGroup with scope="worker" again that were lost."""
+    """Restart the lost ranks of a WorkerGroup with scope="worker"."""
 
     setups: list[RankSetup]
 
 
 @dataclass(frozen=True, eq=False)
 class StopAfter:
-    """Let the ranks stop at their first step above this one. The nodes of a job have agreed on it."""
+    """Make the ranks stop at their first step after `step`. The nodes of a job have agreed on this step."""
 
     step: int | None
-    """None: no rank has passed a step, so they stop at their next question."""
+    """It is None if no rank has passed a step. Then the ranks stop at their next call of `should_stop`."""
     cause: str
 
 
 @dataclass(eq=False)
 class StatusRequest:
-    """Take the status of every rank now."""
+    """Request the current status of every rank."""
 
     statuses: Sequence[RankStatus] | None = None
-    """None until the request is answered. It is never answered if the run ends before."""
+    """It is None until the watcher thread has answered. No answer comes if the run ends first."""
     is_answered: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
 class StacksRequest:
-    """Take the stacks of every rank now. The ranks go on."""
+    """Request the current stacks of every rank. The ranks continue to run."""
 
     stacks: Stacks | None = None
-    """None until the request is answered. It is never answered if the run ends before."""
+    """It is None until the watcher thread has answered. No answer comes if the run ends first."""
     is_answered: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
 class TerminalRestore:
-    """Have the guardian put a terminal in order if the watcher is killed."""
+    """Make the guardian reset a terminal if the watcher is killed."""
 
     restore: tuple[str, bytes] | None
-    """The name of the terminal, and the bytes to write to it. None if nothing is to be restored."""
+    """The name of the terminal, and the bytes to write to it. It is None if there is nothing to restore."""
 
 
 @dataclass(eq=False)
 class TerminalModes:
-    """Have the guardian give a terminal these modes if the watcher is killed."""
+    """Make the guardian set these modes of a terminal if the watcher is killed."""
 
     path: str
     modes: list[Any] | None
-    """As `termios.tcgetattr` returns them. None if nothing is to be restored."""
+    """The modes as `termios.tcgetattr` returns them. It is None if there is nothing to restore."""
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardSignal:
-    """Pass a signal on to the ranks that are running their function: see signal_forwarding.py."""
+    """Send a signal to the ranks that are running their function. See signal_forwarding.py."""
 
     signum: int
     call: PendingCall | None
-    """The call of a WorkerGroup whose ranks are meant. None: all ranks."""
+    """The call of a WorkerGroup whose ranks get the signal. If it is None, all ranks get the signal."""
 
 
 def _make_locked() -> threading.Lock:
@@ -126,22 +126,22 @@ def _make_locked() -> threading.Lock:
 
 @dataclass(eq=False)
 class Suspend:
-    """Stop all ranks, and wait until the program has been continued. Then continue them: see suspension.py.
+    """Stop all ranks, and continue them when the program has been continued. See suspension.py.
 
-    A signal handler makes and posts it. So it has bare locks, whose methods are single calls of C.
+    A signal handler creates and posts this command. So the command has plain locks, whose methods are single calls of C.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
-    """In seconds of CLOCK_MONOTONIC. No limit counts the time from then to the end of the suspension."""
+    """In seconds of CLOCK_MONOTONIC. Time limits do not count the time from this request to the end of the suspension."""
     are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)
-    """The watcher thread releases it."""
+    """A lock that the watcher thread releases when the ranks are stopped."""
     is_over: threading.Lock = field(default_factory=_make_locked)
-    """The caller's thread releases it."""
+    """A lock that the caller's thread releases when the suspension is over."""
 
 
 @dataclass(eq=False)
 class DelayedAction:
-    """Call `action` in the watcher thread, no sooner than `due_at`. It runs no user code and does not block."""
+    """Call `action` in the watcher thread, not before `due_at`. The action runs no user code and does not block."""
 
     due_at: float
     """In seconds of CLOCK_MONOTONIC."""
@@ -166,11 +166,11 @@ Command = (
 
 
 class DebuggerSocket(NamedTuple):
-    """A socket on which a rank talks to the debugger's console: see worker/debugger.py."""
+    """A socket between a rank and the debugger's console. See worker/debugger.py."""
 
     rank: int
     fd: int
-    is_inspector: bool
+    purpose: str
 
 
 class CommandQueue:
@@ -192,9 +192,9 @@ class CommandQueue:
     def acquire_caller_wakeup(self, user: object) -> WakeupPipe:
         """Return a pipe that `wake_callers` wakes up.
 
-        It belongs to the user until `release_caller_wakeup`, or until the user is deleted.
+        The pipe belongs to `user` until `release_caller_wakeup` is called or `user` is deleted.
 
-        Raises LaunchError if a pipe is needed and there is no descriptor left.
+        Raises LaunchError if a new pipe is needed but no descriptor is left.
         """
         with self._wakeups_lock:
             pipe = next((pipe for pipe, get_user in self._caller_wakeups if get_user() is None), None)
@@ -204,7 +204,7 @@ class CommandQueue:
             return pipe
 
     def release_caller_wakeup(self, pipe: WakeupPipe) -> None:
-        """Leave the pipe to other threads of the caller."""
+        """Make the pipe available to other threads of the caller."""
         with self._wakeups_lock:
             self._set_user(pipe, _no_user)
 
@@ -213,7 +213,7 @@ class CommandQueue:
         self._caller_wakeups = ((pipe, get_user), *others)
 
     def wake_callers(self) -> None:
-        """Wake up all threads of the caller that wait for the watcher thread. Any thread may call it."""
+        """Wake up all threads of the caller that wait for the watcher thread. Any thread may call this method."""
         for pipe, get_user in self._caller_wakeups:
             if get_user() is not None:
                 pipe.wake()
@@ -229,21 +229,21 @@ class CommandQueue:
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def request_decision(self, observations: AttemptObservations) -> None:
-        """Ask the caller's thread whether the ranks of a failed attempt are restarted. The watcher thread calls this."""
+        """Ask the caller's thread whether to restart the ranks of a failed attempt. The watcher thread calls this."""
         self._decision_requests.append(observations)
         self.wake_callers()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
-        """Return the attempts to decide about that have come since the last call. The caller's thread calls this."""
+        """Return the new attempts that `request_decision` has passed on. The caller's thread calls this."""
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
-        """Pass on the socket of a rank that is at a breakpoint. The watcher thread calls this."""
+        """Pass the socket of a rank at a breakpoint to the caller's thread. The watcher thread calls this."""
         self._debugger_sockets.append(debugger_socket)
         self.wake_callers()
 
     def has_debugger_sockets(self) -> bool:
-        """Return whether `take_debugger_sockets` returns any."""
+        """Return whether there are sockets for `take_debugger_sockets`."""
         return bool(self._debugger_sockets)
 
     def take_debugger_sockets(self) -> list[DebuggerSocket]:
@@ -257,4 +257,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return the user of a pipe that has none."""
+    """Return None, as the user of a pipe that no thread uses."""

@@ -1,6 +1,6 @@
-"""Calls of idle ranks that the caller's own thread makes. Most short calls are over before the watcher thread wakes up.
+"""The caller's own thread calls idle ranks directly. Most short calls are over before the watcher thread wakes up.
 
-It takes longer to pass a call to another thread than to run a short function. So the caller's thread tries first:
+Passing a call to another thread takes longer than running a short function. So the caller's thread first tries it alone:
 
     caller's thread: DirectCalls.execute --- CALL ---> ranks --- RETURNED ---> the call is over
                                              |
@@ -10,15 +10,15 @@ It takes longer to pass a call to another thread than to run a short function. S
 
 Rules:
 
-1. The watcher thread offers idle ranks while no call is running. Then it does not read their channels. It takes the offer
-   back after IDLE_SECONDS without a call.
+1. While no call is running, the watcher thread offers idle ranks to the caller's threads. The watcher thread does not read
+   the channels of offered ranks. After IDLE_SECONDS without a call, it withdraws the offer.
 2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). One call of C takes the
    right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
-3. Before the watcher thread handles events it takes all rights that are left. The caller's thread may be in a signal
-   handler, so the watcher thread does not wait for it. It only waits for the end of a call of C that has taken a right.
-4. A call that has begun and is not over belongs to the watcher thread as soon as its rights are taken.
-5. The caller's thread registers its call before it looks whether the ranks are offered. The watcher thread takes the offer
-   back before it looks at the registered calls. So at least one of the two threads notices the other one.
+3. Before the watcher thread handles events, it takes all rights that are left. The caller's thread may be in a signal
+   handler, so the watcher thread does not wait for that thread. It waits only for a call of C that has taken a right.
+4. An unfinished call belongs to the watcher thread as soon as that thread has taken the rights of the call.
+5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
+   offer before it reads the registered calls. So at least one of the two threads notices the other thread.
 """
 
 import time
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from mpwatch.watcher.processes.process_pool import ProcessPool
     from mpwatch.watcher.processes.rank_handle import RankHandle
 
-IDLE_SECONDS = 0.05  # so long a message of an idle rank may have to wait: it may be at a breakpoint, or make a process group
+IDLE_SECONDS = 0.05  # a message of an idle rank may have to wait so long, if it is at a breakpoint or makes a process group
 
 
 class DirectCalls:
     """The idle ranks of one watcher thread, and the calls that threads of the caller try to make.
 
     Args:
-        is_observed: returns whether somebody wants the events of calls, which only the watcher thread publishes.
+        is_observed: returns whether an observer wants the events of calls. Only the watcher thread publishes them.
     """
 
     def __init__(self, is_observed: Callable[[], bool]) -> None:
@@ -53,14 +53,14 @@ class DirectCalls:
         self._last_call_at = 0.0
 
     def execute(self, call: PendingCall, deadline: float) -> bool:
-        """Try to make a call. Return whether it is over.
+        """Try to make a call. Return whether the call is over.
 
-        If not, the watcher thread has to make the call, or to finish it. The same holds if an exception interrupts this
-        method.
+        If the call is not over, the watcher thread has to make or finish it. The watcher thread also does so if an exception
+        interrupts this method.
 
         Args:
-            call: of idle ranks.
-            deadline: when to stop, in seconds of CLOCK_MONOTONIC.
+            call: the call to make.
+            deadline: when to stop waiting for answers, in seconds of CLOCK_MONOTONIC.
         """
         idle_ranks = self._offered.get(call.ranks)
         fds = call.payload.fds
@@ -85,16 +85,16 @@ class DirectCalls:
 
     @property
     def are_offered(self) -> bool:
-        """Whether ranks are offered to the caller's threads, and their channels are not read here."""
+        """Whether ranks are offered to the caller's threads. The watcher thread does not read the channels of such ranks."""
         return bool(self._offered)
 
     @property
     def due_at(self) -> float:
-        """When the watcher thread takes the offers back if there is no further call."""
+        """When the watcher thread withdraws the offers if no other call comes. In seconds of CLOCK_MONOTONIC."""
         return self._last_call_at + IDLE_SECONDS
 
     def stop(self) -> list[PendingCall]:
-        """Keep the caller's threads from the ranks until `reopen`. Return the calls to take over. For the watcher thread."""
+        """Prevent direct calls until `reopen` is called. Return the calls to take over. The watcher thread calls this."""
         self._is_open = False
         stopped = []
         for call in list(self._calls):
@@ -108,11 +108,11 @@ class DirectCalls:
         return stopped
 
     def reopen(self) -> None:
-        """Let the offers hold again. For the watcher thread, as are the methods below."""
+        """Allow direct calls of the offered ranks again. Only the watcher thread calls this method and the methods below."""
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer these ranks to the caller's threads, and stop reading their channels. None: all ranks. Raises OSError."""
+        """Offer these ranks, or all ranks if it is None, and stop reading the channels of these ranks. Raises OSError."""
         idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:
             handle.pause_messages()
@@ -120,7 +120,7 @@ class DirectCalls:
         self._last_call_at = time.monotonic()
 
     def withdraw(self) -> None:
-        """Take all offers back, and read the channels again. Raises OSError."""
+        """Withdraw all offers, and read the channels of the ranks again. Raises OSError."""
         while self._offered:
             _, idle_ranks = self._offered.popitem()
             for handle in idle_ranks.handles:

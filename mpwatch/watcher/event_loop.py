@@ -1,4 +1,4 @@
-"""The loop of the watcher thread: start the ranks, wait for events, hand them to the state machines, execute their actions.
+"""The loop of the watcher thread: start the ranks, wait for events, pass them to the state machines, execute the actions.
 
 Runs in the watcher thread (watcher_thread.py). No user code runs here.
 
@@ -13,17 +13,17 @@ Runs in the watcher thread (watcher_thread.py). No user code runs here.
 
 Guarantees:
 
-- Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks are left behind, with a
-  warning: one that SIGKILL does not end, and a dead one that a debugger holds (process_pool.py).
-- A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
+- Every rank is dead and reaped when `EventLoop.run` returns or raises. There are two exceptions, and each of them is logged:
+  a rank that SIGKILL does not end, and a dead rank that a debugger holds (process_pool.py).
+- A message is read before the death that followed it, because `_on_exit` first reads the rest of the rank's channel.
 - The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, a delayed restart or a
-  DelayedAction. Two other waits are short and bounded. Before a restart it waits for killed helpers, the processes that
-  earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms). A third one lasts
-  as long as the whole program is suspended (suspension.py).
-- While ranks of a WorkerGroup are idle, the caller's threads may use their channels (direct_calls.py). In each wake-up the
-  loop first takes over what they have begun.
+  DelayedAction. Two other waits are short and bounded. Before a restart, the loop waits for killed helpers, the processes
+  that earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms). A third wait
+  lasts as long as the whole program is suspended (suspension.py).
+- While ranks of a WorkerGroup are idle, the caller's threads may use their channels (direct_calls.py). In each wake-up, the
+  loop first takes over the calls that these threads have begun.
 - All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
-  not taken for a consequence of that action.
+  not mistaken for a consequence of that action.
 """
 
 import heapq
@@ -99,19 +99,19 @@ class EventLoop:
 
     Args:
         spec: options of the run or the WorkerGroup.
-        setups: the ranks. Empty on several nodes, where a RestartCommand brings them.
+        setups: the ranks. The list is empty on several nodes, where a RestartCommand has the ranks.
         commands: commands of the caller's threads, and the answers.
         deferred_log: log records, which the caller's thread emits.
         event_bus: events, which the caller's thread passes to the observers.
         direct_calls: calls that threads of the caller try to make themselves.
         output: where stdout and stderr of the ranks go.
-        keep_ranks: True: the ranks stay after a call, for the next call.
-        on_outcome_change: called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
+        keep_ranks: whether the ranks stay after a call, for the next call.
+        on_outcome_change: is called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
             called again when all ranks of that attempt have exited.
-        on_stall: called in this thread on several nodes, see CollectiveMonitor. None: there is one node.
-        on_stop: called in this thread on several nodes when a stop is requested on this node, with the cause. It returns
-            whether the leader of the job deals with the request.
-        on_steps_held: called in this thread on several nodes, see StopAgreements.
+        on_stall: is called in this thread on several nodes. See CollectiveMonitor. `on_stall` is None on a single node.
+        on_stop: is called in this thread on several nodes, with the cause of a stop that is requested on this node. It
+            returns whether the leader of the job handles the request.
+        on_steps_held: is called in this thread on several nodes. See StopAgreements.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class EventLoop:
         self._keep_ranks = keep_ranks
         self._keep_going = spec.policy.keep_going
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
-        # Ranks of a WorkerGroup that do not communicate: a rank that is lost ends its own call only.
+        # The ranks of such a WorkerGroup do not communicate, so a lost rank ends only its own call.
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
         self._spec = spec
         self._all_ranks = frozenset(setup.worker.rank for setup in setups)  # empty on several nodes
@@ -192,13 +192,13 @@ class EventLoop:
                 group.call.observations.append(self._get_observations(group, helpers_oom))
 
     def _make_monitor(self, group: RestartGroup | None) -> CollectiveMonitor:
-        """Make the monitor of the collectives in one group of a WorkerGroup. None: in all groups of a run."""
+        """Make the monitor of collectives in one group of a WorkerGroup, or in all groups of a run if `group` is None."""
 
         def is_checking() -> bool:
             return all(each.machine.are_limits_active() for each in ([group] if group else self._unfinished_groups))
 
         def list_handles() -> list[RankHandle]:
-            # Ranks of other calls, too: those of this call may wait for them in a collective.
+            # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
             return [self._pool.handles[rank] for rank in sorted(self._pool.handles)]
 
         def is_called(rank: int) -> bool:
@@ -291,9 +291,9 @@ class EventLoop:
             self._offer_idle_ranks()
 
     def _suspend(self) -> list[m.Event | CallEvent]:
-        """Suspend all ranks together with the program, if that was requested in this wake-up. Return what follows.
+        """Suspend all ranks together with the program, if this wake-up has such a request. Return the events that follow.
 
-        No deadline is looked at before all are shifted.
+        No deadline is checked before all deadlines are shifted.
         """
         events: list[m.Event | CallEvent] = []
         while self._suspend_commands:
@@ -361,7 +361,7 @@ class EventLoop:
         return CallEvent(call, m.StartCall(call.started_at, call.timeout))
 
     def _take_over_calls(self) -> list[m.Event | CallEvent]:
-        """Go on with the calls that threads of the caller have begun. Return what they have received."""
+        """Continue the calls that threads of the caller have begun. Return events from the messages that they received."""
         events: list[m.Event | CallEvent] = []
         for call in self._direct_calls.stop():
             assert call.direct is not None  # the call has begun
@@ -371,7 +371,7 @@ class EventLoop:
         return events
 
     def _offer_idle_ranks(self) -> None:
-        """Let threads of the caller call the ranks themselves while no call is running."""
+        """Allow threads of the caller to call the ranks directly while no call is running."""
         direct_calls, groups = self._direct_calls, self._unfinished_groups
         are_idle = self._keep_ranks and bool(groups) and all(group.is_idle() for group in groups)
         if not are_idle or (direct_calls.are_offered and time.monotonic() >= direct_calls.due_at):
@@ -404,7 +404,7 @@ class EventLoop:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.DEBUGGER:
-            self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, is_inspector=bool(message.body)))
+            self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, message.body.decode()))
             return []
         if message.kind is MessageKind.STOP_REQUESTED:
             call = self._group_of(rank).call
@@ -446,7 +446,7 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _end_dump(self, handle: RankHandle) -> list[m.Event]:
-        """Return StackDumped if the machine waits for it, and the rank has sent all that it was asked for.
+        """Return StackDumped if the machine waits for it, and the rank has sent everything that it was asked for.
 
         The machine does not wait for the stacks of a rank that has answered the call.
         """
@@ -466,7 +466,7 @@ class EventLoop:
             self._monitor_of(handle).start()
 
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
-        """Read a rank's answer. A rank that crashes may die then."""
+        """Read the collectives that a rank has sent. If the rank is crashing, let it die after that."""
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
         answer = sockets.read_answer()
@@ -484,7 +484,7 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _on_crash_data(self, handle: RankHandle) -> list[m.Event]:
-        """A rank crashes. Ask all ranks for their collectives before it dies."""
+        """Ask all ranks for their collectives before a crashing rank dies."""
         sockets = handle.collective_sockets
         if sockets.hold_crash():
             self._request_collectives(self._group_of(handle.observations.worker.rank))
@@ -504,7 +504,7 @@ class EventLoop:
                 self._request_collectives_of(handle)
 
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
-        """Ask a rank for its collectives. `again`: even if it has answered, since it may have called more meanwhile."""
+        """Ask a rank for its collectives. With `again`, ask even a rank that has answered, since it may have called more."""
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
             observed.wants_collectives = handle.collective_sockets.ask()
@@ -512,7 +512,7 @@ class EventLoop:
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read everything that the dead rank has sent, and then its exit code.
 
-        If the rank has sent no answer, what it could not send may be in its black box.
+        If the rank has sent no answer, its part of the shared memory may have messages that it could not send.
         """
         observed = handle.observations
         if observed.died_at is not None:
@@ -563,18 +563,18 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Do the same for a StacksRequest. Stacks that were dumped for the report before are kept."""
+        """Do what `_request_stacks` does, for a StacksRequest. Keep stacks that were dumped for the report before."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
         return self._request_stacks(handle)
 
     def _wake_rank(self, handle: RankHandle, observed: RankObservations) -> None:
-        """End the system call that the main thread of a stopped rank waits in, if the rank has not answered yet.
+        """Interrupt the system call in which the main thread of a stopped rank waits, if the rank has not answered yet.
 
-        Python runs a signal's handler when the main thread returns to it. It does not return if the signal came just before
-        a system call that blocks, or if the kernel gave it to another thread. A request for stacks is another signal,
-        and it ends the system call.
+        Python runs a signal's handler when the main thread returns to Python. The main thread does not return if the signal
+        came just before a system call that blocks, or if another thread got the signal. A request for stacks is another
+        signal, which ends the system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
         if is_same_call and observed.answer is None and observed.died_at is None:
@@ -587,7 +587,7 @@ class EventLoop:
     # ---- what follows: state machines, actions, changes of state
 
     def _handle_events(self, events: list[m.Event | CallEvent]) -> list[m.Event | CallEvent]:
-        """Hand all events of one wake-up to the state machines, and then execute their actions.
+        """Pass all events of one wake-up to the state machines, and then execute the machines' actions.
 
         Return the events that the actions have caused at once.
         """
@@ -623,10 +623,10 @@ class EventLoop:
         return [group for group in self._unfinished_groups if group.call is event.call]
 
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return the group of the idle ranks that a call needs, and divide or join groups for that.
+        """Return a list with the group of the idle ranks that a call needs. Divide or join groups for this.
 
-        Return none if the call comes too late, since ranks are lost. Then the others are about to end, too, unless the ranks
-        are independent.
+        Return an empty list if the call comes too late, because ranks are lost. Then the other ranks also end soon, unless
+        the ranks are independent.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -642,7 +642,7 @@ class EventLoop:
         return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
 
     def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """Do not begin a call of independent ranks, since some of them are lost. The caller has them started again."""
+        """Refuse a call of independent ranks, because some of its ranks are lost. The caller then restarts these ranks."""
         if self._are_independent:
             call.ranks_to_restart = tuple(sorted(lost))
             self._commands.wake_callers()
@@ -670,7 +670,7 @@ class EventLoop:
         return group.handle(event, now)
 
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
-        """Pass on a request to stop: on several nodes to the leader, unless it comes from there, or there is none."""
+        """Pass a request to stop to the state machine. On several nodes, a leader gets the requests of this node instead."""
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
         if self._on_stop is not None and group.setups and not event.is_from_job and self._on_stop(event.cause):
@@ -683,9 +683,9 @@ class EventLoop:
         return actions
 
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
-        """Prepare the ranks for a call. Return False if the call comes too late, since a rank has been lost.
+        """Prepare the ranks for a call. Return False if the call comes too late, because a rank was lost.
 
-        The caller sees that a call came too late when all ranks have ended: the call has no observations.
+        A call that came too late has no observations when all ranks have ended. So the caller notices that.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -757,7 +757,7 @@ class EventLoop:
         return []
 
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
-        """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
+        """React to the stage that the group's state machine has reached. Return the events for the other groups."""
         stage_before, outcome_before = group.known_stage, (group.known_stop_reason, group.known_signum)
         stop_request_before = group.known_stop_request
         group.read_machine()
@@ -806,7 +806,7 @@ class EventLoop:
         self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
-        """Answer the call of independent ranks that have ended with it. Other ranks stay."""
+        """Answer the call of independent ranks that have ended with the call. Other ranks stay alive."""
         group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
         call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
         self._remove_group(group)
@@ -816,13 +816,13 @@ class EventLoop:
             self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Remember which ranks end first, for the calls of other ranks that end with them."""
+        """Record which ranks have ended first. The calls of other ranks, which end for this reason, report these ranks."""
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
             self._lost_ranks = exited or sorted(group.setups)
 
     def _finish_call_if_idle(self, group: RestartGroup) -> None:
-        """Answer a call that has ended, and after which the ranks stay."""
+        """Answer a call that has ended, if its ranks are idle again."""
         call = group.call
         if call is None or group.machine.stage is not m.RunStage.IDLE:
             return

@@ -1,19 +1,19 @@
-"""Exceptions of the host's signal handlers while the signals are not taken over. Runs in the caller's thread.
+"""Handles exceptions of the calling program's signal handlers before and after a run. Runs in the caller's thread.
 
-That is before and after a run. An exception of a handler then comes out of whatever code is running, and that code may take
-it for its own:
+At these times, mpwatch has not taken the signals over. If a handler raises, the exception appears in the code that is
+running. So the handler's exception could be mistaken for an exception of this code:
 
-- user code: arguments are pickled, return values and exceptions are rebuilt, observers are called. An exception of this code
-  is reported as the failure of an argument, a rank or an observer.
-- the preparation of a run, which handles OSError in many places. An alarm usually raises TimeoutError, which is an OSError.
+- User code runs while arguments are pickled, return values and exceptions are rebuilt, and observers are called. An
+  exception of this code is reported as the failure of an argument, a rank or an observer.
+- The preparation of a run handles OSError in many places. An alarm usually raises TimeoutError, which is an OSError.
 
-So the exception is replaced by one that nothing handles:
+So the exception is replaced by another exception, which no code handles:
 
-    kernel ---> our handler ---> the host's handler raises: an alarm, for example
+    kernel ---> mpwatch's handler ---> the program's own handler raises: an alarm, for example
                      |
-                     `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the host's exception
+                     `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-A handler that raises therefore ends slow code at once. No rank has to be stopped for that.
+So a handler that raises ends slow code at once. No rank has to be stopped in this case.
 """
 
 import os
@@ -29,10 +29,11 @@ T = TypeVar("T")
 
 
 def run_until_handler_raises(action: Callable[[], T]) -> T:
-    """Return `action()`. If a signal handler of the host raises meanwhile, end `action`, and raise the handler's exception.
+    """Return the result of `action`. If a signal handler raises meanwhile, end `action` and raise the handler's exception.
 
-    Off the main thread, this only calls `action`: Python runs signal handlers in the main thread. Real-time signals are left
-    alone: to look them up would double the time that this adds to a short call of a WorkerGroup.
+    In other threads than the main thread, only call `action`, because Python runs signal handlers in the main thread.
+    Handlers of real-time signals are not watched, because reading them would double the time that this function adds to a
+    short call of a WorkerGroup.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
@@ -62,7 +63,7 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
 
 
 class _HandlerWatch:
-    """Replaces the host's handlers. The host's own is still called. The first exception is kept in `error`."""
+    """Replaces the calling program's handlers, but still calls them. Their first exception is kept in `error`."""
 
     def __init__(self, host_handlers: Mapping[int, Any]) -> None:
         self._host_handlers = host_handlers
@@ -76,7 +77,7 @@ class _HandlerWatch:
             set_handler(signum, self._call_host_handler)
 
     def restore(self) -> None:
-        """Give the host its handlers back. A handler that it has set meanwhile stays."""
+        """Restore the calling program's handlers. A handler that the program has set meanwhile stays."""
         self._is_watching = False  # if an exception prevents the rest, the handlers do what the host's own do
         for signum, handler in self._host_handlers.items():
             if get_handler(signum) == self._call_host_handler:

@@ -1,23 +1,26 @@
-"""Take over the host's signals for the length of a run. Runs in the caller's thread.
+"""Take over the signals of the calling program during a run. Runs in the caller's thread.
 
 During a run no handler raises an exception in the caller's thread:
 
 - SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
-  host's own handler gets the signal when the run is over. Two exceptions raise KeyboardInterrupt at once: a second SIGINT
-  while user code runs in the caller's thread (an observer, `retry_if`, `env`), and SIGINT at the prompt of a debugger.
-- A signal of the option `stop_signals` asks the ranks to save and return. The host's handler does not get it. If the signal
-  comes again, or the ranks exceed `stop_timeout`, it is deferred and stops the run as SIGTERM does (SIGINT as SIGINT does).
-- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the host has no handler for it. A shell without
-  job control starts a program in the background (`&`) with SIGQUIT ignored, and it asks for the stacks there, too.
-- SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the host program, if it would stop the host program
+  program's own handler gets the signal when the run is over. In two cases, SIGINT raises KeyboardInterrupt at once: at the
+  prompt of a debugger, and when it comes a second time while user code (an observer, `retry_if`, `env`) runs in the caller's
+  thread.
+- A signal of the option `stop_signals` asks the ranks to save and return. The program's own handler does not get it. If the
+  signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run. SIGINT then stops the run
+  as Ctrl-C does, and every other signal as SIGTERM does.
+- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it. A
+  shell without job control starts a program in the background (`&`) with SIGQUIT ignored. SIGQUIT asks for the stacks there,
+  too.
+- SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if it would stop the program
   otherwise. See suspension.py.
-- The signals of the option `forward_signals` are passed on to the ranks, and the host's handler is called at once.
-- For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
-  the exception is raised when the run is over.
+- The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
+- For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as by SIGTERM,
+  and the exception is raised when the run is over.
 
-Any other signal that the host ignores is left alone, and so is a signal that C code handles. Off the main thread nothing is
-changed, since Python runs signal handlers in the main thread only. program_end.py interrupts such a call when Ctrl-C ends
-the program.
+Other signals that the calling program ignores, and signals that C code handles, are not changed. For a call in another
+thread than the main thread, no signal is changed, since Python runs signal handlers only in the main thread. program_end.py
+interrupts such a call when Ctrl-C ends the program.
 
     kernel ---> C handler, in any thread ---> WakeupPipe: wakes up the caller's thread
                                                     |
@@ -26,7 +29,7 @@ the program.
 The caller's thread waits for a descriptor, not for a lock. A signal that comes just before a thread waits for a lock does
 not wake that thread.
 
-Before and after a run the host has its own handlers. For what they raise then, see handler_errors.py.
+Before and after a run, the calling program has its own handlers. handler_errors.py handles their exceptions.
 """
 
 import os
@@ -54,16 +57,16 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HostSignals:
-    """The signals of the host program during one blocking call.
+    """The signals of the calling program during one blocking call.
 
     An exception may interrupt any method between two bytecodes. Each method can then be called again.
 
     Args:
-        commands: to the watcher thread.
-        is_run: whether this is a run. False: a call of a WorkerGroup, which has an end of its own with the program.
-        suspension: suspends the host program.
+        commands: the command queue to the watcher thread.
+        is_run: whether this is a run. It is False for a call of a WorkerGroup, whose ranks persistent_ranks.py ends.
+        suspension: suspends the calling program.
         stop_signals: signals that ask the ranks of a run or a call to save and return. See `check_signal_options`.
-        forward_signals: signals to pass on to them.
+        forward_signals: signals to forward to the ranks.
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class HostSignals:
         # The cause of the first request to stop the ranks, or "" if the call has ended before that. `setdefault` is one
         # operation, so a request and the end of the call agree on which of them was first.
         self._stop_cause: dict[None, str] = {}
-        self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
-        self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
+        self.received: list[int] = []  # deferred signals that must still be delivered to the program's own handlers
+        self.handler_error: BaseException | None = None  # the first exception that a handler of the program raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
         self.is_taken_over = False
         self._has_begun = False  # to take over
@@ -92,7 +95,7 @@ class HostSignals:
         self._caller_wakeup = commands.acquire_caller_wakeup(self)
         self.call: PendingCall | None = None  # of a WorkerGroup; None: the signals are for all ranks
         self._host_handlers: dict[int, Any] = {}
-        self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
+        self._host_wakeup_fds: list[int] = []  # the program's own wake-up descriptor, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
         self.suspension = suspension
@@ -104,7 +107,7 @@ class HostSignals:
         self._may_post = False
 
     def take_over(self) -> None:
-        """Replace the host's handlers and its wake-up descriptor. Do nothing if that has been tried before."""
+        """Replace the handlers and the wake-up descriptor of the calling program. Do nothing if this was tried before."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -135,16 +138,19 @@ class HostSignals:
         self.is_taken_over = True
 
     def _find_host_handlers(self, signals: Collection[int], python_handlers: Mapping[int, Any]) -> dict[int, Any]:
-        """Return the signals of an option, with the host's handlers. There are none while a group starts or ends."""
+        """Return a dict from each signal that the option names to the handler that the calling program has installed.
+
+        The dict is empty while a WorkerGroup starts or ends.
+        """
         if not signals or not (self._is_run or self.call is not None):
             return {}
         found = run_until_handler_raises(partial(find_handlers, set(signals) - python_handlers.keys()))
         return found | {signum: python_handlers[signum] for signum in signals if signum in python_handlers}
 
     def start_posting(self) -> None:
-        """Post an event for each signal and each request so far, and from now on for each one when it comes.
+        """Post an event for each signal and each request that has come. From now on, post each event when it comes.
 
-        The command that starts the work is posted before. Otherwise idle ranks would be interrupted, and the work would
+        The command that starts the work must be posted before. Otherwise idle ranks would be interrupted, and the work would
         start after that.
         """
         self._may_post = True
@@ -154,19 +160,19 @@ class HostSignals:
                 self._commands.post(event if self.call is None else CallEvent(self.call, event))
 
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
-        """Have the watcher thread act as on this signal, which the host's handler does not get."""
-        if os.getpid() == self.pid:  # this is not a child that the host has forked
+        """Make the watcher thread act as on this signal. The calling program's handler does not get the signal."""
+        if os.getpid() == self.pid:  # this is not a child that the calling program has forked
             self._post(Interrupted(signum, cause))
 
     def request_stop(self, cause: str, signum: int | None = None) -> bool:
-        """Have the watcher thread ask the ranks to save and return. Any thread may call it.
+        """Make the watcher thread ask the ranks to save and return. Any thread may call this method.
 
         Args:
-            cause: who has requested it.
-            signum: the signal to the host program that has requested it, if any.
+            cause: the text that names the origin of the request.
+            signum: the signal to the calling program that has caused the request, or None.
 
         Returns:
-            Whether the result will have this request, or an earlier one. False: the call is over.
+            Whether the result will have this request, or an earlier request. It is False if the call is over.
         """
         if os.getpid() != self.pid or not self._stop_cause.setdefault(None, cause):
             return False
@@ -174,7 +180,7 @@ class HostSignals:
         return True
 
     def close_stop_requests(self) -> str:
-        """Refuse requests to stop from now on. Return the cause of the first one. Empty: there was none."""
+        """Refuse requests to stop from now on. Return the cause of the first request, or an empty text if there was none."""
         return self._stop_cause.setdefault(None, "")
 
     def _post(self, event: Interrupted | StopRequested) -> None:
@@ -183,18 +189,18 @@ class HostSignals:
             self.start_posting()
 
     def quit(self, error: BaseException) -> None:
-        """Stop the ranks as on SIGTERM, and raise this error when they have ended."""
+        """Stop the ranks as SIGTERM does, and raise this error when the ranks have ended."""
         if self.handler_error is None:
             self.handler_error = error
         self.post_interrupt(signal.SIGTERM)
 
     def interrupt(self) -> None:
-        """Act as on Ctrl-C. This is for a call off the main thread; any thread may do it."""
+        """Do what Ctrl-C does, for a call in another thread than the main thread. Any thread may call this method."""
         self.received.append(signal.SIGINT)
         self.post_interrupt(signal.SIGINT)
 
     def end_with_program(self) -> None:
-        """Stop the ranks as on SIGTERM, since the program ends and does not wait for this daemon thread."""
+        """Stop the ranks as SIGTERM does, because the program ends and does not wait for this daemon thread."""
         self._is_ended_by_program = True
         self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
 
@@ -203,15 +209,15 @@ class HostSignals:
         self.post_interrupt(signal.SIGINT, InterruptCause.STOP)
 
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
-        """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit.
+        """Wait until a signal or the watcher thread wakes up this thread, but at most `seconds`. None means no limit.
 
-        Something to read from one of `others` ends the wait, too.
+        The wait also ends if one of `others` can be read.
         """
         wait([self._caller_wakeup.fileno(), *others], seconds)
         self._forward_wakeups()
 
     def wait_for_wakeup_until(self, deadline: float) -> bool:
-        """Wait as `wait_for_wakeup` does, before the signals are taken over.
+        """Do what `wait_for_wakeup` does, before the signals are taken over.
 
         Return False when `deadline` (CLOCK_MONOTONIC) has passed.
         """
@@ -222,8 +228,8 @@ class HostSignals:
         return True
 
     def restore(self) -> None:
-        """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
-        # checked before the host has its handlers back, which may raise
+        """Restore the calling program's handlers and wake-up descriptor. A handler that it has set meanwhile stays."""
+        # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)
         ours = (self._defer_signal, *requests, self._forward_signal, self._call_host_handler)
@@ -235,7 +241,7 @@ class HostSignals:
             self._forward_wakeups()
 
     def release_wakeup(self) -> None:
-        """Leave the wake-up pipe to other threads. This thread does not wait any more."""
+        """Make the wake-up pipe available to other threads, because this thread does not wait any more."""
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def will_end_program(self) -> bool:
@@ -243,9 +249,10 @@ class HostSignals:
         return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
 
     def deliver_received(self) -> None:
-        """Deliver each deferred signal to the host's handler. For SIGINT that handler usually raises KeyboardInterrupt.
+        """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
-        This is the last act of every call. Off the main thread, raise KeyboardInterrupt if the call was interrupted.
+        The delivery is the last step of every call. In another thread than the main thread, raise KeyboardInterrupt if the
+        call was interrupted.
         """
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:
@@ -264,15 +271,15 @@ class HostSignals:
                 self.deliver_received()
 
     def _forward_wakeups(self) -> None:
-        """Write the numbers of signals that are not deferred to the host's wake-up descriptor, too."""
+        """Also write the numbers of signals that are not deferred to the calling program's wake-up descriptor."""
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:
-            with suppress(OSError):  # closed, or full: then the host has not read it for a while, and is woken already
+            with suppress(OSError):  # it may be closed; or full, and then the calling program is woken already
                 os.write(self._host_wakeup_fds[0], forwarded)
 
     def _defer_signal(self, signum: int, _: object) -> None:
-        """The handler of DEFERRED_SIGNALS."""
+        """Defer a signal. This is the handler of DEFERRED_SIGNALS."""
         if os.getpid() == self.pid:
             if self.is_at_prompt and signum == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -282,12 +289,12 @@ class HostSignals:
             if is_urgent and self.is_in_user_code:
                 raise KeyboardInterrupt
             return
-        # This is a child that another thread of the host has forked. The run is not the child's.
+        # This is a child that another thread of the calling program has forked. The run does not belong to the child.
         self.restore()
         signal.raise_signal(signum)
 
     def _receive_stop_signal(self, signum: int, _: object) -> None:
-        """The handler of the signals in `stop_signals`."""
+        """Request a stop. This is the handler of the signals in `stop_signals`."""
         is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
         if os.getpid() != self.pid or signum in self._received_stop_signals or is_for_prompt:
             self._defer_signal(signum, None)
@@ -296,12 +303,12 @@ class HostSignals:
         self.request_stop(name_signal(signum), signum)
 
     def defer_stop_signal(self, signum: int | None) -> None:
-        """Defer a stop signal that has been received once: the ranks have not returned in time."""
+        """Defer a stop signal that was received once, because the ranks have not returned in time."""
         if signum in self._received_stop_signals and signum not in self.received:
             self.received.append(signum)
 
     def _request_stacks(self, signum: int, _: object) -> None:
-        """The handler of SIGQUIT."""
+        """Request the stacks of all ranks. This is the handler of SIGQUIT."""
         if os.getpid() == self.pid:
             if not self.is_at_prompt:  # where the command `ranks` shows them
                 self.stacks_request = StacksRequest()
@@ -311,7 +318,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _request_suspension(self, signum: int, _: object) -> None:
-        """The handler of SIGTSTP."""
+        """Request a suspension of the program. This is the handler of SIGTSTP."""
         if os.getpid() == self.pid:
             self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
             return
@@ -319,7 +326,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _forward_signal(self, signum: int, frame: object) -> None:
-        """The handler of the signals in `forward_signals`."""
+        """Forward a signal to the ranks. This is the handler of the signals in `forward_signals`."""
         if os.getpid() == self.pid:
             self._commands.post(ForwardSignal(signum, self.call))
             if callable(self._host_handlers[signum]):
@@ -329,7 +336,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _call_host_handler(self, signum: int, frame: object) -> None:
-        """The handler of all other signals."""
+        """Call the calling program's own handler. This is the handler of all other signals."""
         try:
             self._host_handlers[signum](signum, frame)
         except BaseException as error:
@@ -344,7 +351,7 @@ class HostSignals:
 
 
 def _can_be_woken(fd: int) -> bool:
-    """Return False if the host has closed its wake-up descriptor, or made it blocking: Python then refuses it."""
+    """Return False if the wake-up descriptor is closed or blocking, because Python refuses such a descriptor."""
     try:
         return fd == -1 or not os.get_blocking(fd)
     except OSError:
@@ -352,11 +359,12 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def _find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return those signals to take over for which the host has no handler, each with its SIG_DFL or SIG_IGN.
+    """Return those signals to take over for which the calling program has no handler, each with its SIG_DFL or SIG_IGN.
 
-    These are the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the host program, and a SIGQUIT
-    that the host ignores. `signal.getsignal` returns SIG_DFL also for a signal that C code handles; the kernel knows which
-    signals are caught.
+    These are the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the calling program, and a
+    SIGQUIT that the calling program ignores.
+
+    `signal.getsignal` also returns SIG_DFL for a signal that C code handles. The kernel knows which signals are caught.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

@@ -1,7 +1,7 @@
-"""Refuse to start ranks at the import of a module that the ranks would import, too. Runs in the caller's thread.
+"""Refuse to start ranks during the import of a module that the ranks would import, too. Runs in the caller's thread.
 
-A rank imports the module of its function to unpack the call. If that module starts ranks at its import, each of them imports
-the module again, and the number of processes grows without end. It is the same with `__main__` in a process that
+A rank imports the module of its function to unpack the call. If that module starts ranks at its import, each new rank
+imports the module again, and the number of processes grows without end. The same happens with `__main__` in a process that
 multiprocessing has spawned.
 """
 
@@ -35,7 +35,7 @@ def check_not_importing() -> None:
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the module whose import has led to this frame; None: an argument or a thread has."""
+    """Return the frame of the module whose import has led to `frame`, or None if an argument or a thread has led to it."""
     while frame is not None and frame.f_code is not call_payload.unpack.__code__:
         if frame.f_code.co_name == "<module>":
             return frame

@@ -1,11 +1,11 @@
-"""Which items of `mpwatch.map` a rank gets next. It does no I/O, except that it iterates the items.
+"""Decides which items of `mpwatch.map` a rank gets next. This module does no I/O, but it iterates the user's items.
 
     items of the user --> take_chunk --> a rank --> a value of each item
                              ^             |
                              |             |-- it died at the first item without a value --> fail --> give up, or later again
                              `-------------'-- the items after that one: put_back
 
-Items are taken in this order: failed ones whose delay is over, those that were put back, new ones.
+Items are taken in this order: failed items whose delay is over, items that were put back, new items.
 """
 
 import heapq
@@ -31,22 +31,22 @@ class Task:
     index: int
     item: Any
     attempts: int = 0
-    """How many times it has failed."""
+    """How many times the item has failed."""
     losses: int = 0
-    """How many ranks have died while it was the next item."""
+    """How many ranks have died while this item was their next item."""
     is_single: bool = False
-    """Whether it must be sent alone."""
+    """Whether the item must be sent without other items."""
     budget: RestartBudget | None = None
 
 
 class ItemQueue:
-    """The items that no rank has.
+    """The queue of the items that no rank has at present.
 
     Args:
-        items: iterated only as far as ranks need items.
-        chunksize: number of items for a rank at once, MAX_CHUNKSIZE at most. None: as many as take about CHUNK_SECONDS.
+        items: the items of the user, which are iterated only as far as ranks need items.
+        chunksize: number of items for a rank at once, at most MAX_CHUNKSIZE. If None, a chunk takes about CHUNK_SECONDS.
         policy: how often an item is tried again, and after which failures.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class ItemQueue:
         self.is_exhausted = False  # whether all items have been taken once
 
     def take_chunk(self, now: float, end: int) -> list[Task]:
-        """Return the next items for a rank; none if there are none at present.
+        """Return the next items for a rank. The list is empty if there are no items at present.
 
         Args:
             now: the time, in seconds.
-            end: no new item with this index or a greater one is taken.
+            end: a new item is taken only if its index is below this number.
         """
         if self._delayed and self._delayed[0][0] <= now:
             return [heapq.heappop(self._delayed)[2]]
@@ -98,13 +98,13 @@ class ItemQueue:
         return chunk
 
     def put_back(self, tasks: Sequence[Task], *, singly: bool = False) -> None:
-        """Take items back that a rank has not begun, or whose values were lost. They come next."""
+        """Put items back that a rank has not begun, or whose values were lost. These items come next."""
         for task in reversed(tasks):
             task.is_single = task.is_single or singly
             self._returned.appendleft(task)
 
     def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
-        """Decide whether a failed item is tried again. If so, queue it. Raises what `retry_if` raises."""
+        """Decide whether a failed item is tried again. If it is, queue the item. Raises any exception of `retry_if`."""
         task.attempts += 1
         task.budget = task.budget or RestartBudget(self._policy)
         decision = task.budget.decide(failed_attempt)
@@ -113,7 +113,7 @@ class ItemQueue:
         return decision
 
     def add_duration(self, count: int, seconds: float) -> None:
-        """Note that a rank has taken so long for a chunk of `count` items."""
+        """Record that a rank has taken `seconds` for a chunk of `count` items."""
         latest = seconds / count
         known = self._seconds_per_item
         self._seconds_per_item = latest if known is None else known + WEIGHT * (latest - known)
@@ -122,21 +122,21 @@ class ItemQueue:
             self._limit = max(1, min(wanted, self._limit * GROWTH))
 
     def shrink_chunks(self) -> None:
-        """Make the next chunks as small as possible, since ranks have nothing to do while others have items in store."""
+        """Make the next chunks as small as possible, since some ranks are idle while other ranks have items in store."""
         if self._chunksize is None:
             self._limit = 1
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether a rank may get a chunk while it has another one, since items are short."""
+        """Whether a rank may get a second chunk before the first one is finished, because its items take little time."""
         return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
 
     @property
     def has_waiting(self) -> bool:
-        """Whether items wait that have been taken before."""
+        """Whether there are items that were taken before and have to be taken again."""
         return bool(self._returned or self._delayed)
 
     @property
     def due_at(self) -> float | None:
-        """When the next failed item may be tried again. None: there is none."""
+        """When the next failed item may be tried again, or None if there is no such item."""
         return self._delayed[0][0] if self._delayed else None

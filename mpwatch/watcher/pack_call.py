@@ -1,4 +1,4 @@
-"""Pack a call for the ranks. If it cannot be sent, find the part that cannot be pickled and name it in the error."""
+"""Pack a call for the ranks. If the call cannot be sent, the error names the part that cannot be pickled."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,13 +20,13 @@ def pack_call(call: Call) -> Payload:
 
 
 def pack_items(items: Mapping[str, Any]) -> Payload:
-    """Return items of `mpwatch.map` as a payload: the arguments of a call. Raises LaunchError, with the name of an item."""
+    """Return a payload whose arguments are items of `mpwatch.map`. Raises LaunchError, which names the wrong item."""
     call = Call(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
     return run_until_handler_raises(partial(_pack, call, items.items))
 
 
 def _split_call(call: Call) -> Call:
-    """Move the values of PerRank arguments to the parts of the ranks."""
+    """Return the call with the values of PerRank arguments in `parts`, which has one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

@@ -1,6 +1,6 @@
-"""One call of ranks: what was asked, what the caller's own thread has sent and received, and the answer. Data only.
+"""The data of one call of ranks: the request, the messages that the caller's own thread has exchanged, and the answer.
 
-The caller's thread makes it. See direct_calls.py and commands.py for the two ways in which it reaches the ranks.
+The caller's thread makes a PendingCall. direct_calls.py and commands.py show the two ways in which a call reaches the ranks.
 """
 
 import os
@@ -25,7 +25,7 @@ from mpwatch.wire.shared_memory import HeartbeatSample, SlotsMemory
 if TYPE_CHECKING:
     from mpwatch.watcher.processes.rank_handle import RankHandle
 
-READ_SIZE = 1 << 14  # bytes; a longer answer is left to the watcher thread
+READ_SIZE = 1 << 14  # bytes; the watcher thread finishes reading a longer answer
 FD_ROOM = c_socket.CMSG_SPACE(SIZE_OF_INT)
 RECORD_SECONDS = 1.0  # a call of C that has taken a right records its message within microseconds
 
@@ -34,8 +34,8 @@ class IdleRanks:
     """Ranks that wait for a call.
 
     Args:
-        handles: of the ranks, in order.
-        slots: the memory that they share with the watcher.
+        handles: the handles of the ranks, in order.
+        slots: the memory that the ranks share with the watcher.
     """
 
     def __init__(self, handles: "Sequence[RankHandle]", slots: SlotsMemory) -> None:
@@ -54,7 +54,7 @@ class IdleRanks:
         self._tails = [handle.observations.stderr_tail for handle in handles]
 
     def begin_call(self) -> bool:
-        """Forget the heartbeats, the reports and the stderr of the previous call. Return False if the ranks have ended."""
+        """Delete the heartbeats, the reports and the stderr of the previous call. Return False if the ranks have ended."""
         try:
             for handle in self.handles:
                 self._slots.prepare_slot(handle.slot)
@@ -65,7 +65,7 @@ class IdleRanks:
         return True
 
     def read_heartbeats(self) -> list[HeartbeatSample]:
-        """Return the last heartbeat and report of each rank; none if all ranks have ended meanwhile."""
+        """Return the last heartbeat and report of each rank. The samples are empty if all ranks have ended meanwhile."""
         try:
             return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
         except ValueError:
@@ -73,16 +73,16 @@ class IdleRanks:
 
 
 class DirectCall:
-    """What the caller's thread has sent and received in one call.
+    """The messages that the caller's thread has sent and received in one call.
 
-    That thread needs a right for each message that it sends or receives. A right is a channel in a list. One call of C takes
-    it from the list, sends or receives, and records that. To stop the thread, the watcher thread takes the rights that are
-    left.
+    The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. One call of
+    C takes the channel from the list, sends or receives the message, and records it. To stop the caller's thread, the
+    watcher thread takes all rights that are left.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
-        received: what `recvmsg` has returned, for each of the first ranks.
-        heartbeats: the last heartbeat and report of each rank, if all have returned.
+        received: the return value of `recvmsg` for each rank that was received from, in order.
+        heartbeats: the last heartbeat and report of each rank; empty until all ranks have returned.
     """
 
     __slots__ = ("_has_failed", "_has_returned", "_to_receive", "_to_send", "heartbeats", "idle_ranks", "received", "sent")
@@ -98,7 +98,7 @@ class DirectCall:
         self._has_failed = False
 
     def send(self, frame: bytes, ancillary: list[Any]) -> bool:
-        """Send a message to each rank. Return False if that was not possible, or the watcher thread has taken the rights."""
+        """Send a message to each rank. Return False if this fails, or if the watcher thread has taken the rights."""
         count = len(self.idle_ranks.channels)
         try:
             rights = map(list.pop, repeat(self._to_send, count))
@@ -108,7 +108,7 @@ class DirectCall:
         return len(self.sent) == count
 
     def receive(self, deadline: float) -> None:
-        """Receive the answer of each rank. Stop at the first rank that does anything but return."""
+        """Receive the return value of each rank. Stop at the first rank that sends something else, or nothing in time."""
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
                 return
@@ -122,7 +122,7 @@ class DirectCall:
                 return
 
     def take_rights(self) -> None:
-        """Keep the caller's thread from sending and receiving anything more. The watcher thread calls this."""
+        """Prevent the caller's thread from sending or receiving another message. The watcher thread calls this."""
         self._take_rights(self._to_send, self.sent)
         self._take_rights(self._to_receive, self.received)
 
@@ -143,11 +143,11 @@ class DirectCall:
         return self._has_returned
 
     def get_bodies(self) -> list[bytes]:
-        """Return the bodies of the messages of ranks that have all returned."""
+        """Return the body of each rank's return message. Call this only when all ranks have returned."""
         return [data[HEADER.size :] for data, *_ in self.received]
 
     def get_progress(self, started_at: float) -> dict[int, Progress]:
-        """Return the last report of each rank, by rank, with its time counted from `started_at`."""
+        """Return a dict from each rank to its last progress report. The time of a report counts from `started_at`."""
         return {
             worker.rank: progress
             for worker, heartbeat in zip(self.idle_ranks.workers, self.heartbeats, strict=True)
@@ -155,7 +155,7 @@ class DirectCall:
         }
 
     def observe_ranks(self) -> dict[int, RankObservations]:
-        """Return the observations of ranks that have all returned."""
+        """Return a dict from each rank to its observations. Call this only when all ranks have returned."""
         now = time.monotonic()
         observed = {}
         for handle, (data, *_), heartbeat in zip(self.idle_ranks.handles, self.received, self.heartbeats, strict=True):
@@ -175,38 +175,38 @@ class DirectCall:
 
 @dataclass(eq=False)
 class PendingCall:
-    """One call, and its answer."""
+    """One call of a function in ranks, and the answer."""
 
     payload: Payload
     started_at: float
     """When the caller made the call, in seconds of CLOCK_MONOTONIC."""
     timeout: float | None
-    """The limit of the call, in seconds from `started_at` on. None: no limit."""
+    """The limit of the call, in seconds from `started_at`. It is None if there is no limit."""
     stop_after: float | None = None
-    """When to ask the ranks to stop, in seconds from `started_at` on. None: never."""
+    """When to ask the ranks to stop, in seconds from `started_at`. It is None if they are never asked."""
     ranks: tuple[int, ...] | None = None
-    """The ranks to call, in order. None: all."""
+    """The ranks to call, in order. None means all ranks."""
     observations: list[AttemptObservations] = field(default_factory=list)
-    """One for each restart group, as soon as the call has ended. Empty if a rank had been lost before the call came."""
+    """The observations of each restart group after the call. The list is empty if a rank was lost before the call came."""
     is_done: bool = False
-    """Whether the watcher thread has ended the call, and the ranks stay. If the ranks end with the call, only `observations`
-    are set."""
+    """Whether the watcher thread has ended the call and keeps the ranks. If the ranks end with the call, only `observations`
+    is set."""
     lost_ranks: tuple[int, ...] = ()
-    """The ranks of other calls, or without a call, whose loss has ended this call."""
+    """The ranks outside this call whose loss has ended this call."""
     ranks_to_restart: tuple[int, ...] = ()
-    """With scope="worker": the ranks that were lost before the call came. The watcher thread has not begun the call."""
+    """The ranks that were lost before the call came, with scope="worker". If there are any, the call has not begun."""
     ended_ranks: tuple[int, ...] = ()
-    """With scope="worker": the ranks that have ended with this call."""
+    """The ranks that have ended with this call, with scope="worker"."""
     stop_request: StopRequested | None = None
     """The first request to stop that came during the call."""
     number: int = field(default_factory=count(1).__next__)
-    """No other call of this program has this number. By it a rank knows whether an interrupt is for this call."""
+    """A number that no other call of this program has. An interrupt carries it, so a rank knows which call is meant."""
     direct: DirectCall | None = None
-    """What the caller's own thread has sent and received. None: it has not tried to make the call."""
+    """The messages of the caller's own thread. It is None if that thread has not tried to make the call."""
     suspended_seconds: float = 0.0
     """How long the program was suspended during the call. `timeout` does not count that time."""
     is_taken_over: bool = False
-    """Whether the watcher thread goes on with a call that the caller's thread has begun."""
+    """Whether the watcher thread continues a call that the caller's thread has begun."""
 
     def has_begun(self) -> bool:
         """Return whether the caller's thread has sent the call to a rank."""
@@ -217,11 +217,11 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended, or was not begun because of lost ranks, and the other ranks stay."""
+        """Return whether the call has ended, or cannot begin because of lost ranks. In both cases the other ranks stay."""
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 
 def is_return_value(received: Received) -> bool:
-    """Return whether this is the message RETURNED with a return value that has no file."""
+    """Return whether this is a whole RETURNED message without a file descriptor."""
     data, ancillary, flags, _ = received
     return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)

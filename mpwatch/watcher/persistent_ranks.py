@@ -1,15 +1,15 @@
-"""The ranks of a WorkerGroup: they stay between calls; a call restarts them if one was lost. Runs in the caller's threads.
+"""The ranks of a WorkerGroup, which stay alive between calls. Runs in the caller's threads.
 
-Calls of different ranks may run at the same time, each in a thread of the caller. A rank that is lost in one call ends the
-other calls, too.
+Calls of different ranks may run at the same time, each in a thread of the caller. If a rank is lost in one call, the other
+calls end, too.
 
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
-Each restart has a WatcherThread of its own. While there is no call that thread waits; so it notices a lost rank at once, and
-stops the others. The next call then starts all ranks again.
+Each restart creates a new WatcherThread. Between calls, this thread waits for the ranks. So it notices a lost rank at once,
+and stops the other ranks. The next call then restarts all ranks.
 
-With scope="worker" a lost rank ends its own call only. The next call that needs the rank has the same WatcherThread start
-it again. If all ranks are lost, all are started again, as above.
+With scope="worker", a lost rank ends only its own call. The next call that needs this rank makes the same WatcherThread
+restart the rank. If all ranks are lost, all ranks are restarted as above.
 """
 
 import logging
@@ -60,8 +60,8 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class PersistentRanks:
     """The ranks of one WorkerGroup.
 
-    The caller sees to it that no two calls that run at the same time need the same rank, and that no call runs during
-    `start` and `close`. Any thread may read `state` and `workers`. Each call that runs alone has its own live view.
+    The caller ensures that calls which run at the same time need different ranks, and that no call runs during `start` and
+    `close`. Any thread may read `state` and `workers`. A call has a live view unless another running call has one.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -81,7 +81,7 @@ class PersistentRanks:
 
     @property
     def state(self) -> WorkerState:
-        """INIT, HEALTHY, or UNHEALTHY if the next call has to restart the ranks."""
+        """The state of all ranks: INIT, HEALTHY or UNHEALTHY. It is UNHEALTHY if the next call has to restart ranks."""
         watcher_thread = self._watcher_thread
         if watcher_thread is None:
             return WorkerState.UNHEALTHY
@@ -123,15 +123,15 @@ class PersistentRanks:
         on_start: OnStart | None = None,
         has_view: bool = True,
     ) -> RunResult[Any] | None:
-        """Call a function in these ranks; None: in all. Restart all ranks before if one of them was lost.
+        """Call a function in these ranks, or in all ranks if `ranks` is None. If a rank was lost, restart all ranks before.
 
-        `on_start` is called with the object that waits for the ranks: once, or again if the ranks are restarted. A call that
-        has it runs in the background, so it has no live view.
+        `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
+        runs in the background, so it has no live view.
 
-        Return None if some ranks are to be called and the process group was lost with a rank. See `lacks_process_group`.
+        Return None if only some ranks are called, but the process group was lost with a rank. See `lacks_process_group`.
 
-        Raises LaunchError, ValueError if a signal cannot be passed on, or what the host's handler raises for a signal that
-        came during the call.
+        Raises LaunchError. Raises ValueError if a signal of the options cannot be taken over. Raises the exception of the
+        calling program's handler for a signal that came during the call.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -166,34 +166,34 @@ class PersistentRanks:
         return result
 
     def close(self) -> None:
-        """Have the ranks end, and wait for that. Then deliver the signals that have come meanwhile."""
+        """End the ranks, and wait for their end. Then deliver the signals that have come meanwhile."""
         if self._watcher_thread is not None and (blocking_call := self._begin(self._watcher_thread)) is not None:
             self._execute(blocking_call, Shutdown(), until=lambda: False)
             blocking_call.raise_error()
             blocking_call.signals.deliver_received()
 
     def take_stacks(self) -> Stacks:
-        """Return the present stacks of all ranks; empty if there are none. Any thread may call it, also during a call."""
+        """Return the present stacks of all ranks. They are empty if there are no ranks. Any thread may call this method."""
         watcher_thread = self._watcher_thread
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Have the guardian write these bytes to a terminal if this process is killed. None: nothing is to be restored."""
+        """Make the guardian write these bytes to a terminal if this process is killed. None withdraws an earlier order."""
         watcher_thread = self._watcher_thread
         if watcher_thread is not None:
             watcher_thread.commands.post(TerminalRestore(restore))
 
     def shut_down_in_background(self) -> None:
-        """Have the ranks end, and do not wait for that. This is for a WorkerGroup without references."""
+        """End the ranks, but do not wait for their end. This is for a WorkerGroup that has no references any more."""
         watcher_thread, self._watcher_thread = self._watcher_thread, None
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
             watcher_thread.close_when_finished()
 
     def shut_down_at_exit(self) -> None:
-        """Have the ranks end, and wait for that. For the end of the host program: no observers, no live view.
+        """End the ranks when the calling program ends, and wait for their end. Call no observers, and show no live view.
 
-        No call starts ranks after that.
+        Later calls cannot start ranks.
         """
         self._is_at_exit = True
         watcher_thread = self._watcher_thread
@@ -237,7 +237,7 @@ class PersistentRanks:
         return watcher_thread
 
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
-        """Have lost ranks started again, with scope="worker". None is started if all others are lost meanwhile."""
+        """Make the watcher thread restart lost ranks, with scope="worker". It starts no rank if all others are lost, too."""
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
         counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -254,9 +254,9 @@ class PersistentRanks:
         watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
-        """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure.
+        """Start the ranks and execute the call. The call is posted before the ranks start, so it fails if they cannot start.
 
-        Another call may be quicker to start them, and lose them again before this call has come to them.
+        This is repeated if another call has started the ranks, and has lost them again before this call began.
         """
         outcome = None
         while outcome is None:
@@ -265,7 +265,7 @@ class PersistentRanks:
         return outcome
 
     def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall, begin: BeginCall) -> CallOutcome | None:
-        """Return None if a rank had died before the call came."""
+        """Execute the call. Return None if a rank had died before the call came."""
         blocking_call = begin(watcher_thread)
         if blocking_call is None:
             return None
@@ -311,7 +311,7 @@ class PersistentRanks:
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
     def _observe(self, call: PendingCall) -> AttemptObservations:
-        """Return what the caller's own thread has observed of the ranks during a call that has succeeded."""
+        """Return the observations of the caller's own thread during a call that has succeeded."""
         assert call.direct is not None
         spec = self._spec
         return AttemptObservations(
@@ -345,9 +345,9 @@ class PersistentRanks:
     def _begin(
         self, watcher_thread: WatcherThread, *, on_start: OnStart | None = None, has_view: bool = True
     ) -> BlockingCall | None:
-        """Return the object that waits for the ranks. While it exists, no other call closes the watcher thread.
+        """Return the BlockingCall that waits for the ranks. While it exists, no other call closes the watcher thread.
 
-        Return None if another call has closed it, since a rank was lost.
+        Return None if another call has already closed the watcher thread, because a rank was lost.
         """
         with self._lock:
             if self._watcher_thread is not watcher_thread:
@@ -400,9 +400,9 @@ class PersistentRanks:
 
 
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
-    """Return the time left to wait for the reader of the output: the rest of the call's timeout; infinite if it has none.
+    """Return how long to wait for the reader of the output: the rest of the call's timeout, or infinity without a timeout.
 
-    If an earlier wait for the reader timed out, a Shutdown does not wait for it again.
+    If an earlier wait for the reader timed out, a Shutdown does not wait for the reader again.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

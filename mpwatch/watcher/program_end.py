@@ -1,7 +1,7 @@
-"""End the calls of other threads with the program. Runs in the main thread, at the end of the program.
+"""End the calls of other threads when the program ends. Runs in the main thread, at the end of the program.
 
-Python runs signal handlers in the main thread only. As long as that thread runs code of the program, Ctrl-C belongs to the
-program. After that, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program while another
+Python runs signal handlers only in the main thread. As long as the main thread runs code of the program, the program handles
+Ctrl-C. After that, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program while another
 thread waits for a call:
 
     main thread   script ------------> wait for other threads -----------------> atexit functions --> end
@@ -9,10 +9,10 @@ thread waits for a call:
                     '-- Ctrl-C ---------'                    '-- Ctrl-C -----------'
                         _interrupt_after_script                  _interrupt_and_wait
 
-Python does not wait for daemon threads. Their runs are ended at the end of any program, by `_interrupt_and_wait`. The ranks
-of a WorkerGroup are ended after that (persistent_ranks.py).
+Python does not wait for daemon threads. At the end of any program, `_interrupt_and_wait` ends the runs of daemon threads.
+After that, the ranks of WorkerGroups are ended (persistent_ranks.py).
 
-The first call of a thread registers both functions. They do nothing while no call is under way.
+The first call of a thread registers both functions. These functions do nothing if no call is running.
 """
 
 import atexit
@@ -43,7 +43,7 @@ class CallOfThread(Protocol):
         """Do what Ctrl-C does to a call of the main thread."""
 
     def end_with_program(self) -> None:
-        """Stop the ranks, since the program ends and does not wait for the thread."""
+        """Stop the ranks, because the program ends and does not wait for the thread."""
 
 
 _calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
@@ -66,8 +66,8 @@ def remove_call(call: CallOfThread) -> None:
 
 @cache
 def _register_functions() -> None:
-    # At the end, Python calls last what was registered first. This module waits there for all ThreadPoolExecutors, so it has
-    # to be registered before. If it has not been imported yet, it can be imported until the end begins.
+    # At the end, Python calls the function last that was registered first. concurrent.futures.thread waits there for all
+    # ThreadPoolExecutors, so it has to be registered before. It can be imported only until the end begins.
     with suppress(RuntimeError):
         import concurrent.futures.thread  # noqa: F401
 
@@ -78,16 +78,17 @@ def _register_functions() -> None:
 def _interrupt_after_script() -> None:
     """Interrupt all calls if Ctrl-C has ended the script. Python then waits for their threads.
 
-    An interactive Python goes on after Ctrl-C, and has been ended in another way.
+    An interactive Python continues after Ctrl-C, so another event has ended it.
     """
     if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         _interrupt_calls()
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls if Ctrl-C has ended Python's wait for the threads; else end those of daemon threads. Then wait.
+    """Interrupt all calls if Ctrl-C has ended Python's wait for the threads. Otherwise end the calls of daemon threads.
 
-    Daemon threads, for which Python does not wait, are no sign of Ctrl-C.
+    Then wait for the end of these calls. Python does not wait for daemon threads, so a daemon thread that still runs is no
+    sign of Ctrl-C.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)
@@ -117,7 +118,7 @@ def _interrupt_calls() -> None:
 
 
 def _list_calls() -> list[CallOfThread]:
-    """Return the calls that are under way. After a fork, the calls of the parent are not the child's."""
+    """Return the running calls of this process. After a fork, the child has none of the calls of its parent."""
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
     return [call for call in calls if call.pid == os.getpid()]
 

@@ -1,7 +1,7 @@
-"""Which call of a WorkerGroup may use which ranks: calls that need the same rank run in the order in which they came.
+"""Decides which call of a WorkerGroup may use which ranks. Calls that need the same rank run in the order of arrival.
 
-Each rank has a queue of the tickets that need it. A ticket is granted when it is the first one in all its queues. It leaves
-the queues at the end of the call.
+Each rank has a queue of the tickets that need this rank. A ticket is granted when it is the first one in all its queues. The
+ticket leaves the queues at the end of the call.
 """
 
 import threading
@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable
 
 
 class Ticket:
-    """A place in the queues.
+    """The place of one call in the queues.
 
     Args:
         ranks: the ranks that the call needs.
-        on_grant: called in any thread when the call may begin. It is called again if an exception has interrupted it, and
-            may be called by two threads at the same time. None: a thread waits for `is_granted`.
+        on_grant: is called in any thread when the call may begin. It is called again if an exception has interrupted it.
+            Two threads may call it at the same time. If it is None, a thread waits for `is_granted`.
     """
 
     def __init__(self, ranks: Collection[int], on_grant: Callable[[], object] | None = None) -> None:
@@ -25,7 +25,7 @@ class Ticket:
         self.has_left = False
 
     def wait(self) -> bool:
-        """Wait until the ticket is granted, or has left the queues. Return False in the second case."""
+        """Wait until the ticket is granted or has left the queues. Return False if it has left the queues."""
         self.is_granted.wait()
         return not self.has_left
 
@@ -34,9 +34,9 @@ Queue = OrderedDict[Ticket, None]  # of one rank: the tickets that need it, in t
 
 
 class RankQueue:
-    """The calls of one WorkerGroup that wait or run. Any thread may call the methods, and so may a signal handler.
+    """The calls of one WorkerGroup that wait or run. Any thread and any signal handler may call the methods.
 
-    An exception, such as KeyboardInterrupt, may interrupt any method. It can then be called again.
+    If an exception such as KeyboardInterrupt interrupts a method, the method can be called again.
 
     Args:
         nprocs: number of ranks of the group.
@@ -48,18 +48,18 @@ class RankQueue:
         self._starting: dict[Ticket, Callable[[], object]] = {}  # granted tickets whose `on_grant` has not returned yet
 
     def enter(self, ticket: Ticket) -> None:
-        """Let a ticket wait. It may be granted at once."""
+        """Add a ticket to the queues of its ranks. The ticket may be granted at once."""
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank][ticket] = None
         self._grant([ticket])
 
     def step_back(self, ticket: Ticket, first: Ticket) -> None:
-        """Take the grant of a ticket back. It waits at its old place, behind another one.
+        """Withdraw the grant of a ticket. The ticket then waits at its old place, but behind the ticket `first`.
 
         Args:
-            ticket: was granted. Then a thread waits for it.
-            first: a ticket of all ranks. It comes before all tickets that have not been granted.
+            ticket: a ticket that was granted. A thread waits for it afterwards.
+            first: a ticket for all ranks. It comes before all tickets that have not been granted.
         """
         with self._lock:
             ticket.on_grant = None
@@ -84,7 +84,7 @@ class RankQueue:
         self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
     def _grant(self, candidates: Iterable[Ticket]) -> None:
-        """Grant those of these tickets that are the first ones in all their queues."""
+        """Grant each of these tickets that is the first one in all its queues."""
         with self._lock:
             for ticket in candidates:
                 is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)

@@ -1,4 +1,4 @@
-"""Run a function on the ranks of one node, and BlockingCall: how a caller's thread waits for the watcher thread.
+"""Run a function on the ranks of one node. With a BlockingCall, a caller's thread waits for the watcher thread.
 
 Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
@@ -11,14 +11,14 @@ A BlockingCall posts a command and waits until it is done:
                           or else: post -> wait until the 2 ms are over -> done
                           or else: take the signals over -> wait -> restore the signals
 
-While it waits, the caller's thread runs all code that is not the watcher's: observers, logging handlers, decisions about
-restarts, and the live view.
+While the caller's thread waits, it runs all code that does not belong to the watcher thread: observers, logging handlers,
+decisions about restarts, and the live view.
 
-Signal handlers do not raise while it waits (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms
-reaches the ranks, too. Any other exception that is thrown into the caller's thread stops the ranks as SIGTERM does, and
-a second exception stops them at once. `execute` re-raises the exception when the ranks have ended. Ranks that have not
-been called yet, or have answered, are not stopped. Off the main thread, Python raises such an exception only when the wait
-is over.
+Signal handlers do not raise during the wait (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms
+also reaches the ranks. If another exception is raised in the caller's thread, it stops the ranks as SIGTERM does. A second
+exception stops the ranks at once. `execute` re-raises the exception when the ranks have ended. Ranks that have not been
+called yet, or have answered, are not stopped. In other threads than the main thread, Python raises such an exception only
+when the wait is over.
 """
 
 import logging
@@ -77,10 +77,11 @@ def run_single_node(
     Args:
         spec: the options of the run.
         make_view: makes the live view.
-        payload: the packed call, which this closes. None: the call is packed here.
-        on_start: called before the ranks are started, with the object that waits for them.
+        payload: the packed call, which this function closes. If `payload` is None, this function packs the call.
+        on_start: is called with the BlockingCall before the ranks are started.
 
-    Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
+    Raises LaunchError. Raises the exception of the calling program's handler for a signal that came during the run, such as
+    KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_signal_options(spec)
@@ -113,7 +114,7 @@ def pack_spec(spec: WorkerSpec[Any]) -> Payload:
 def _prepare(
     spec: WorkerSpec[Any], controller: RunController[Any], payload: Payload | None, resources: ExitStack
 ) -> tuple[WatcherThread, PendingCall]:
-    """Do all that comes before the watcher thread starts. `resources` closes what is made here."""
+    """Do everything that comes before the start of the watcher thread. `resources` closes the objects that are made here."""
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
@@ -125,7 +126,7 @@ def _prepare(
 
 
 class BlockingCall:
-    """One wait of a caller's thread for the watcher thread. It is used once.
+    """One wait of a caller's thread for the watcher thread. Each object is used only once.
 
     Args:
         watcher_thread: the thread that the command is for.
@@ -163,7 +164,7 @@ class BlockingCall:
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
         """Post the command, start the watcher thread if it has not been started, and wait.
 
-        Return when `until` holds, or when all ranks are dead.
+        Return when `until` returns True, or when all ranks are dead.
         """
         if isinstance(command, PendingCall):
             self._pending_call = command
@@ -187,7 +188,7 @@ class BlockingCall:
             self._wait(until)
             self._restore_host()
         except BaseException as error:
-            # a Ctrl-C before the signals were taken over: the host's handler has raised it
+            # a Ctrl-C came before the signals were taken over, and the program's own handler has raised
             is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.is_taken_over
             self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
             self.signals.deliver_received()
@@ -198,20 +199,20 @@ class BlockingCall:
             self.signals.release_wakeup()
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save and return. Return False if the call is over. Any thread may call it."""
+        """Ask the ranks to save and return. Return False if the call is over. Any thread may call this method."""
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
-        """Return how long to wait for the reader of the ranks' output. None: no limit.
+        """Return how many seconds to wait for the reader of the ranks' output, or None for no limit.
 
-        There is a limit if the run has a timeout, of which `seconds_left` are left, or if a signal has come.
+        There is a limit if the run has a timeout, or if a signal has come. `seconds_left` is the rest of the timeout.
         """
         if self.signals.received or self.signals.handler_error is not None:
             return LAST_DRAIN_SECONDS
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """If a host's handler or the watcher thread has raised, deliver the deferred signals and raise that exception."""
+        """Raise the exception of a signal handler or the watcher thread, if any. Deliver the deferred signals before."""
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
@@ -222,10 +223,10 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return `make()`, which rebuilds return values and exceptions, and calls observers.
+        """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
 
-        If it raises, deliver the deferred signals, and let the exception go on. A handler of the host that raises ends
-        `make` at once, so one Ctrl-C is enough here.
+        If `make` raises, deliver the deferred signals and re-raise the exception. If a signal handler of the calling program
+        raises, `make` ends at once. So one Ctrl-C is enough here.
         """
         try:
             result = run_until_handler_raises(make)
@@ -236,11 +237,11 @@ class BlockingCall:
         return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
-        """Deliver the deferred signals to the host's handlers. For SIGINT they usually raise KeyboardInterrupt.
+        """Deliver the deferred signals to the calling program's handlers. For SIGINT they usually raise KeyboardInterrupt.
 
-        Call this last, when everything is cleaned up, and outside an `except` block. A KeyboardInterrupt then has no other
-        cause or context than the failure of the run. If the signal has stopped the run, it has a note: where the ranks were.
-        If a signal ends the program without an exception, the report is logged before.
+        Call this last, after all cleanup, and outside an `except` block. Then a KeyboardInterrupt has no other cause or
+        context than the failure of the run. If the signal has stopped the run, a note of the exception reports where the
+        ranks were. If a signal ends the program without an exception, the report is logged before.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -265,16 +266,16 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether the call may be over before signals are taken over. Those of the options are taken over at once."""
+        """Return whether the call may end before signals are taken over. Signals of options are taken over at once."""
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
         return thread.is_running() and not has_signals
 
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
-        """Wait until `deadline` for the call, with the host's own signal handlers.
+        """Wait for the call, at most until `deadline`, with the calling program's own signal handlers.
 
-        To take the signals over and to restore them takes a quarter of the time of a short call. A signal handler runs at
-        once, or at the deadline.
+        For a short call, a quarter of the time would be needed to take the signals over and to restore them. A signal
+        handler runs at once, or at the deadline.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -282,7 +283,7 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for wake-ups. `Thread.join` would not do: it waits for a lock, see host_signals.py."""
+        """Wait for wake-ups. `Thread.join` cannot be used, because it waits for a lock: see host_signals.py."""
         self._run_callbacks()  # for what has come before the signals were taken over
         while not (until() or self.watcher_thread.is_finished):
             seconds = min((s for d in self._drivers if (s := d.seconds_to_next_update()) is not None), default=None)
@@ -291,7 +292,7 @@ class BlockingCall:
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
-        """Run what belongs to the caller's thread: suspensions, logging, observers, decisions, and the live view."""
+        """Do the work of the caller's thread: suspensions, logging, observers, decisions, and the live view."""
         self.signals.is_in_user_code = True
         try:
             self.signals.suspension.suspend()
@@ -306,7 +307,7 @@ class BlockingCall:
             self.signals.is_in_user_code = False
 
     def _update_views(self) -> None:
-        """Update the live view. A SIGTSTP that comes meanwhile waits until it is drawn."""
+        """Update the live view. A SIGTSTP that comes meanwhile has no effect until the view is drawn."""
         self.signals.is_drawing = True
         try:
             for driver in self._drivers:
@@ -320,7 +321,7 @@ class BlockingCall:
         return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
-        """Print the stacks of all ranks on stderr, if a SIGQUIT has asked for them and they have come."""
+        """Print the stacks of all ranks on stderr, if a SIGQUIT has asked for the stacks and they have come."""
         request = self.signals.stacks_request
         if request is not None and request.stacks is not None:
             self.signals.stacks_request = None
@@ -338,9 +339,9 @@ class BlockingCall:
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
-        """Stop the ranks as on this signal, and restore the host, after an exception in the caller's thread.
+        """After an exception in the caller's thread, stop the ranks as this signal does, and restore the signal handlers.
 
-        A further exception does not prevent that: everything is tried again.
+        If another exception comes meanwhile, everything is repeated from the start.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):
@@ -356,7 +357,7 @@ class BlockingCall:
             return
 
     def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
-        """Return False for ranks that are idle: their call has not begun yet, or has been answered."""
+        """Return False if the ranks are idle, because their call has not begun yet or has been answered."""
         call = self.signals.call
         has_begun = self._is_posted or (call is not None and call.has_begun())
         return not self.watcher_thread.is_alive() or (has_begun and not until())

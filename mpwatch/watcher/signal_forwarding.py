@@ -1,4 +1,4 @@
-"""Pass signals of the host program on to the ranks: the option `forward_signals`.
+"""Forward signals of the calling program to the ranks, for the option `forward_signals`.
 
     kernel ---> HostSignals: handler in the caller's thread --- ForwardSignal ---> event loop: forward_signal ---> ranks
 
@@ -23,9 +23,9 @@ def forward_signal(
     handles: Mapping[int, RankHandle],
     deferred_log: DeferredLog,
 ) -> None:
-    """Send a signal to each rank that is running its function and catches the signal. Log a warning about the others.
+    """Send a signal to each rank that is running its function and catches the signal. Log a warning about other ranks.
 
-    The default action of most signals would end such a rank.
+    The default action of most signals would end a rank that does not catch the signal.
     """
     running = [
         rank

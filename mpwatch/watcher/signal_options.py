@@ -1,4 +1,4 @@
-"""Which signals of the options `stop_signals` and `forward_signals` can be taken over. Runs in the caller's thread."""
+"""Checks which signals of the options `stop_signals` and `forward_signals` can be taken over, in the caller's thread."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def check_signal_options(spec: GroupSpec) -> None:
 
 
 def refuse_signals(spec: GroupSpec) -> None:
-    """Refuse these options for a run in the background. Raises ValueError."""
+    """Raise ValueError if a run in the background has one of these options."""
     for name, signals in _list_options(spec).items():
         if signals:
             advice = STOP_ADVICE if name == "stop_signals" else ""
@@ -38,9 +38,10 @@ def refuse_signals(spec: GroupSpec) -> None:
 
 
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
-    """Return the host's handlers of these signals, SIG_DFL and SIG_IGN included. Leave out signals that C code handles.
+    """Return a dict from each of these signals to its handler, which may be SIG_DFL or SIG_IGN.
 
-    Python knows the handlers that it has set itself; the kernel knows which signals are caught.
+    Signals that C code handles are left out. Python knows only the handlers that it has set itself. The kernel knows all
+    signals that are caught.
     """
     handlers = {signum: handler for signum in signals if (handler := get_handler(signum)) is not None}
     defaults = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]

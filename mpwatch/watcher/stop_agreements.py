@@ -1,4 +1,4 @@
-"""Have ranks agree on the step at which all of them stop, when a stop is requested. Runs in the watcher thread.
+"""Make ranks agree on the step at which all of them stop, when a stop is requested. Runs in the watcher thread.
 
 Log which ranks have not returned within `stop_timeout`.
 
@@ -32,11 +32,11 @@ class StopAgreements:
 
     Args:
         pool: the ranks.
-        event_bus: where an agreement is published.
-        deferred_log: where it is logged.
-        call_at: has the event loop call a function at a time of CLOCK_MONOTONIC.
-        on_steps_held: called on several nodes with the highest step that a rank of this node has passed; None: none has
-            passed one. None: there is one node.
+        event_bus: receives an event for each agreement.
+        deferred_log: receives a warning for each agreement.
+        call_at: makes the event loop call a function at a time of CLOCK_MONOTONIC.
+        on_steps_held: is called on several nodes. Its argument is the highest step that a rank of this node has passed, or
+            None if no rank has passed a step. On a single node, there is no such function (None).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, group: RestartGroup, cause: str) -> None:
-        """Let the ranks of a group wait at their next question, and read soon which steps they have passed."""
+        """Make the ranks of a group wait at their next `should_stop`. Soon after that, read which steps they have passed."""
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
         read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)
@@ -72,7 +72,10 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
-        """Let the ranks of a group stop before their first step above this one. None: at their next question."""
+        """Make the ranks of a group stop before their first step above `step`.
+
+        If `step` is None, the ranks stop at their next call of `should_stop`.
+        """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).agree(step)
         attempt = next(iter(group.workers)).restart_count

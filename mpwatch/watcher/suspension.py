@@ -10,17 +10,17 @@
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-If user code is running in the caller's thread, the handler itself suspends the program at once. A debugger's prompt counts
-as user code.
+If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. A debugger's prompt
+counts as user code.
 
 Guarantees:
 
 - While the program is suspended the watcher thread looks at no deadline, and starts and stops no rank.
-- The watcher thread never waits without an end: whatever is raised in the caller's thread, `is_over` is released.
-- A process that was stopped before stays stopped.
+- The wait of the watcher thread always ends, because the caller's thread releases `is_over` even after an exception.
+- A process that was already stopped before the suspension stays stopped.
 
-The program stops itself by SIGTSTP with its default action. In a process group without a shell (an orphaned one, as with
-`ssh -t host python x.py`) nothing could continue the program, so the kernel ignores the signal, and the ranks go on.
+To stop itself, the program raises SIGTSTP with the default action. The kernel ignores the signal in an orphaned process
+group, such as that of `ssh -t host python x.py`, because no shell could continue the program. The ranks go on then.
 """
 
 import os
@@ -35,15 +35,15 @@ from mpwatch.watcher.commands import CommandQueue, Suspend
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.processes.process import RankPopen
 
-STOP_SECONDS = 2.0  # for the watcher thread to stop the ranks, at most: it may be starting some, or waiting for helpers
-POLL_SECONDS = 0.05  # how often the caller's thread looks whether the watcher thread still runs
+STOP_SECONDS = 2.0  # the limit for the watcher thread to stop the ranks; it may be starting ranks, or waiting for helpers
+POLL_SECONDS = 0.05  # how often the caller's thread checks whether the watcher thread still runs
 
 
 class ProgramSuspension:
-    """The suspensions of the program during one blocking call of the main thread. Only that thread uses it.
+    """Suspends the program and its ranks during one blocking call of the main thread. Only the main thread uses this class.
 
     Args:
-        commands: to the watcher thread.
+        commands: the queue of commands to the watcher thread.
         is_watcher_running: returns whether the watcher thread can take a command.
     """
 
@@ -55,15 +55,15 @@ class ProgramSuspension:
         self._is_watcher_running = is_watcher_running
 
     def request(self, *, at_once: bool) -> None:
-        """Note that the program is to be suspended. If `at_once`, suspend it now. The handler of SIGTSTP calls this."""
+        """Record that the program must be suspended, and suspend it now if `at_once`. The handler of SIGTSTP calls this."""
         self.is_requested = True
         if at_once:
             self.suspend()
 
     def suspend(self) -> None:
-        """Suspend the ranks and this program, if that was requested. Return when the program has been continued.
+        """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        A further request before that is dropped, as the kernel drops a SIGTSTP that is pending when SIGCONT comes.
+        A request during a suspension has no effect. In the same way, the kernel drops a pending SIGTSTP when SIGCONT comes.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -76,14 +76,14 @@ class ProgramSuspension:
             self._wait_until_ranks_are_stopped(command)
             _stop_this_program()
         finally:
-            # First, and one call of C: a further exception comes after it at the earliest.
+            # This comes first. It is one call of C, so another exception can only come after it.
             command.is_over.release()
             self.is_requested = self._is_under_way = False
             if self.view is not None:
                 self.view.resume()
 
     def suspend_after_call(self) -> None:
-        """Do what SIGTSTP does without mpwatch, if it came too late in the call. The host has its signals back."""
+        """Raise SIGTSTP again if it came too late for `suspend`. The calling program has its own signal handlers back."""
         if self.is_requested:
             self.is_requested = False
             signal.raise_signal(signal.SIGTSTP)
@@ -96,7 +96,7 @@ class ProgramSuspension:
 
 
 def _stop_this_program() -> None:
-    """Do what SIGTSTP does to a program without a handler. Return after SIGCONT, or at once if the kernel ignores it."""
+    """Stop this program by the default action of SIGTSTP. Return after SIGCONT, or at once if the kernel ignores SIGTSTP."""
     handler = get_handler(signal.SIGTSTP)
     try:
         set_handler(signal.SIGTSTP, signal.SIG_DFL)
@@ -107,7 +107,7 @@ def _stop_this_program() -> None:
 
 def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> None:
     """Stop all processes of the ranks, and continue them when the suspension is over. The watcher thread calls this."""
-    if not command.is_over.locked():  # this thread was late
+    if not command.is_over.locked():  # the suspension is over already
         return
     with _stopped(processes):
         command.are_ranks_stopped.release()
@@ -116,7 +116,7 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 
 @contextmanager
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
-    """Stop the process groups of the ranks, and continue the processes that ran before."""
+    """Stop the process groups of the ranks. At the end, continue the processes that were not stopped before."""
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:
         for process in processes:
@@ -135,7 +135,7 @@ def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
 
 
 def _list_members(processes: Collection[RankPopen]) -> dict[int, list[int]]:
-    """Return the processes in the process group of each rank, the rank included. Empty if they cannot be listed."""
+    """Return a dict from the pid of each rank to the pids in its process group. It is empty if they cannot be listed."""
     try:
         return list_group_members([process.pid for process in processes])
     except OSError:  # there is no descriptor left

@@ -1,4 +1,4 @@
-"""A pair of sockets with which any thread, or a signal, wakes up a thread that waits for descriptors."""
+"""A pair of sockets that wakes up a thread which waits for descriptors. Any thread or signal can write to the pair."""
 
 import socket
 from contextlib import suppress
@@ -10,12 +10,12 @@ from mpwatch.wire.resource_errors import with_remedy
 class WakeupPipe:
     """A pair of sockets that wakes up the thread that waits for it.
 
-    A thread can wait for it together with other descriptors. Any thread and any signal handler can call `wake` at any time.
-    It stays readable until `drain`, so a wake-up that comes before the wait is not lost.
+    A thread can wait for the pair together with other descriptors. Any thread and any signal handler can call `wake` at any
+    time. The pair stays readable until `drain` is called, so a wake-up that comes before the wait is not lost.
     """
 
     def __init__(self) -> None:
-        """Raise LaunchError if there is no descriptor left."""
+        """Create the sockets. Raises LaunchError if this process has no descriptor left."""
         try:
             self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
         except OSError as error:
@@ -29,15 +29,15 @@ class WakeupPipe:
 
     @property
     def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`: any byte written to it wakes up the reader."""
+        """The descriptor for `signal.set_wakeup_fd`. Any byte that is written to it wakes up the reader."""
         return self._pair[1].fileno()
 
     def wake(self) -> None:
-        with suppress(OSError):  # full: the reader is about to wake up anyway; closed: there is no reader any more
+        with suppress(OSError):  # if the pipe is full, the reader wakes up anyway; if it is closed, there is no reader
             self._pair[1].send(b"\0")
 
     def drain(self) -> bytes:
-        """Return the bytes that were written since the last call: a zero for each `wake`, a number for each signal."""
+        """Return the bytes that were written since the last call. `wake` writes a zero, and a signal writes its number."""
         with suppress(OSError):
             return self._pair[0].recv(4096)
         return b""

@@ -4,14 +4,15 @@
                                      |            |            ^                          ^
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-Why a thread of its own: Python may throw an exception into a thread between any two bytecodes. In the main thread a signal
-handler may raise; in any thread of the host `PyThreadState_SetAsyncExc` may. If a rank is just being started or reaped, such
-an exception would leave it behind. No other code knows of the watcher thread, so nothing is thrown into it.
+The event loop needs a separate thread, because Python may raise an exception in a thread between any two bytecodes. In the
+main thread, a signal handler may raise. In any thread of the calling program, `PyThreadState_SetAsyncExc` may raise. Such an
+exception could leave a rank behind that is just being started or reaped. No other code knows the watcher thread, so no
+exception from outside is raised in it.
 
 No user code runs in the watcher thread.
 
-One exception: at the end of the host program Python can start no thread. Then the event loop of a simple run runs in the
-caller's thread (see `WatcherThread.start`).
+There is one special case: at the end of the calling program, Python cannot start a thread. Then the event loop of a simple
+run runs in the caller's thread (see `WatcherThread.start`).
 """
 
 import os
@@ -51,17 +52,17 @@ if TYPE_CHECKING:
 
 EVENTS_OF_CALLS = (CallStarted, WorkerSucceeded)
 THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
-ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer looks whether the ranks have ended meanwhile
+ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks whether the ranks have ended meanwhile
 
 
 class WaitingCall(Protocol):
-    """A call whose thread waits for the watcher thread: see BlockingCall."""
+    """A call whose thread waits for the watcher thread. See BlockingCall."""
 
     is_over: bool
 
 
 def has_come_up(thread: threading.Thread) -> bool:
-    """Return whether a thread is alive. If its start was interrupted, wait until it has come up."""
+    """Return whether a thread is alive. If the start of the thread was interrupted, wait until the thread runs."""
     deadline = time.monotonic() + THREAD_START_SECONDS
     while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
         os.sched_yield()
@@ -69,20 +70,20 @@ def has_come_up(thread: threading.Thread) -> bool:
 
 
 class WatcherThread:
-    """The watcher thread of one run, or of a WorkerGroup until its ranks are lost, and what it shares with the caller.
+    """The watcher thread of one run, or of a WorkerGroup until its ranks are lost, and the data that it shares.
 
-    One thread of the caller at a time calls the methods. Those of a WorkerGroup that several threads may call at the same
-    time say so. An exception may interrupt any method; it can then be called again.
+    Only one thread of the caller at a time calls a method, unless the docstring of the method says otherwise. If an
+    exception interrupts a method, the method can be called again.
 
     Args:
         spec: number of ranks, and the limits.
-        event_bus: of the run or the WorkerGroup.
+        event_bus: the event bus of the run or the WorkerGroup.
         restart_count: how often the ranks of the WorkerGroup were restarted before.
-        keep_ranks: True: the ranks stay after a call.
-        on_outcome_change: called in the watcher thread, see EventLoop.
-        on_stall: called in the watcher thread, see EventLoop.
-        on_stop: called in the watcher thread, see EventLoop.
-        on_steps_held: called in the watcher thread, see EventLoop.
+        keep_ranks: whether the ranks stay after a call.
+        on_outcome_change: is called in the watcher thread. See EventLoop.
+        on_stall: is called in the watcher thread. See EventLoop.
+        on_stop: is called in the watcher thread. See EventLoop.
+        on_steps_held: is called in the watcher thread. See EventLoop.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class WatcherThread:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The ranks, as soon as `prepare` has been called."""
+        """The Workers of all ranks. The tuple is empty until `prepare` has been called."""
         return tuple(setup.worker for setup in self._setups)
 
     def prepare(self) -> None:
@@ -160,10 +161,10 @@ class WatcherThread:
             self._port_socket.close()
 
     def start(self) -> None:
-        """Start the thread, which starts the ranks. Do nothing if it has been started. Any thread may call it.
+        """Start the thread, which starts the ranks. Do nothing if it was started before. Any thread may call this method.
 
-        If Python can start no thread, the event loop runs in the caller's thread. A run that may go on after a failure
-        needs both threads, and so do a WorkerGroup and a run of several nodes: they raise LaunchError.
+        If Python cannot start a thread, the event loop runs in the caller's thread. But some runs need both threads: a run
+        that may go on after a failure, a WorkerGroup, and a run of several nodes. These runs raise LaunchError.
         """
         with self._start_lock:
             if self._thread is None:
@@ -211,7 +212,7 @@ class WatcherThread:
     def emit_logs_and_events(self) -> None:
         """Emit the deferred log records and call the observers. Both may run user code, in the caller's thread.
 
-        Several threads may call it. One of them does the work for all.
+        Several threads may call this method at the same time. One of these threads does the work for all of them.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -225,7 +226,7 @@ class WatcherThread:
                 self._emit_lock.release()
 
     def make_progress_events(self) -> ProgressEvents | None:
-        """Return what publishes the reports of the ranks. None: no observer asks for them."""
+        """Return a View that publishes the reports of the ranks, or None if no observer asks for reports."""
         return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
@@ -236,9 +237,10 @@ class WatcherThread:
         self.emit_logs_and_events()
 
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
-        """Return the console of the debugger. None if no rank has been at a breakpoint, or another call serves it.
+        """Return the debugger's console, or None if no rank has been at a breakpoint or another call serves the console.
 
-        Only the main thread can open prompts. So if it waits for a call, that call serves the ranks of all calls.
+        Only the main thread can open prompts. So if the main thread waits for a call, that call serves the ranks of all
+        calls.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -252,7 +254,7 @@ class WatcherThread:
             if self._debugger is None:
                 from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
 
-                self._debugger = DebuggerConsole(self.commands, self.output)
+                self._debugger = DebuggerConsole(self.commands, self.output, self.deferred_log)
             return self._debugger
 
     def has_started_ranks(self) -> bool:
@@ -264,17 +266,17 @@ class WatcherThread:
         return self._thread is not None and not self.is_finished
 
     def take_stacks(self) -> Stacks:
-        """Return the present stacks of all ranks; empty if they have ended. Any thread may call it."""
+        """Return the present stacks of all ranks, or no stacks if the ranks have ended. Any thread may call this method."""
         request = StacksRequest()
         return request.stacks or Stacks() if self._wait_for_answer(request) else Stacks()
 
     def take_statuses(self) -> Sequence[RankStatus]:
-        """Return the present status of each rank; empty if they have ended. Any thread may call it."""
+        """Return the present status of each rank, or nothing if the ranks have ended. Any thread may call this method."""
         request = StatusRequest()
         return request.statuses or () if self._wait_for_answer(request) else ()
 
     def _wait_for_answer(self, request: StacksRequest | StatusRequest) -> bool:
-        """Post a request, and wait for its answer. Return False if the ranks have ended before."""
+        """Post a request, and wait for its answer. Return False if the ranks end before the answer."""
         self.commands.post(request)
         while not request.is_answered.wait(ANSWER_POLL_SECONDS):
             if not self.is_running():
@@ -282,26 +284,26 @@ class WatcherThread:
         return True
 
     def is_alive(self) -> bool:
-        """Return whether the thread is alive. If its start was interrupted, wait until it has come up."""
+        """Return whether the thread is alive. If the start of the thread was interrupted, wait until the thread runs."""
         return self._thread is not None and has_come_up(self._thread)
 
     def belongs_to_this_process(self) -> bool:
-        """Return False in a process that the host has forked."""
+        """Return False in a process that the calling program has forked."""
         return os.getpid() == self._pid
 
     def cancel_start(self) -> None:
-        """Keep the ranks from being started if the event loop does not run yet."""
+        """Prevent the start of the ranks if the event loop does not run yet."""
         self._is_cancelled = True
         set_spawning_popen(None)  # an exception may have interrupted the pickling of a call, which sets it
 
     def join(self) -> None:
-        """Wait until the thread has ended. Call this when `is_finished`, or when the end has been posted."""
+        """Wait until the thread has ended. Call this when `is_finished` is True, or after a command that ends the ranks."""
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()
             wait_for_thread_exit(self._thread.native_id)
 
     def close(self) -> None:
-        """Release all resources. Call this when `is_finished`, or when the thread has not been started and never will be."""
+        """Release all resources. Call this when `is_finished` is True, or if the thread will never be started."""
         self.is_finished = True
         try:
             self.output.close()
@@ -311,7 +313,7 @@ class WatcherThread:
             self._resources.close()
 
     def close_when_finished(self) -> None:
-        """Have the watcher thread call `close` when all ranks have ended."""
+        """Make the watcher thread call `close` when all ranks have ended."""
         self._closes_itself = True
         if self.is_finished:
             self.close()

@@ -7,16 +7,17 @@
       | <------------- DIVIDE ---------------- |   instead, if ITEMS cannot be unpickled: send them one by one
       | ----------- end of the stream -------> |   there are no more items
 
-They have a socket of their own, since the messages of the rank's channel go through the watcher thread. The socket keeps
-what a rank has sent before it died. So the caller knows at which item the rank died.
+These messages use a separate socket, since the messages of the rank's channel go through the watcher thread. If a rank dies,
+the caller can still read from the socket what the rank has sent. So the caller knows at which item the rank died.
 
-Before a rank begins an item it takes the item's token from a pipe. The caller can take tokens from the same pipe: an item
-whose token the caller has taken is never begun. So the caller can give it to another rank at any time, even while this rank
-is busy. When a rank has died, the tokens that are left show which items it had not begun. Tokens are numbers in ascending
-order; the first argument of ITEM and ITEMS is the token of the first item.
+Before a rank begins an item, it takes the item's token from a pipe. The caller can take tokens from the same pipe. The rank
+never begins an item whose token the caller has taken. So the caller can give this item to another rank, even while the first
+rank is busy. When a rank has died, the tokens in the pipe show which items it had not begun. Tokens are numbers in ascending
+order. The first argument of ITEM and ITEMS is the token of the first item.
 
-The socket is a SOCK_SEQPACKET: it keeps messages apart. The first byte of a message is its kind. A large pickle bundle
-travels in a file, whose descriptor is sent with the message (pickling/pickle_buffers.py).
+The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The first byte of a message is its kind.
+If the pickled data are large, they are sent in a file, whose descriptor is sent with the message
+(pickling/pickle_buffers.py).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     ItemMessage = tuple["ItemKind", bytes, list[int] | None]
 
 TOKEN = struct.Struct("<Q")
-MAX_TOKENS = 512  # of 8 bytes: so many a pipe takes at once everywhere, and in one piece (PIPE_BUF)
-READ_SIZE = 1 << 17  # bytes; a bundle that travels in the message itself has at most half of that
+MAX_TOKENS = 512  # of 8 bytes. Every system's pipe takes this many bytes at once, and in one piece (PIPE_BUF)
+READ_SIZE = 1 << 17  # bytes; a bundle in the message itself has at most half of that
 
 
 class ItemKind(enum.IntEnum):
-    """The kind of a message. A comment says what the body holds."""
+    """The kind of a message. The comment beside each kind describes the message's body."""
 
     READY = 1  # empty
     ITEM = 2  # the bundle of a call whose arguments are a token and the item; empty if the first descriptor is its file
@@ -53,13 +54,13 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The tokens of the items of one rank. Both processes may read them; each token is read once.
+    """The pipe with the tokens of one rank's items. Both processes may read from the pipe. Each token is read only once.
 
-    It can be pickled with a call. The rank gets the end for reading only.
+    A TokenPipe can be pickled as an argument of a call. The rank then gets only the reading end.
     """
 
     def __init__(self) -> None:
-        """Raise OSError if there are no descriptors left."""
+        """Open the pipe. Raises OSError if no descriptors are left."""
         self._reader, self._writer = Pipe(duplex=False)
         for end in (self._reader, self._writer):
             os.set_blocking(end.fileno(), False)
@@ -71,11 +72,11 @@ class TokenPipe:
         self._reader = self._writer = reader
 
     def write(self, first: int, count: int) -> None:
-        """Write tokens. The caller sees to it that there are never more than MAX_TOKENS in the pipe. Raises OSError."""
+        """Write tokens. The caller must never have more than MAX_TOKENS tokens in the pipe. Raises OSError."""
         os.write(self._writer.fileno(), b"".join(map(TOKEN.pack, range(first, first + count))))
 
     def take(self) -> int | None:
-        """Return the next token. None: there is none. Raises OSError."""
+        """Return the next token, or None if the pipe is empty. Raises OSError."""
         try:
             data = os.read(self._reader.fileno(), TOKEN.size)
         except BlockingIOError:
@@ -83,13 +84,13 @@ class TokenPipe:
         return int(TOKEN.unpack(data)[0]) if data else None
 
     def close(self) -> None:
-        """Close this process's ends. The other process may still read what is in the pipe."""
+        """Close the ends of the pipe in this process. The other process may still read the tokens in the pipe."""
         self._reader.close()
         self._writer.close()
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:
-    """Return the caller's end, which does not block, and the rank's end. Raises OSError."""
+    """Return the caller's end of a new socket pair, which does not block, and the rank's end. Raises OSError."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other
@@ -105,15 +106,16 @@ def send_message(channel: socket.socket, kind: ItemKind, body: bytes = b"", fds:
 
 
 def receive_message(channel: socket.socket) -> ItemMessage | None:
-    """Return the kind, the body and the descriptors of the next message; None at the end of the stream. Raises OSError.
+    """Return the kind, the body and the descriptors of the next message. Raises OSError.
 
-    The receiver closes the descriptors. They are None if this process may not open so many.
+    Return None at the end of the stream. The receiver must close the descriptors. Instead of a list of descriptors, None is
+    returned if this process may not open so many.
     """
     while True:
         try:
             data, fds, is_cut = receive_with_fds(channel, READ_SIZE, MAX_DESCRIPTORS)
             break
-        except ConnectionResetError:  # once, if a rank has died before it had received everything; its own messages follow
+        except ConnectionResetError:  # raised once if a rank died before it had received everything. Its messages follow
             continue
     while is_cut and fds:
         os.close(fds.pop())

@@ -1,4 +1,4 @@
-"""The multiprocessing.Process of a rank, and the data that a rank is started with.
+"""The class of a rank's multiprocessing.Process, and the data with which the watcher starts a rank.
 
 The watcher pickles a RankProcess and starts it (watcher/processes/process.py). In the child, spawn's `_bootstrap` calls
 `run`.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LaunchInfo:
-    """The data that a rank is started with: the fields of its Worker, and the numbers of its descriptors."""
+    """The data with which the watcher starts a rank, such as the fields of its Worker and the numbers of its descriptors."""
 
     __slots__ = (
         "capture_locals",
@@ -44,7 +44,7 @@ class LaunchInfo:
         preload: tuple[str, ...] = (),
         ignored_signals: tuple[int, ...] = (),
     ) -> None:
-        self.worker = worker  # its fields: importing the class takes time, and many ranks never need it
+        self.worker = worker  # the fields of the Worker: importing its class takes time, and many ranks never need it
         self.channel_fd = channel_fd
         self.slots_fd = slots_fd  # the memory file, see shared_memory.py
         self.slot = slot  # number of the rank's slot in that file
@@ -53,17 +53,19 @@ class LaunchInfo:
         self.capture_locals = capture_locals  # see mpwatch.run
         self.post_mortem = post_mortem  # see mpwatch.run
         self.preload = preload  # see mpwatch.WorkerGroup
-        self.ignored_signals = ignored_signals  # which are for the watcher alone, see ProcessPool
+        self.ignored_signals = ignored_signals  # signals that are only for the watcher, see ProcessPool
 
 
 class RankProcess(SpawnProcess):
-    """The process of a rank. The watcher starts it as a subclass that overrides `_Popen`; the child has this class.
+    """The process of a rank. In the watcher, it is an object of a subclass that overrides `_Popen`.
+
+    In the rank, it is an object of this class.
 
     Args:
         launch_info: the argument of the program's `main`.
         program: name of the module whose `main` the rank runs. It is a name, because the watcher never imports that module.
-        name: of the process.
-        start_method: the child's default start method; None: Python's default.
+        name: the name of the process.
+        start_method: the child's default start method. None means Python's default.
     """
 
     def __init__(self, launch_info: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:

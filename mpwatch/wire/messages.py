@@ -5,21 +5,21 @@
        | --- [STARTUP_OUTPUT] -------------------------> |   once, before the first call
        | --- [DESCRIPTORS ...] CALL -------------------> |   one call: see pickling/call_payload.py
        | <-- RETURNED ---------------------------------- |   the answer, if the function returned
-       | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if not: see exceptions/encoder.py
-       | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception just sent
+       | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if it raised: see exceptions/encoder.py
+       | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception that was just sent
        | <----------------- [DEBUGGER] ----------------- |   at the first breakpoint, from any thread
-       | <-------------- [COLLECTIVES ...] ------------- |   two, at the first process group, from any thread
+       | <-------------- [COLLECTIVES ...] ------------- |   twice, at the first process group, from any thread
        | <------------- [STOP_REQUESTED ...] ----------- |   mpwatch.request_stop(), from any thread
-       | ----------------- SHUTDOWN -------------------> |   or the watcher closes its end of the channel
+       | ----------------- SHUTDOWN -------------------> |   alternatively the watcher closes its end of the channel
        | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
 
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
-A message is sent as a frame: a header and a body. A large call or return value travels in a file. Then the body is empty,
-and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
+A message is sent as a frame, which is a header and a body. A large call or return value is sent in a file. Then the body is
+empty, and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
 
-The header carries a time of CLOCK_MONOTONIC. All processes of a machine share that clock, so the watcher can
-order the events of different ranks.
+The header contains a time of CLOCK_MONOTONIC. All processes of a machine share that clock, so the watcher can sort the
+events of different ranks by time.
 """
 
 import enum
@@ -29,13 +29,13 @@ import time
 HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
 CALL_NUMBER = struct.Struct("<Q")  # at the start of the body of CALL
 READY_BODY = struct.Struct("<iQ")  # the descriptor for stack dumps, and the main thread's identity in these dumps
-STACKS_END = b"(end of the stacks)\n"  # after the stacks of all threads, which a rank writes into its stack pipe
+STACKS_END = b"(end of the stacks)\n"  # a rank writes this line into its stack pipe after the stacks of all threads
 MAGIC = b"mpw1"
 MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_FD)
 
 
 class MessageKind(enum.IntEnum):
-    """The kind of a message. A comment says what the body holds; without a comment the body is empty."""
+    """The kind of a message. The comment beside a kind describes the body. Without a comment the body is empty."""
 
     READY = 1  # READY_BODY
     CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file
@@ -44,13 +44,13 @@ class MessageKind(enum.IntEnum):
     LOAD_FAILED = 5  # the same for an exception that was raised while the rank unpickled the call
     SHUTDOWN = 6
     EXIT_BLOCKED = 7  # text: the threads and processes that keep the rank from exiting
-    DESCRIPTORS = 8  # empty; some of the descriptors of the next CALL
+    DESCRIPTORS = 8  # empty; the message passes some of the descriptors of the next CALL
     FAILING = 9  # empty; the function has just raised. RAISED or LOAD_FAILED follows
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
-    DEBUGGER = 13  # empty, or b"inspector"; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
+    DEBUGGER = 13  # why it is opened; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
     COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
-    CALLED_COLLECTIVES = 15  # what a failed rank has called: RankCollectives.to_json(). Between FAILING and RAISED
+    CALLED_COLLECTIVES = 15  # the collectives of a failed rank: RankCollectives.to_json(). Sent between FAILING and RAISED
     STOP_REQUESTED = 16
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
@@ -58,9 +58,9 @@ class MessageKind(enum.IntEnum):
 class Message:
     """A received message.
 
-    `stamp` is the time in its header. `file` holds the content that came in a file instead of the body, or the error that
-    kept the watcher from reading that file. `fd` is the descriptor that came with DEBUGGER or COLLECTIVES. The receiver
-    closes it.
+    `stamp` is the time in the header. If the content came in a file instead of the body, `file` is this content. If the file
+    could not be read, `file` is the error. `fd` is the descriptor that came with DEBUGGER or COLLECTIVES. The receiver must
+    close `fd`.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
@@ -74,12 +74,12 @@ class Message:
 
 
 def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:
-    """Return the bytes of a message about an event at this time of CLOCK_MONOTONIC (default: now)."""
+    """Return the bytes of a message. `stamp` is the time of the event by CLOCK_MONOTONIC. The default is now."""
     return HEADER.pack(MAGIC, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
 
 
 def encode_call(number: int, body: bytes) -> bytes:
-    """Return the bytes of a CALL: the number of the call, and the pickle bundle."""
+    """Return the bytes of a CALL message, whose body is the number of the call and the pickle bundle."""
     return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
 
 
@@ -92,7 +92,7 @@ def is_whole_frame(kind: MessageKind, data: bytes) -> bool:
 
 
 def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
-    """Return the kind, the time and the length of the body. Raises ValueError for bytes that mpwatch did not write."""
+    """Return the message's kind, time and body length. Raises ValueError if mpwatch has not written these bytes."""
     magic, kind, stamp, length = HEADER.unpack_from(head)
     if magic != MAGIC:
         raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
@@ -100,13 +100,13 @@ def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
 
 
 class FrameDecoder:
-    """Builds messages from a stream of bytes. An incomplete message is never returned."""
+    """Builds messages from a stream of bytes. It never returns an incomplete message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that these bytes complete. Raises ValueError if the stream contains anything else."""
+        """Return the messages that are complete with these bytes. Raises ValueError if mpwatch has not written the bytes."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:

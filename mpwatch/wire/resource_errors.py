@@ -1,4 +1,7 @@
-"""Recognise that a resource has run out, and say what the user can do about it. Runs in the watcher and in the ranks."""
+"""Recognise errors that say that a resource has run out, and name a remedy.
+
+This module runs in the watcher and in the ranks.
+"""
 
 import errno
 import os
@@ -30,7 +33,7 @@ def is_resource_shortage(error: BaseException) -> bool:
 
 
 def with_remedy(what: str, error: BaseException) -> str:
-    """Return a text that says what failed, the cause, and the remedy if one is known."""
+    """Return an error text that says what failed and why. It names a remedy if mpwatch knows one for this error."""
     if isinstance(error, MemoryError):
         return f"{what}: there is not enough memory; free some, or let each rank load large data itself"
     number = error.errno if isinstance(error, OSError) else errno.EAGAIN if str(error) == NO_THREAD else None

@@ -1,4 +1,4 @@
-"""The memory that the watcher shares with each rank. It needs no channel, and it is still there when the rank is dead.
+"""The memory that the watcher shares with each rank. It needs no channel, and still exists when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
     a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
@@ -6,16 +6,18 @@
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
-- The black box holds the messages of a rank that has lost its channel. The rank writes the header of a frame (messages.py)
-  last, so an incomplete frame does not count. The watcher reads the black box when the rank is dead.
-- A heartbeat is one store of eight bytes. A rank can send heartbeats in its innermost loop, from any thread. The watcher
-  can read them at any time. While the rank writes a report, its checksum is wrong, and the watcher reads the report again.
-- The pids of children are those of the processes that the rank has started by multiprocessing, the last 1,014 of them. From
-  them the watcher knows whose files they are that torch has left in /dev/shm (watcher/processes/torch_files.py).
-- The number of the interrupted call says which call the watcher's last interrupt was meant for. See `PendingCall.number`.
-  A signal carries no such number, and it can arrive just after the rank has answered that call.
+- A rank that has lost its channel writes its messages into the black box. The rank writes the header of a frame
+  (messages.py) last, so the watcher ignores an incomplete frame. The watcher reads the black box when the rank is dead.
+- A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
+  watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. Then the
+  watcher reads the report again.
+- The pids of children are the pids of the last 1,014 processes that the rank has started by multiprocessing. With them the
+  watcher finds the files of these processes that torch has left in /dev/shm (watcher/processes/torch_files.py).
+- The number of the interrupted call is the number of the call for which the watcher has sent its last interrupt. See
+  `PendingCall.number`. A signal has no such number, and can arrive just after the rank has answered that call.
 
-A rank maps its slot and closes the descriptor. User code can close every descriptor (as a daemon does), but not a mapping.
+A rank maps its slot into memory and closes the descriptor. User code can close every descriptor (as a daemon does), but it
+cannot end a mapping.
 """
 
 from __future__ import annotations
@@ -42,31 +44,32 @@ SLOT_SIZE = 1 << 20  # only pages that are written take memory
 HEARTBEAT_SIZE = 4096
 CALL_NUMBER = struct.Struct("Q")
 PID = struct.Struct("=i")
-MAX_CHILD_PIDS = 1014  # so that the stop memory and the heartbeat memory begin at a page
+MAX_CHILD_PIDS = 1014  # with this number the stop memory and the heartbeat memory begin at a page
 CHILD_PIDS_SIZE = MAX_CHILD_PIDS * PID.size
 BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - HEARTBEAT_SIZE - CHILD_PIDS_SIZE - CALL_NUMBER.size
 STOP_AT = BLACK_BOX_SIZE  # where the stop memory begins in a slot
 HEARTBEAT_AT = STOP_AT + len(stop_step.CLEARED)
 CHILD_PIDS_AT = HEARTBEAT_AT + HEARTBEAT_SIZE
 
-# CLOCK_MONOTONIC; 0: no heartbeat yet; infinity: no heartbeat will follow. Native byte order: one store.
+# A time of CLOCK_MONOTONIC. It is 0 before the first heartbeat, and infinity if no heartbeat will follow. In native byte
+# order the time is written at once.
 HEARTBEAT_TIME = struct.Struct("d")
 REPORT_HEADER = struct.Struct("=II")  # checksum and length of the report
-NO_REPORT = struct.Struct("=dII")  # all before the report
+NO_REPORT = struct.Struct("=dII")  # everything before the report
 CLEARED = stop_step.CLEARED + bytes(NO_REPORT.size)  # the stop memory, and no heartbeat
 REPORT_START = struct.Struct("=dqqH")  # time, step, total, number of metrics
-METRIC = struct.Struct("=dH")  # value, length of the name; the name follows
+METRIC = struct.Struct("=dH")  # value, length of the name. Then the name follows
 MAX_REPORT_SIZE = HEARTBEAT_SIZE - HEARTBEAT_TIME.size - REPORT_HEADER.size
 NO_COUNT = -(1 << 63)  # a step or total of None
 MAX_READS = 100  # attempts to read a complete report; writing one takes less than a microsecond
 ENCODING = ("utf-8", "surrogatepass")
-UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # else a mapping keeps a descriptor
+UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # so that mmap keeps no descriptor
 
 # --- The slot ---
 
 
 def open_slot(fd: int, slot: int) -> mmap.mmap:
-    """In the rank: map its slot and close the descriptor. Raises OSError."""
+    """In the rank: map the rank's slot into memory and close the descriptor. Raises OSError."""
     try:
         return mmap.mmap(fd, SLOT_SIZE, offset=slot * SLOT_SIZE)
     finally:
@@ -74,7 +77,10 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear the slot of a dead rank for the next rank. Pages that were never written take no memory."""
+    """In the watcher: clear the slot of a dead rank for the next rank. Do not write zeros to unused pages.
+
+    Pages that were never written take no memory.
+    """
     zeros = bytes(BLACK_BOX_SIZE)
     if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
         os.pwrite(fd, zeros, slot * SLOT_SIZE)
@@ -82,12 +88,12 @@ def clear_slot(fd: int, slot: int) -> None:
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
-    """In the watcher: write the number of the call to be interrupted, before the signal is sent."""
+    """In the watcher: write the number of the call that a signal is for. Do this before the signal is sent."""
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 
 
 def read_interrupted_call(memory: mmap.mmap) -> int:
-    """In the rank: return the number of the last call that the watcher interrupted; 0 if there was none."""
+    """In the rank: return the number of the last call that the watcher has interrupted. Return 0 if there is none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
 
@@ -96,7 +102,7 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
 
 
 class ChildPidsWriter:
-    """In the rank: the writer of the pids of its children.
+    """In the rank: writes the pids of the rank's children.
 
     Args:
         memory: the rank's slot.
@@ -107,7 +113,7 @@ class ChildPidsWriter:
         self._numbers = count()
 
     def append(self, pid: int) -> None:
-        """Write a pid in place of the oldest one. Any thread may call this."""
+        """Write a pid. If there are MAX_CHILD_PIDS pids, replace the oldest one. Any thread may call this."""
         PID.pack_into(self._memory, CHILD_PIDS_AT + next(self._numbers) % MAX_CHILD_PIDS * PID.size, pid)
 
 
@@ -121,7 +127,7 @@ def read_child_pids(fd: int, slot: int) -> set[int]:
 
 
 class BlackBox:
-    """In the rank: the writer of its black box.
+    """In the rank: writes messages into the rank's black box.
 
     Args:
         memory: the rank's slot.
@@ -132,7 +138,7 @@ class BlackBox:
         self._used = 0
 
     def append(self, frame: bytes) -> bool:
-        """Write a frame behind the others. Return False if there is no room for it."""
+        """Write a frame after the other frames. Return False if there is no room for it."""
         start, end = self._used, self._used + len(frame)
         if end > BLACK_BOX_SIZE:
             return False
@@ -144,7 +150,10 @@ class BlackBox:
 
 
 def read_black_box(fd: int, slot: int) -> list[Message]:
-    """In the watcher: read the messages of a dead rank. Raises ValueError if the rank has overwritten them."""
+    """In the watcher: read the messages in the black box of a dead rank.
+
+    Raises ValueError if code in the rank has overwritten the messages.
+    """
     messages = []
     at, end = slot * SLOT_SIZE, slot * SLOT_SIZE + BLACK_BOX_SIZE
     while len(head := os.pread(fd, min(HEADER.size, end - at), at)) == HEADER.size and any(head):
@@ -161,7 +170,7 @@ def read_black_box(fd: int, slot: int) -> list[Message]:
 
 
 class HeartbeatSample:
-    """The heartbeat memory at one moment: the time of the last heartbeat, if any, and the last report, if any."""
+    """The content of a rank's heartbeat memory: the time of the last heartbeat or None, and the last report or None."""
 
     __slots__ = ("beat_at", "report")
 
@@ -171,7 +180,7 @@ class HeartbeatSample:
 
 
 class HeartbeatWriter:
-    """In the rank: the writer of its heartbeats and reports.
+    """In the rank: writes the rank's heartbeats and reports.
 
     Args:
         memory: the rank's slot.
@@ -186,32 +195,32 @@ class HeartbeatWriter:
     def stop(self) -> None:
         """Write that no heartbeat will follow, because the function has returned.
 
-        Nothing is written if the rank has sent no heartbeat at all.
+        If the rank has never sent a heartbeat, write nothing.
         """
         if HEARTBEAT_TIME.unpack_from(self._memory, HEARTBEAT_AT)[0]:
             HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, math.inf)
 
     def write_report(self, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
-        """Write a report; it counts as a heartbeat. Raises ValueError if the report is too large."""
+        """Write a report, which also counts as a heartbeat. Raises ValueError if the report is too large."""
         now = time.monotonic()
         body = _encode_report(now, step, total, metrics)
         if len(body) > MAX_REPORT_SIZE:
             raise ValueError(
                 f"report() got {len(metrics)} metrics that take {len(body)} bytes; there is room for {MAX_REPORT_SIZE}"
             )
-        # One slice assignment, so no other thread of this process can write in between.
+        # This is one slice assignment, so no other thread of this process can write meanwhile.
         record = HEARTBEAT_TIME.pack(now) + REPORT_HEADER.pack(crc32(body), len(body)) + body
         self._memory[HEARTBEAT_AT : HEARTBEAT_AT + len(record)] = record
 
 
 def read_heartbeat_time(fd: int, slot: int) -> float | None:
-    """In the watcher: return the time of the last heartbeat; None if there was none."""
+    """In the watcher: return the time of the rank's last heartbeat, or None if it has sent none."""
     (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(fd, HEARTBEAT_TIME.size, slot * SLOT_SIZE + HEARTBEAT_AT))
     return heartbeat_at or None
 
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
-    """In the watcher: return the last heartbeat and report. A report with a wrong checksum is left out."""
+    """In the watcher: return the rank's last heartbeat and report. Leave out a report with a wrong checksum."""
     return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT))
 
 
@@ -231,7 +240,7 @@ def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
 
 
 def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: prepare the slot of an idle rank for a call: there is no heartbeat, and no request to stop."""
+    """In the watcher: prepare the slot of an idle rank for a call. Clear the last heartbeat and the request to stop."""
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
@@ -241,17 +250,19 @@ def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
 
 
 class SlotsMemory:
-    """In the watcher's process: all slots, mapped. Any thread may use it. The methods raise ValueError after `close`.
+    """Maps the slots of all ranks into the memory of the watcher process. Any thread may use it.
+
+    The methods raise ValueError after `close`. The constructor raises OSError if the file cannot be mapped.
 
     Args:
-        fd: the file of the slots. Raises OSError if it cannot be mapped.
+        fd: the file of the slots.
     """
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, 0, **UNTRACKED)
 
     def prepare_slot(self, slot: int) -> None:
-        """Do what the function of this name does."""
+        """Prepare the slot of an idle rank for a call, like the function `prepare_slot`."""
         at = slot * SLOT_SIZE + STOP_AT
         self._memory[at : at + len(CLEARED)] = CLEARED
 
@@ -261,7 +272,7 @@ class SlotsMemory:
         return _read_heartbeat(lambda size: self._memory[at : at + size])
 
     def close(self) -> None:
-        """End the mapping, and close its descriptor."""
+        """End the mapping, and close the mapping's descriptor."""
         self._memory.close()
 
 

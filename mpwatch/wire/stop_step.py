@@ -6,23 +6,24 @@
     watcher                                         a rank at should_stop(step)
        |                                               |   asked = step; the state is NONE: False
        |   state = HOLD                                |
-       | --------------------------------------------> |   asked = the step before; wait
-       |   after HOLD_SECONDS: read `asked` of each    |
+       | --------------------------------------------> |   asked = the previous step; wait
+       |   after HOLD_SECONDS: read all ranks' `asked` |
        |   agreed = the highest; state = AGREED        |
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-`asked` is the last step about which the rank has got the answer False, or gets it now. A rank that reads NONE has written
-`asked` before. So when the watcher reads `asked`, it knows each step that a rank has passed, and no rank passes a further
-one. A processor may let the rank read `state` before other processors see `asked`; that lasts much less than HOLD_SECONDS.
+`asked` is the last step for which the rank has got the answer False, or gets it now. If a rank reads the state NONE, it has
+written `asked` before. So when the watcher reads `asked`, it sees each step that a rank has passed, and no rank passes a
+further step. The rank's processor may read `state` before other processors see the new `asked`. This delay is much shorter
+than HOLD_SECONDS.
 
-On several nodes the watchers agree on the highest step of all nodes, and the ranks wait for that (multinode/leader.py).
+On several nodes the watchers agree on the highest step of all nodes, and the ranks wait for this step (multinode/leader.py).
 
-A rank that never asks does not keep the others waiting: it has passed no step. A rank that has returned has passed its last
-step.
+The other ranks do not wait for a rank that never calls `should_stop`, since it has passed no step. A rank that has returned
+has passed its last step.
 
-A step that is lower than the one before begins a new round of steps, such as an epoch. `asked` and `agreed` count the steps
-of all rounds: the first step of a round follows the last one of the round before.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. `asked` and `agreed` count the
+steps of all rounds. The first step of a round comes after the last step of the previous round.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import mmap
 
-WORD = struct.Struct("q")  # native: eight bytes, which are written and read at once
+WORD = struct.Struct("q")  # in native byte order the eight bytes are written and read at once
 ASKED, AGREED_STEP, STOPPED, STATE = range(4)  # the words of the stop memory
 NO_STEP = -(1 << 63)
 NONE, HOLD, AGREED = range(3)  # the states
 CLEARED = struct.pack("qqqq", NO_STEP, NO_STEP, NO_STEP, NONE)
 HOLD_SECONDS = 0.002
-POLL_SECONDS = 0.0005  # how often a rank looks whether the step has been agreed on
+POLL_SECONDS = 0.0005  # a waiting rank reads the state this often
 
 
 class StopReader:
-    """In the rank: the answers to `should_stop`. Only one thread of the rank asks.
+    """In the rank: answers `should_stop`. Only one thread of the rank may call it.
 
     Args:
         memory: the rank's slot.
-        start: where its stop memory begins, in bytes.
+        start: the offset of the stop memory in the slot, in bytes.
     """
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
@@ -57,12 +58,12 @@ class StopReader:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forget the steps of the previous call. The watcher has cleared the memory."""
+        """Forget the steps of the previous call. The watcher has already cleared the stop memory."""
         self._last_step = NO_STEP
-        self._offset = 0  # the steps of the rounds before this one
+        self._offset = 0  # the number of steps in all previous rounds
 
     def should_stop(self, step: int) -> bool:
-        """Return whether the ranks stop before this step. Raises ValueError for a step of more than 64 bits."""
+        """Return whether the ranks stop before this step. Raises ValueError if the step has more than 64 bits."""
         if step < self._last_step:
             self._begin_round(step)
         try:
@@ -93,11 +94,11 @@ class StopReader:
 
 
 class StopMemory:
-    """In the watcher: the stop memory of one rank. It stays readable when the rank is dead.
+    """In the watcher: reads and writes the stop memory of one rank. This also works when the rank is dead.
 
     Args:
         fd: the file of the slots.
-        start: where the stop memory of the rank begins, in bytes.
+        start: the offset of the rank's stop memory in the file, in bytes.
     """
 
     def __init__(self, fd: int, start: int) -> None:
@@ -105,20 +106,20 @@ class StopMemory:
         self._start = start
 
     def hold(self) -> None:
-        """Let the rank wait at its next question, until `agree`."""
+        """Let the rank wait at its next call of `should_stop` until `agree` is called."""
         self._write(STATE, HOLD)
 
     def agree(self, step: int | None) -> None:
-        """Let the rank stop at its first step above this one. None: at its next question."""
+        """Let the rank stop at its first step after this step. If it is None, stop at the next call of `should_stop`."""
         self._write(AGREED_STEP, NO_STEP if step is None else step)
         self._write(STATE, AGREED)
 
     def read_passed_step(self) -> int | None:
-        """Return the last step that the rank has passed. None: it has passed none."""
+        """Return the last step that the rank has passed, or None if it has passed no step."""
         return self._read(ASKED)
 
     def read_stopped_step(self) -> int | None:
-        """Return the first step at which the rank was told to stop. None: it was not."""
+        """Return the first step for which `should_stop` has returned True in the rank, or None if there is none."""
         return self._read(STOPPED)
 
     def _write(self, word: int, value: int) -> None:

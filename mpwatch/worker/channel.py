@@ -1,8 +1,8 @@
-"""The rank's end of the channel to the watcher. Runs in the rank's main thread.
+"""The rank's end of the channel to the watcher. This module runs in the rank's main thread.
 
-User code can close the channel's descriptor by its number. The next file that it opens then gets that number. So the channel
-checks before each use that the number still refers to its socket. An answer that cannot be sent goes into the black box
-(wire/shared_memory.py).
+User code can close the channel's descriptor by its number. The next file that the process opens then gets this number. So
+the channel checks before each use that the number still refers to the channel's socket. An answer that cannot be sent is
+written into shared memory, the "black box" (wire/shared_memory.py).
 """
 
 import os
@@ -20,11 +20,11 @@ READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """A blocking channel. Only the rank's main thread may use it, except for `send_socket` and `request_stop`.
+    """A blocking channel. Only the rank's main thread may use it. Other threads may call `send_socket` and `request_stop`.
 
     Args:
         fd: the descriptor of a connected Unix socket.
-        black_box: receives what can no longer be sent.
+        black_box: the shared memory for messages that can no longer be sent.
     """
 
     def __init__(self, fd: int, black_box: BlackBox) -> None:
@@ -35,13 +35,13 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self._black_box = black_box
-        self._received = b""  # that has not been returned
+        self._received = b""  # bytes that no method has returned yet
         self._reserved_fd = -1
         self._lock = threading.Lock()  # one message at a time
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message, or write it into the black box. Return False if neither is possible."""
+        """Send a message, or write the message into the black box. Return False if both are impossible."""
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:
@@ -57,15 +57,18 @@ class Channel:
         """Send a message with a file instead of a body, as `send` does. Raises OSError if the file cannot be passed."""
         fd = file.fileno()
         if not self._is_open():
-            content = os.pread(fd, BLACK_BOX_SIZE, 0)  # so much that `append` refuses it, if the file is longer
+            content = os.pread(fd, BLACK_BOX_SIZE, 0)  # if the file is longer, `append` refuses this content
             return self._black_box.append(encode_frame(kind, content, stamp))
         return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
 
     def send_socket(self, kind: MessageKind, fd: int, body: bytes) -> bool:
-        """Send DEBUGGER or COLLECTIVES with this descriptor, in any thread. Return False if that is not possible."""
+        """Send a message of the kind DEBUGGER or COLLECTIVES with this descriptor. Return False if it cannot be sent.
+
+        Any thread may call this method.
+        """
         try:
             return self._is_open() and self._send_with_fd(encode_frame(kind, body), fd)
-        except OSError:  # the main thread has just detached it
+        except OSError:  # the main thread has just detached the channel's descriptor
             return False
 
     def _send_with_fd(self, data: bytes, fd: int) -> bool:
@@ -78,9 +81,9 @@ class Channel:
         return True
 
     def request_stop(self) -> None:
-        """Send STOP_REQUESTED. Any thread and any signal handler may do it.
+        """Send STOP_REQUESTED. Any thread and any signal handler may call this method.
 
-        If a message is just being sent, the request follows it: a signal handler may have interrupted that.
+        A signal handler may interrupt the code that sends another message. Then the request is sent after that message.
         """
         self._is_stop_unsent = True
         self._send_stop_request()
@@ -93,7 +96,10 @@ class Channel:
                     write_all(self._fd, encode_frame(MessageKind.STOP_REQUESTED))
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
-        """Wait for a call. Return its number and the arguments for `call_payload.unpack`. None: no call will follow."""
+        """Wait for a call. Return the call's number and the arguments for `call_payload.unpack`.
+
+        Return None if no call will follow.
+        """
         if not self._is_open():
             return None
         try:
@@ -113,7 +119,7 @@ class Channel:
                 if not data:
                     return None
                 self._received += data
-                fds += more  # of the frame that these bytes end: recvmsg reads nothing that follows descriptors
+                fds += more  # they belong to the frame that ends here: recvmsg reads nothing that follows descriptors
                 has_all &= not is_cut
                 continue
             kind, body = frame
@@ -131,7 +137,7 @@ class Channel:
         return number, body[CALL_NUMBER.size :], fds if has_all else None
 
     def _take_frame(self) -> tuple[MessageKind, bytes] | None:
-        """Return the kind and the body of the next message. None: it has not arrived yet."""
+        """Return the kind and the body of the next message. Return None if the message has not arrived completely."""
         if len(self._received) < HEADER.size:
             return None
         kind, _, length = parse_header(self._received)
@@ -142,16 +148,19 @@ class Channel:
         return kind, body
 
     def detach(self) -> None:
-        """Leave the descriptor open; the kernel closes it at exit. Its number may belong to a file of user code by now."""
+        """Leave the descriptor open until the kernel closes it at exit.
+
+        User code may have closed the descriptor. Then its number may belong to another file now, which must stay open.
+        """
         self._socket.detach()
 
     def reserve_fd(self) -> None:
-        """Open a spare descriptor. The function may use up all others, and an answer needs one."""
+        """Open a spare descriptor. An answer needs a free descriptor, and the user's function may use up all of them."""
         if self._reserved_fd == -1:
             self._reserved_fd = os.dup(self._fd)
 
     def release_reserved_fd(self) -> None:
-        """Close the spare descriptor, unless user code has closed it and its number belongs to a file by now."""
+        """Close the spare descriptor. If user code has closed it, its number may belong to another file. Leave that open."""
         if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
             os.close(self._reserved_fd)
         self._reserved_fd = -1
@@ -173,9 +182,9 @@ def _read_identity(fd: int) -> tuple[int, int]:
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write to stderr what the interpreter printed before it had that stderr.
+    """Write to the rank's stderr what the interpreter printed before this stderr was set up.
 
-    The rank does it, and not the watcher, because writing blocks if nobody reads.
+    This code runs in the rank, because writing blocks while no process reads. The watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

@@ -1,19 +1,20 @@
-"""Answers which collectives this rank has called, and where its main thread is. Runs in a rank, in a thread of its own.
+"""Answers which collectives this rank has called, and where its main thread is. This module runs in a rank.
 
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
     the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
-The thread is started when the rank makes its first process group. It answers while the main thread waits in C++ code. It
-cannot answer while another thread holds the GIL.
+The thread is started when the rank makes its first process group. The thread can answer while the main thread waits in C++
+code. It cannot answer while another thread holds the GIL.
 
-torch can give a process group the name of one that was destroyed, and numbers its collectives from 1 again. So this module
-notes how far the recorder was when a group was made, and forgets the older calls of that name. A "world" is what
-`init_process_group` makes: the ranks of the default group, and the groups that are made of them.
+torch can give a new process group the name of a destroyed group. torch then numbers the collectives of the new group from 1
+again. So this module notes the number of the recorder's next record when a group is made. It ignores older records with the
+group's name. A "world" is what `init_process_group` makes: the ranks of the default group, and all groups of these ranks.
 
-The crash socket lets the watcher ask a rank that is dying. gloo ends a rank by abort() if its peers send another number of
-bytes. Then faulthandler writes the stack of the crash into this socket, whose buffer is so small that the write blocks until
-the watcher reads. The watcher first asks for the collectives, and then reads (watcher/processes/collective_sockets.py). So
-the process is held for 0.1 s at most, and dies by its own signal. If the watcher is dead, the write fails at once.
+The crash socket lets the watcher ask a dying rank for its collectives. For example, gloo ends a rank by abort() if its peers
+send another number of bytes than it expects. Then faulthandler writes the stack of the crash into this socket. The socket's
+buffer is so small that the write blocks until the watcher reads. The watcher first asks for the collectives, and then reads
+(watcher/processes/collective_sockets.py). So the process lives 0.1 s longer at most, and dies by its own signal. If the
+watcher is dead, the write fails at once.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
     from mpwatch.worker.channel import Channel
 
 BATCH_OF_POINT_TO_POINT = "batch_isend_irecv"  # the function of torch.distributed
-MAX_COLLECTIVES = 64  # in an answer: those that were called last
-MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_group")  # that this torch has
+MAX_COLLECTIVES = 64  # in an answer, which has the collectives that were called last
+MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_group")  # older versions of torch lack some
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
 ROOT_ARGUMENTS = ("src", "dst")
 GROUP_ROOT_ARGUMENTS = ("group_src", "group_dst")  # ranks within the group
-# The names of torch's types in the flight recorder, where they differ from those in Python by more than the case.
+# The names of torch's dtypes in the flight recorder, where they differ from the names in Python by more than upper case.
 DTYPE_NAMES = {
     "Byte": "uint8",
     "Char": "int8",
@@ -72,16 +73,16 @@ LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the othe
 
 @dataclass(frozen=True)
 class _Group:
-    """What was noted when a process group was made."""
+    """Facts about a process group, which were noted when the group was made."""
 
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
     number: int  # among the groups of this name in the world, from 1
-    first_records: Mapping[str, int]  # the number of the group's first possible record, by backend
+    first_records: Mapping[str, int]  # from each backend to the number of the first record that can be the group's
 
 
 _has_started = False
-_groups: dict[str, _Group] = {}  # that were made in the present world, by torch's name for them. Some may be destroyed
+_groups: dict[str, _Group] = {}  # all groups that were made in the present world, even destroyed ones, by torch's name
 _world: tuple[str, int | None] = "", None  # the name of the present world, and the rank in it
 _worlds: Counter[str] = Counter()  # how many worlds this process has had with the same store
 _requests: socket.socket | None = None
@@ -89,7 +90,10 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Let the functions of torch.distributed that make process groups start the thread, and note the new groups."""
+    """Replace the functions of torch.distributed that make process groups. The new ones also start the thread.
+
+    They note each new group, too.
+    """
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
             setattr(module, name, _note_groups(getattr(module, name), channel))
@@ -131,13 +135,13 @@ def _get_next_records() -> dict[str, int]:
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
-    """Return whether this is no call of a destroyed group whose name another one has now."""
+    """Return False if this is a call of a destroyed group, and a newer group has the same name."""
     group = _groups.get(entry["process_group"][0])
     return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
 
 def start(channel: Channel) -> None:
-    """Start the thread, unless it runs. Without it, for want of descriptors or threads, the watcher has the stacks alone."""
+    """Start the thread, unless it runs. If no descriptor or no thread is left, the watcher gets only the stacks."""
     global _has_started, _requests
     if _has_started or not torch_private.has_flight_recorder():
         return
@@ -151,7 +155,7 @@ def start(channel: Channel) -> None:
 
 
 def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
-    """Return one end of a new socket pair; the watcher gets the other one. Raises OSError."""
+    """Return one end of a new socket pair, and send the other end to the watcher. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
         if not channel.send_socket(MessageKind.COLLECTIVES, theirs.fileno(), purpose):
@@ -160,17 +164,20 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
 
 
 def send_before_failure(channel: Channel) -> None:
-    """Send the watcher the collectives of this rank, in the main thread. The watcher may stop a failed rank at once."""
+    """Send the watcher the collectives of this rank before its failure, since the watcher may stop a failed rank at once.
+
+    The main thread calls this function.
+    """
     with suppress(Exception):  # another version of torch may record something else
         if _has_started:
             channel.send(MessageKind.CALLED_COLLECTIVES, describe_rank().to_json().encode())
 
 
 def answer_last_request() -> None:
-    """Answer a request that has come, in the main thread. The other thread dies when the main thread exits."""
+    """Answer a request that has come. The main thread calls this before it exits, since the other thread then dies."""
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
-            with suppress(OSError):  # there is none, or the watcher is dead
+            with suppress(OSError):  # there is no request, or the watcher is dead
                 _answer_one(_requests)
         finally:
             _lock.release()
@@ -179,12 +186,17 @@ def answer_last_request() -> None:
 def _answer_requests(requests: socket.socket) -> None:
     with suppress(OSError):  # the watcher is dead
         while requests.recv(1, socket.MSG_PEEK):
-            with _lock, suppress(BlockingIOError):  # the main thread has taken it
+            with _lock, suppress(BlockingIOError):  # the main thread has taken the request
                 _answer_one(requests)
 
 
 def _answer_one(requests: socket.socket) -> None:
-    """Take a request and answer it. Raises BlockingIOError if there is none, or OSError."""
+    """Take a request and answer it.
+
+    Raises:
+        BlockingIOError: there is no request.
+        OSError: the watcher is dead.
+    """
     if requests.recv(1, socket.MSG_DONTWAIT):
         try:
             answer = describe_rank().to_json().encode()
@@ -220,12 +232,15 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
     oldest: dict[str, int] = {}
     for entry in recorded:
         oldest.setdefault(_get_backend(entry), entry["record_id"])
-    groups = list(_groups.values())  # a copy, since the main thread may make one
+    groups = list(_groups.values())  # a copy, since the main thread may make a group meanwhile
     return any(group.first_records.get(backend, 0) < number for backend, number in oldest.items() for group in groups)
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the call in which the main thread waits, or None. Other threads may have called others."""
+    """Return the index of the collective in which the main thread waits, or None if it waits in none of them.
+
+    Other threads may have called some of these collectives.
+    """
     if not frames or not torch_private.is_of_torch(frames[0].f_code):
         return None
     frame = next(filter(_is_of_distributed, frames), None)
@@ -242,9 +257,9 @@ def _is_of_distributed(frame: FrameType) -> bool:
 
 
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries, but only the last one of those with the same number.
+    """Return the entries. If several entries have the same number, return only the last one of them.
 
-    NCCL records each call of a batch, and then the batch itself with the same number. Only that one's state changes.
+    NCCL records each call of a batch, and then the batch itself with the same number. Only the batch's state changes.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -263,7 +278,7 @@ def _get_number(entry: Mapping[str, Any]) -> int:
 
 
 def _select_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the latest entries, and the latest one of each process group."""
+    """Return the latest entries, and the latest entry of each process group."""
     last_of_group = {entry["process_group"]: number for number, entry in enumerate(entries)}.values()
     latest = range(max(0, len(entries) - MAX_COLLECTIVES), len(entries))
     return [entries[number] for number in sorted({*last_of_group, *latest})]
@@ -280,7 +295,7 @@ def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
-    """Return an entry of the flight recorder as a Collective. `now` is in nanoseconds since 1970, as its times are."""
+    """Convert an entry of the flight recorder to a Collective. `now` is the time in nanoseconds since 1970."""
     group, description = entry["process_group"]
     noted = _groups.get(group)
     is_default = "default_pg" in (description, noted and noted.description)
@@ -303,7 +318,7 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
 
 
 def _get_operation(entry: Mapping[str, Any]) -> str:
-    """Return the name of the operation. NCCL's names of point-to-point operations have the ranks, too: `recv 0<-1`."""
+    """Return the name of the operation without ranks. NCCL's names of point-to-point operations have them: `recv 0<-1`."""
     name = str(entry["profiling_name"]).partition(":")[2].partition(" ")[0]
     return BATCH_OF_POINT_TO_POINT if entry["is_p2p"] and name == "coalesced" else name
 
@@ -313,7 +328,10 @@ def _name_dtype(name: str) -> str:
 
 
 def _format_user_place(frames: list[FrameType]) -> str:
-    """Return the innermost frame of user code, or an empty string. `frames` begins with the innermost one."""
+    """Return the place of the innermost frame of user code, or "" if there are no frames.
+
+    `frames` begins with the innermost frame.
+    """
     if not frames:
         return ""
     frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]
@@ -321,7 +339,7 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root, which the recorder does not have, if the main thread is in that call."""
+    """Add the reduction and the root to the collective that the main thread is in. The recorder does not have them."""
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

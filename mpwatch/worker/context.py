@@ -1,6 +1,6 @@
-"""What the function can ask and report in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`, `request_stop`.
+"""Functions for user code in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`, `request_stop`.
 
-Runs in a rank. Every user of mpwatch imports it, so it imports nothing heavy.
+This module runs in a rank. Every user of mpwatch imports this module, so it imports no large modules.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from mpwatch.wire.shared_memory import HeartbeatWriter
     from mpwatch.wire.stop_step import StopReader
 
-_fields: dict[str, Any] | None = None  # of this rank's Worker; None outside a rank
+_fields: dict[str, Any] | None = None  # the fields of this rank's Worker; None outside a rank
 _worker: Worker | None = None
 _heartbeats: HeartbeatWriter | None = None
 _stop_reader: StopReader | None = None
 _request_stop: Callable[[], object] | None = None
-_is_stop_requested = False  # by this rank, in the present call
+_is_stop_requested = False  # whether this rank has requested a stop in the present call
 
 
 def set_rank(
     fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], object]
 ) -> None:
-    """Make this process a rank. A process that it forks sends no heartbeats, and neither stops nor asks others to stop.
+    """Make this process a rank. In a process that the rank forks, `heartbeat` and the stop functions have no effect.
 
     Args:
-        fields: of its Worker.
-        heartbeats: writes its heartbeats.
-        stop_reader: knows when it stops.
+        fields: the fields of the rank's Worker.
+        heartbeats: writes the rank's heartbeats.
+        stop_reader: knows at which step the rank stops.
         request_stop: asks the watcher to stop all ranks.
     """
     global _fields, _heartbeats, _stop_reader, _request_stop
@@ -67,8 +67,8 @@ def stop_heartbeats() -> None:
 def current_worker() -> Worker:
     """Return the Worker of the rank in which this code runs: its rank, local_rank, world_size and so on.
 
-    `state` is a dict for the function's own use. Every call returns the same object, in every thread. Raises RuntimeError
-    outside a rank.
+    The Worker's `state` is a dict in which the function may keep anything. Every call of `current_worker` returns the same
+    Worker, in every thread. `current_worker` raises RuntimeError outside a rank.
     """
     global _worker
     if _worker is None:
@@ -81,7 +81,10 @@ def current_worker() -> Worker:
 
 
 def choose_part(count: int) -> int:
-    """Return which of the `count` values of a PerRank is for this rank. Raises ValueError."""
+    """Return the index of this rank's value among the `count` values of a PerRank.
+
+    Raises ValueError if `count` is neither the number of ranks of the job nor that of this node.
+    """
     worker = current_worker()
     if count == worker.world_size:
         return worker.rank
@@ -96,8 +99,8 @@ def choose_part(count: int) -> int:
 def heartbeat() -> None:
     """Report to the watcher that this rank makes progress. `heartbeat_timeout` applies from the first heartbeat on.
 
-    It takes less than a microsecond and works in any thread. It does nothing outside a rank, or in a process that a rank
-    has forked.
+    A heartbeat takes less than a microsecond and works in any thread. Outside a rank, and in a process that a rank has
+    forked, `heartbeat()` does nothing.
     """
     if _heartbeats is not None:
         _heartbeats.write_heartbeat()
@@ -106,15 +109,18 @@ def heartbeat() -> None:
 def report(*, step: int | None = None, total: int | None = None, **metrics: float) -> None:
     """Report the progress of this rank. The last report is in `RunResult.progress`, even if the rank fails.
 
-    A report counts as a heartbeat. It takes a few microseconds and works in any thread. It does nothing outside a rank, or
-    in a process that a rank has forked.
+    A report counts as a heartbeat. A report takes a few microseconds and works in any thread. Outside a rank, and in a
+    process that a rank has forked, `report()` does nothing.
 
     Args:
         step: number of steps done.
         total: number of steps to do.
-        metrics: numbers by name. Arrays and tensors with one element count as numbers; one on a GPU makes this call wait.
+        metrics: the names and values of the metrics. A value may also be an array or a tensor with one element. If the
+            tensor is on a GPU, `report()` waits for the GPU.
 
-    Raises TypeError for a value that is not a number, ValueError for a report of more than about 4,000 bytes.
+    Raises:
+        TypeError: a value is not a number.
+        ValueError: the report has more than about 4,000 bytes.
     """
     if _heartbeats is not None:
         numbers = {name: value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
@@ -122,25 +128,26 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
 
 
 def should_stop(step: int) -> bool:
-    """Return whether this rank should save and return now, before it does this step.
+    """Return whether this rank should save its state and return now, before it does this step.
 
-    The answer is False until a stop is requested: by a signal in `stop_signals`, by `request_stop()` or by `stop_after`.
-    Then it is True on all ranks at one and the same step: the first one that no rank has passed. So all ranks can save the
-    same state, and no rank waits in a collective for one that has stopped:
+    The answer is False until a signal in `stop_signals`, `request_stop()` or `stop_after` requests a stop. After that the
+    answer becomes True on all ranks at the same step: the first step that no rank has passed. So all ranks can save the same
+    state, and no rank waits in a collective for a rank that has stopped:
 
         for step in range(first_step, steps):
             if mpwatch.should_stop(step):
                 return save(step)
             train(step)
 
-    Ask in every rank at the same steps, in one thread. A step that is lower than the one before begins a new epoch: its
-    steps follow those of the epoch before. A rank that has returned, or that never asks, does not keep the others waiting.
-    If a rank has returned after its last step, the others go on to that step, and may end without the answer True. With
-    scope="worker" ranks do not communicate, so each rank stops at its own next step.
+    Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
+    a new epoch begins: its steps come after all steps of the previous epoch. The other ranks do not wait for a rank that has
+    returned, or that never calls `should_stop`. If a rank has returned after its last step, the other ranks go on to that
+    step. Then they may end although `should_stop` has never returned True. With scope="worker" ranks do not communicate, so
+    each rank stops at its own next step.
 
-    It takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds until the step is agreed
-    on; on several nodes some tenths of a second, or `node_timeout` if a node is lost. Outside a rank, and in a process that
-    a rank has forked, the answer is False.
+    A call takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds until the ranks
+    agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank waits for
+    `node_timeout`. Outside a rank, and in a process that a rank has forked, the answer is False.
 
     Args:
         step: the number of the step that comes next.
@@ -155,19 +162,20 @@ def should_stop(step: int) -> bool:
 
 
 def request_stop() -> bool:
-    """Ask all ranks to save and return: `should_stop` becomes True on all of them at one and the same step.
+    """Ask all ranks to save their state and return: `should_stop` becomes True on all ranks at the same step.
 
-    In a rank it is for all ranks of the run, on all nodes, or of the call of a WorkerGroup; not for ranks that this rank has
-    started itself. In the process that has started ranks it is for all runs and calls that are under way. Any thread, any
-    observer and any signal handler may call it. See `RunHandle.request_stop` and `CallHandle.request_stop` for one run or
-    call. A further request changes nothing. `mpwatch.map` goes on with its items: leave its loop to end it.
+    In a rank, the request is for all ranks of its run, on all nodes. In a call of a WorkerGroup, it is for all ranks of that
+    call. It is not for ranks that this rank has started itself. In the process that has started ranks, the request is for
+    all its runs and calls that are not finished. Any thread, observer or signal handler may call `request_stop`. See
+    `RunHandle.request_stop` and `CallHandle.request_stop` for a single run or call. A second request changes nothing. A
+    request does not end `mpwatch.map`: leave the loop over its results instead.
 
     Returns:
-        Whether there was anybody to ask. False in a process that is not a rank and has no ranks at work.
+        Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.
     """
     global _is_stop_requested
     if _request_stop is None:
-        # Without this module, this process has started no ranks. A rank must not import the watcher's modules.
+        # If this module is not loaded, this process has started no ranks. A rank must not import the watcher's modules.
         running_calls = sys.modules.get("mpwatch.watcher.running_calls")
         return running_calls is not None and bool(running_calls.request_stop("request_stop()"))
     if not _is_stop_requested:
@@ -188,7 +196,7 @@ def _to_float(name: str, value: Any) -> float:
         if isinstance(value, str | bytes):
             raise TypeError("text is not a number")
         return float(value.item() if hasattr(value, "item") else value)  # an array or a tensor
-    except Exception as error:  # noqa: BLE001  from the code of its class
+    except Exception as error:  # noqa: BLE001  the value's class may raise anything
         raise TypeError(f"report() takes numbers; {name} is a {type(value).__qualname__} ({error})") from None
 
 

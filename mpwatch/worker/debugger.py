@@ -1,25 +1,28 @@
-"""Opens pdb in the terminal or the notebook of the caller. Runs in a rank, in any thread.
+"""Opens pdb in the terminal or the notebook of the caller. This module runs in a rank, in any thread.
 
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
+The message DEBUGGER says for what the socket is: "breakpoint", "post_mortem" or "inspector".
 The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
-                        ("prompt", text, can_be_left, thread, place)            one of the first three answers follows;
-                                                                                can_be_left: its end does not end the run
+                        ("prompt", text, can_be_left, thread, place)            the answer is one of the first three below;
+                                                                                can_be_left: the user can leave the prompt,
+                                                                                and the run goes on
                         ("completions", words)
                         ("quit",)                                               the watcher ends the run
-                        ("left",)                                               pdb goes on, or the user has left it
+                        ("left",)                                               pdb goes on, or the user has left pdb
     watcher to rank     ("line", text), ("end of file",), ("refused", reason), ("complete", text, line, begin, end)
-                        ("ready",) or ("refused", reason)                       once, when the socket has been opened
+                        ("ready",) or ("refused", reason)                       the first message on a new socket
                         ("inspect",)                                            the user wants to look at this rank
 
-With `post_mortem` a rank has an inspector: a thread with a socket of its own. It shows the main thread's stack to the user
-while that thread runs, or waits in C code.
+With `post_mortem` a rank has an inspector, which is a thread with another socket. The inspector shows the main thread's
+stack to the user while the main thread runs, or waits in C code.
 
-A Pdb that was made with streams of its own, or with a `cmdloop` of its own (IPython's), is left alone. The default
-`sys.breakpointhook` calls pdb.set_trace. So PYTHONBREAKPOINT, and a hook of the user's own, keep their meaning.
+This module does not change a Pdb object that the user has made with other streams. It does not change a Pdb object with
+another `cmdloop` either, such as IPython's. The default `sys.breakpointhook` calls pdb.set_trace. So PYTHONBREAKPOINT, and a
+hook that the user has set, keep their meaning.
 """
 
 from __future__ import annotations
@@ -30,10 +33,11 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from functools import update_wrapper
+from types import TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from types import FrameType
     from typing import Any
@@ -42,37 +46,41 @@ if TYPE_CHECKING:
 
 SKIPPED_MODULES = ("mpwatch", "mpwatch.*", "bdb")  # stepping does not stop there, see `finish_stepping`
 IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
+COMMANDS_OF_CONSOLE = {
+    "ranks": "ranks: show where each rank is.",
+    "rank": "rank N: go to the prompt of rank N, or show its stack if it is at no prompt.",
+    "all": "all COMMAND: run the command in every rank that is at a prompt, such as `all n`, `all c` or `all p x`.",
+}
 
 
 _last_debugger: Any = None  # the Pdb that was used last
 
 
 def finish_stepping() -> None:
-    """Stop only at the breakpoints that the user has set, now that the function has ended."""
+    """End the user's stepping, since the function has ended. pdb then stops only at breakpoints that the user has set."""
     if _last_debugger is not None:
         _last_debugger.set_continue()
 
 
 class DebuggerClient:
-    """The rank's end of the conversation. Its socket is opened at the first prompt.
+    """Sends pdb's prompts and output to the watcher, and receives the user's lines. Its socket is opened at the first
+    prompt.
 
     Args:
-        channel: to the watcher.
-        pid: of the rank. This process may be a fork of it.
-        body: of the message that sends the socket.
+        channel: the channel to the watcher.
+        pid: the rank's pid. This process may be a fork of the rank.
     """
 
-    def __init__(self, channel: Channel, pid: int, body: bytes = b"") -> None:
+    def __init__(self, channel: Channel, pid: int) -> None:
         self._channel = channel
-        self._body = body
         self._pid = pid
         self._connection: Connection | None = None
-        # Held while a Pdb interacts with the user: another thread of the rank waits its turn. Reentrant, since a signal
-        # handler may reach a breakpoint, too.
+        # The lock is held while a Pdb interacts with the user. Other threads of the rank wait for it. It is reentrant, since
+        # a signal handler may reach a breakpoint, too.
         self.lock = threading.RLock()
 
-    def open(self) -> None:
-        """Connect to the watcher, if that has not been done. Raises RuntimeError if the caller can show no prompt."""
+    def open(self, purpose: str = "breakpoint") -> None:
+        """Connect to the watcher, unless there is a connection. Raises RuntimeError if the watcher can show no prompt."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
@@ -80,9 +88,9 @@ class DebuggerClient:
             )
         with self.lock:
             if self._connection is None:
-                self._connection = self._connect()
+                self._connection = self._connect(purpose)
 
-    def _connect(self) -> Connection:
+    def _connect(self, purpose: str) -> Connection:
         import socket
         from multiprocessing.connection import Connection
 
@@ -90,7 +98,7 @@ class DebuggerClient:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), self._body)
+            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), purpose.encode())
         connection = Connection(ours.detach())
         try:
             kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")
@@ -102,11 +110,14 @@ class DebuggerClient:
         return connection
 
     def write(self, text: str) -> None:
-        """Show text in the caller."""
+        """Show text in the caller's terminal or notebook."""
         self._send("output", text)
 
     def ask(self, prompt: str, debugger: Any, *, can_be_left: bool = False) -> str:
-        """Show a prompt in the caller, and return the line that the user enters; empty at the end of the input."""
+        """Show a prompt in the caller's terminal or notebook, and return the line that the user enters.
+
+        The line is empty if the input has ended.
+        """
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
         frame = debugger.curframe if debugger is not None else None
@@ -119,20 +130,20 @@ class DebuggerClient:
                     self._send("completions", _complete(debugger, *values))
                 elif kind == "refused":
                     raise RuntimeError(f"breakpoint() can open no prompt: {values[0]}; {IGNORE_HINT}")
-                elif kind != "inspect":  # a second request, since the first one took long
+                elif kind != "inspect":  # the user has asked again, since the first request took long
                     return f"{values[0]}\n" if kind == "line" else ""
 
     def wait_for_request(self) -> None:
         """Wait until the user wants to look at this rank."""
-        self.open()
+        self.open("inspector")
         self._receive()
 
     def leave(self) -> None:
-        """Tell the watcher that pdb has left its prompt. In a moment it may open the next one, if the user steps."""
+        """Report to the watcher that pdb has left its prompt. If the user steps, pdb soon opens another prompt."""
         self._send("left")
 
     def quit(self) -> None:
-        """Have the watcher end the run, and wait for that."""
+        """Ask the watcher to end the run, and wait until the watcher stops this rank."""
         self._send("quit")
         _wait_for_end()
 
@@ -153,7 +164,7 @@ class DebuggerClient:
 
 
 def _wait_for_end() -> None:
-    """Wait until the watcher stops this rank. A handler for SIGTERM in this rank may raise, and so end the wait."""
+    """Wait until the watcher stops this rank. If the rank's handler for SIGTERM raises, the wait ends, too."""
     while True:
         threading.Event().wait()
 
@@ -165,37 +176,37 @@ class PromptStream:
 
     def __init__(self, client: DebuggerClient, debugger: Any) -> None:
         self.client = client
-        self.can_be_left = False  # leaving the prompt does not end the run
+        self.can_be_left = False  # whether the run goes on when the user leaves the prompt
         self._debugger = debugger
         self._unfinished_line = ""  # the prompt, when pdb reads a line
 
     def write(self, text: str) -> int:
-        """Show the lines that are complete."""
+        """Show the complete lines of the text, and keep the unfinished one for the next prompt or call."""
         lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
         if newline:
             self.client.write(lines + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: lines are sent at once."""
+        """Do nothing, since `write` sends complete lines at once."""
 
     def isatty(self) -> bool:
-        """Return False: pdb then writes no escape sequences."""
+        """Return False, so that pdb writes no escape sequences."""
         return False
 
     def readline(self) -> str:
-        """Return a line that the user enters; empty at the end of the input."""
+        """Return a line that the user enters. The line is empty if the input has ended."""
         prompt, self._unfinished_line = self._unfinished_line, ""
         return self.client.ask(prompt, self._debugger, can_be_left=self.can_be_left)
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
-    """Change the module pdb: a Pdb without streams of its own talks to the watcher."""
+    """Change the module pdb, so that each Pdb object without other streams reads and writes through the watcher."""
     import code
     from cmd import Cmd
 
     cls = module.Pdb
-    users = threading.local()  # `client`: the one with which a thread has talked last
+    users = threading.local()  # its attribute `client` is the client that the thread has used last
 
     def get_stream(debugger: Any) -> PromptStream | None:
         stream = getattr(debugger, "stdin", None)
@@ -268,15 +279,24 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
         "do_run": restart,
     }
     cls.do_restart = restart
+    for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
+        setattr(cls, f"help_{command}", _make_help(text))
     for name, method in replacements.items():
         setattr(cls, name, update_wrapper(method, originals[name]))
-    # These modules call the builtin `input`, which would read the rank's own stdin: pdb to confirm, code for `interact`.
+    # The modules pdb (to confirm) and code (for `interact`) call the builtin `input`, which would read the rank's own stdin.
     module.input = ask
     code.input = ask  # type: ignore[attr-defined]
 
 
+def _make_help(text: str) -> Callable[[Any], None]:
+    def print_help(self: Any) -> None:
+        self.message(text)
+
+    return print_help
+
+
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
-    """Return the number of frames that called the rank's function: of multiprocessing and of mpwatch."""
+    """Return the number of outermost frames that belong to multiprocessing and mpwatch, and not to the rank's function."""
     is_of_mpwatch = [str(frame.f_globals.get("__name__", "")).startswith("mpwatch.") for frame, _ in stack]
     if True not in is_of_mpwatch:
         return 0
@@ -285,7 +305,7 @@ def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
-    """Return the index of the innermost frame of user code; that of the innermost frame if there is none."""
+    """Return the index of the innermost frame of user code. If there is none, return the index of the innermost frame."""
     from mpwatch.results.places import find_user_frame
 
     files = [frame.f_code.co_filename for frame, _ in reversed(stack)]
@@ -293,7 +313,7 @@ def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def open_post_mortem(error: Exception) -> None:
-    """Show a prompt where the exception was raised, and wait until the user leaves it."""
+    """Show a prompt of pdb in the frame that has raised the exception. Return when the user has left the prompt."""
     import bdb
     import pdb  # noqa: T100  this is what the option asks for
 
@@ -304,7 +324,7 @@ def open_post_mortem(error: Exception) -> None:
         return
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
     with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: the caller can show no prompt
-        debugger.stdout.client.open()
+        debugger.stdout.client.open("post_mortem")
         debugger.stdout.write(f"the rank has raised {_describe(error)}\n")
         debugger.reset()
         debugger.interaction(None, trace)
@@ -316,7 +336,10 @@ class _StopError(BaseException):
 
 @contextmanager
 def _raised_at_sigterm() -> Iterator[None]:
-    """Raise _StopError at SIGTERM, unless the function has a handler: the rank then reports its exception, and ends."""
+    """Raise _StopError at SIGTERM, so that the rank reports its exception and ends.
+
+    A handler that the user's function has set for SIGTERM stays.
+    """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -339,7 +362,7 @@ def _describe(error: Exception) -> str:
 
 def start_inspector(channel: Channel) -> None:
     """Start the thread that shows the main thread's stack to the user."""
-    client = DebuggerClient(channel, os.getpid(), b"inspector")
+    client = DebuggerClient(channel, os.getpid())
     threading.Thread(target=_run_inspector, args=(client,), name="mpwatch-inspector", daemon=True).start()
 
 
@@ -348,7 +371,7 @@ def _run_inspector(client: DebuggerClient) -> None:
     while True:
         try:
             client.wait_for_request()
-        except RuntimeError:  # the caller has neither a terminal nor a notebook
+        except RuntimeError:  # the caller can show no prompt
             return
         import pdb  # noqa: T100  this is what the user asks for
 
@@ -357,13 +380,30 @@ def _run_inspector(client: DebuggerClient) -> None:
         debugger.use_rawinput = 0
         debugger.reset()
         frame = sys._current_frames().get(main_thread or 0)
-        with suppress(Exception):  # of the user's objects
+        with suppress(Exception):  # the user's objects may raise anything
             debugger.interaction(frame, None)
         sys.settrace(None)
 
 
+def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a copy that ends where user code has called pdb, if this module has raised the exception."""
+    entries = []
+    rest = trace
+    while rest is not None:
+        entries.append(rest)
+        rest = rest.tb_next
+    modules = [entry.tb_frame.f_globals.get("__name__") for entry in entries]
+    if modules[-1:] != [__name__]:
+        return trace
+    first = min(modules.index(name) for name in ("pdb", __name__) if name in modules)
+    copy = None
+    for entry in reversed(entries[:first]):
+        copy = TracebackType(copy, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return copy
+
+
 def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:
-    """Return the completions of a word, as `cmd.Cmd.complete` finds them. The line begins without blanks."""
+    """Return the completions of a word, in the same way as `cmd.Cmd.complete`. `line` must not begin with blanks."""
     try:
         complete = debugger.completenames
         if begin > 0:

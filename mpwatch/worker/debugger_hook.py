@@ -1,6 +1,6 @@
-"""Lets debugger.py change the module pdb when it is imported. Runs in a rank.
+"""Changes the module pdb by means of debugger.py, as soon as pdb is imported. This module runs in a rank.
 
-This module is small, since every rank imports it. Most ranks never need debugger.py.
+This module is small, since every rank imports it. Most ranks never need the larger debugger.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mpwatch.worker.import_hook import ModuleFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
     from mpwatch.worker.channel import Channel
 
@@ -22,10 +22,10 @@ _is_post_mortem = False  # whether a prompt opens if the rank's function raises
 
 
 def install(channel: Channel, *, post_mortem: bool) -> None:
-    """Route pdb to the watcher as soon as it is imported.
+    """Connect pdb with the watcher as soon as pdb is imported.
 
     Args:
-        channel: to the watcher.
+        channel: the channel to the watcher.
         post_mortem: whether a prompt opens if the rank's function raises.
     """
     global _is_post_mortem
@@ -45,16 +45,22 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 
 
 def finish_stepping() -> None:
-    """Stop only at the breakpoints that the user has set, now that the function has ended."""
+    """End the user's stepping, since the function has ended. pdb then stops only at breakpoints that the user has set."""
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
         debugger.finish_stepping()
 
 
-def open_post_mortem(error: Exception) -> bool:
-    """With the option `post_mortem`, show a prompt where the exception was raised, and wait until the user leaves it.
+def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames of pdb and mpwatch, if the debugger has raised the exception itself."""
+    debugger = sys.modules.get(DEBUGGER)
+    return trace if debugger is None else debugger.drop_own_frames(trace)
 
-    Return whether it was tried.
+
+def open_post_mortem(error: Exception) -> bool:
+    """If the option `post_mortem` is set, show a prompt of pdb where the exception was raised.
+
+    Return when the user has left the prompt. The return value says whether the option is set.
     """
     if _is_post_mortem:
         from mpwatch.worker import debugger

@@ -1,6 +1,6 @@
-"""Changes a module as soon as it has been imported. Runs in a rank.
+"""Changes a module as soon as it has been imported. This module runs in a rank.
 
-This module is small, since every rank imports it. Most ranks never import the modules that are changed.
+This module is small, since every rank imports it. Most ranks never import the modules that are to be changed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class ModuleFinder:
-    """Finds one module, and passes it to a function when it has been loaded. If it is loaded already, that is at once.
+    """Finds one module, and calls a function with the module when it has been loaded.
 
     Args:
         name: full name of the module.
-        change: is called once with the module.
+        change: the function. It is called once. If the module is loaded already, `install` calls the function.
     """
 
     def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
@@ -30,14 +30,14 @@ class ModuleFinder:
         self.change = change
 
     def install(self) -> None:
-        """Change the module if it is loaded, or wait for its import."""
+        """Change the module at once if it is loaded. Otherwise change it when it is imported."""
         if self._name in sys.modules:
             self.change(sys.modules[self._name])
         else:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the module; None for any other one, which the other finders find."""
+        """Return the spec of the module. Return None for any other module, which the other finders will find."""
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -47,14 +47,14 @@ class ModuleFinder:
 
 
 class _ChangingLoader:
-    """Loads a module as its own loader does, and then changes it."""
+    """Loads a module with the module's own loader, and then changes the module."""
 
     def __init__(self, loader: Loader, finder: ModuleFinder) -> None:
         self._loader = loader
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module if its own loader creates it. None: Python creates it."""
+        """Return the module if its own loader creates it. Return None if Python has to create the module."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

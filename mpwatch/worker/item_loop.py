@@ -1,7 +1,7 @@
-"""The rank's part of `mpwatch.map`: call the function with one item after another, and send each value at once.
+"""The rank's part of `mpwatch.map`: it calls the function with one item after another, and sends each value at once.
 
-`serve_items` is the function of a call of a WorkerGroup. An item that raises ends that call. So mpwatch reports the
-exception as it reports that of any function, and the caller makes another call for the next items.
+`serve_items` is the function that a call of a WorkerGroup runs. If the user's function raises for an item, that call ends.
+So mpwatch reports the exception like the exception of any call. The caller then makes another call for the next items.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any], object]) -> None:
-    """Call `fn` with each item that the caller sends, until the caller sends no more.
+    """Call `fn` with each item that the caller sends. Return when the caller sends no more items.
 
     Args:
         channel: this rank's end of an item channel.
-        tokens: of the items.
+        tokens: the pipe with the tokens of the items.
         fn: the function of `mpwatch.map`.
     """
     pid = os.getpid()
-    token: int | None = None  # the last one that was taken
+    token: int | None = None  # the token that was taken last
     with channel, closing(tokens):
         poll = select.poll()
         poll.register(channel, select.POLLIN)
@@ -50,15 +50,18 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
                 if token != number:  # the caller has taken the token of this item
                     continue
                 context.heartbeat()
-                context.begin_call()  # the steps of an item are its own
+                context.begin_call()  # each item has its own steps
                 value = _call(fn, item)
-                # The first: fn has forked, and this is the copy. The second: nobody wants the values any more.
+                # The pid differs if fn has forked and this is the copy. The send fails if the caller reads no more values.
                 if os.getpid() != pid or not _send_value(channel, value):
                     return
 
 
 def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
-    """Return the next items, with their tokens. None: there are no more. An item that cannot be unpickled raises."""
+    """Return the next items with their tokens, or None if there are no more items.
+
+    If a single item cannot be unpickled, the exception of unpickling is raised.
+    """
     message = receive_message(channel)
     if message is None:
         return None
@@ -83,9 +86,9 @@ def _call(fn: Callable[[Any], object], item: object) -> object:
 
 
 def _send_value(channel: socket.socket, value: object) -> bool:
-    """Send a value, and return whether that was possible. If it cannot be pickled, that is a failure of its item.
+    """Send a value, and return whether it could be sent. If the value cannot be pickled, its item fails.
 
-    No heartbeat is expected until the next item.
+    The watcher expects no heartbeat until the next item.
     """
     with closing(pickle_value(value)) as bundle:
         context.stop_heartbeats()

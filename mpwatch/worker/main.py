@@ -1,4 +1,4 @@
-"""The entry point of a rank. Runs in the rank's main thread.
+"""The entry point of a rank. This module runs in the rank's main thread.
 
     main
       start             die with the watcher, reset signals, map the shared memory, open the channel, send READY
@@ -11,10 +11,11 @@
 
 Guarantees:
 
-- A rank sends exactly one answer to each call, whatever the function raises. The answer has the time at which the function
-  ended and, with `backend`, its torch process group was destroyed. Then the rank only pickles and sends the answer.
-- A rank prints no traceback: the watcher reports it.
-- A rank whose watcher is dead ends.
+- A rank sends exactly one answer to each call, whatever the function raises. The answer contains the time at which the
+  function ended. With `backend`, the torch process group is destroyed before that time. After that time the rank only
+  pickles and sends the answer.
+- A rank prints no traceback, because the watcher reports the exception.
+- A rank ends if its watcher is dead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mpwatch.os_support.signals import die_with_writer
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
-from mpwatch.wire.resource_errors import (  # not in a function: later, there may be no descriptor to read the module with
+from mpwatch.wire.resource_errors import (  # at the top, since later no descriptor may be left to read the module with
     is_resource_shortage,
     with_remedy,
 )
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from mpwatch.wire.pickling.call_payload import Call
     from mpwatch.wire.pickling.pickle_buffers import PickleBundle
 
-    ReceivedCall = tuple[int, bytes, list[int] | None]  # its number, and the arguments of call_payload.unpack
+    ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
     Returned = tuple[PickleBundle, float]  # the pickled return value, and when the function returned
 
 
@@ -87,9 +88,10 @@ def main(launch_info: LaunchInfo) -> None:
 
 
 def _die_with_watcher() -> None:
-    """Have the kernel kill this rank when the watcher dies: then the pipe closes that spawn leaves open between the two.
+    """Let the kernel kill this rank when the watcher dies.
 
-    Where the kernel does not support that, the guardian process alone kills the rank.
+    multiprocessing keeps a pipe open from the watcher to this rank. The kernel sends SIGKILL when the pipe closes. If the
+    kernel does not support that, only the guardian process kills the rank.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
@@ -97,9 +99,10 @@ def _die_with_watcher() -> None:
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:
-    """Ignore these signals, and reset inherited settings: the watcher thread may block signals, the host may ignore some.
+    """Ignore these signals, and reset the signal settings that the rank has inherited from the watcher process.
 
-    Without SIGTERM, a rank could be stopped only by SIGKILL. Without SIGCHLD, it could not wait for its own children.
+    The watcher thread may block signals, and the calling program may ignore some. If a rank ignored SIGTERM, only SIGKILL
+    could stop it. If a rank ignored SIGCHLD, it could not wait for its own children.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -109,14 +112,14 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Let the rank answer which collectives it has called, from its first process group on."""
+    """Let the rank answer the watcher's question which collectives it has called, from its first process group on."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
 
 
 def _answer_last_request() -> None:
-    """Answer which collectives the rank has called, if the watcher has asked just before it lets the rank exit."""
+    """Answer the watcher's last question for the rank's collectives, which it may ask just before the rank exits."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 
@@ -124,7 +127,7 @@ def _answer_last_request() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
-    """Import the modules of the option `preload`. Return what an import raises, for the first call."""
+    """Import the modules of the option `preload`. Return the exception if an import fails. The first call then fails."""
     try:
         for name in names:
             import_module(name)
@@ -139,7 +142,10 @@ def _preload(names: tuple[str, ...]) -> BaseException | None:
 def _serve(
     channel: Channel, deferred_signals: DeferredSignals, preload_error: BaseException | None, *, capture_locals: bool
 ) -> None:
-    """Answer calls until the watcher sends SHUTDOWN or closes the channel. The first one fails if `preload` has failed."""
+    """Run and answer calls until the watcher sends SHUTDOWN or closes the channel.
+
+    If `preload` has failed, the first call fails with that exception.
+    """
     pid = os.getpid()
     while True:
         deferred_signals.prepare_for_call()
@@ -165,7 +171,7 @@ def _serve(
 def _run_call(
     received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
-    """Run a call, and pickle its return value. An interrupt can hit `_load_and_call`, and nothing else here."""
+    """Run a call, and pickle its return value. In this function only `_load_and_call` can be interrupted by a signal."""
     try:
         try:
             value = _load_and_call(received, deferred_signals, preload_error)
@@ -180,7 +186,7 @@ def _run_call(
         return _Failure(MessageKind.RAISED, error.error, error.raised_at)
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt and SystemExit are answers, too
         failed_at = time.monotonic()
-        deferred_signals.defer()  # again: the exception may be an interrupt that came before the first `defer`
+        deferred_signals.defer()  # a second time, since the exception may be an interrupt that came before the first `defer`
         return _Failure(MessageKind.RAISED, error, failed_at)
 
 
@@ -223,20 +229,26 @@ def _call_function(call: Call) -> object:
 
 
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    """Pickle the return value. A value that cannot be pickled is a failure at the time when the function returned."""
+    """Pickle the return value. If it cannot be pickled, return a failure whose time is the end of the function."""
     try:
         return pickle_value(value), returned_at
-    except BaseException as error:  # noqa: BLE001  from the code of the value's classes
+    except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
         return _Failure(MessageKind.RAISED, error, returned_at)
 
 
 def pickle_value(value: object) -> PickleBundle:
-    """Pickle a return value. Raises TypeError naming the part that cannot be pickled, MemoryError or OSError."""
+    """Pickle a return value.
+
+    Raises:
+        TypeError: a part of the value cannot be pickled. The message names this part.
+        MemoryError: there is not enough memory.
+        OSError: another resource has run out.
+    """
     try:
         return return_values.pack(value)
     except MemoryError:
         raise MemoryError("there is not enough memory to pack the return value") from None
-    except BaseException as error:  # noqa: BLE001  from the code of the value's classes
+    except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
         if is_resource_shortage(error):
             raise OSError(with_remedy("the return value could not be packed", error)) from None
         from mpwatch.wire.pickling import unpicklable
@@ -249,7 +261,7 @@ def pickle_value(value: object) -> PickleBundle:
 
 
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
-    """Exit as a forked program does: the function forked, and this is the copy. It sends no answer."""
+    """Exit without an answer, like any forked process. This process is a copy of the rank that the function has forked."""
     if isinstance(outcome, _Failure):
         from mpwatch.wire.exceptions import decoder
 
@@ -281,14 +293,14 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
 def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the exception's "plain" message, then its "details".
 
-    The code of an exception's class may raise, crash or hang in `__str__`, and even more in pickling. So the watcher first
-    learns that the call failed and when, then the exception's text and traceback, and the pickles last.
+    The code of an exception's class may raise, crash or hang in `__str__`. Pickling the exception is even less safe. So
+    FAILING first says that the call failed and when. The text and the traceback follow, and the pickles come last.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
     if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
         collectives.send_before_failure(channel)
-    channel.release_reserved_fd()  # the function may have used all descriptors, and the encoder must be imported
+    channel.release_reserved_fd()  # importing the encoder needs a descriptor, and the function may have used up all others
     try:
         encoder = failure.make_encoder()
         plain = encoder.plain()
@@ -302,7 +314,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """Send the text of the local variables, or an empty one: the watcher waits for this message."""
+    """Send the text of the local variables. If that fails, send an empty text, since the watcher waits for the message."""
     texts = b""
     with suppress(BaseException):  # memory or threads have run out
         texts = failure.make_encoder().locals()
@@ -322,7 +334,7 @@ class _Failure:
     Args:
         kind: RAISED or LOAD_FAILED.
         error: the exception.
-        at: when it was raised, by CLOCK_MONOTONIC.
+        at: the time when the exception was raised, by CLOCK_MONOTONIC.
     """
 
     def __init__(self, kind: MessageKind, error: BaseException, at: float) -> None:
@@ -336,18 +348,18 @@ class _Failure:
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:
-        """Return an encoder of the exception. mpwatch's frames above the function's are removed from its traceback."""
+        """Return an encoder of the exception. First remove mpwatch's frames at both ends of the exception's traceback."""
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
         from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
         trace = get_builtin_attribute(self.error, "__traceback__")
         while trace is not None and _is_of_mpwatch(trace):
             trace = trace.tb_next
-        set_builtin_attribute(self.error, "__traceback__", trace)
+        set_builtin_attribute(self.error, "__traceback__", debugger_hook.drop_frames_of_debugger(trace))
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Return an encoder of another exception, with the traceback of this one."""
+        """Return an encoder of another exception, to which this failure's traceback is given."""
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
         set_builtin_attribute(error, "__traceback__", get_builtin_attribute(self.error, "__traceback__"))
@@ -355,14 +367,14 @@ class _Failure:
 
 
 class _LoadError(Exception):
-    """The call could not be unpickled; `error` is the reason."""
+    """The call could not be unpickled. `error` is the exception that unpickling has raised."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class _DebuggedError(Exception):
-    """The function has raised `error`, and then the user has looked at it."""
+    """The function has raised `error`, and the user has already looked at it in the debugger."""
 
     def __init__(self, error: Exception, raised_at: float) -> None:
         self.error = error
@@ -377,7 +389,7 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 
 
 def _destroy_torch_process_group() -> None:
-    """Destroy a torch process group that was kept between calls. Ignore its exceptions: it may have been broken before."""
+    """Destroy the torch process group that was kept between calls. Ignore exceptions, since it may be broken already."""
     process_group = sys.modules.get("mpwatch.worker.process_group")
     if process_group is not None:
         with suppress(Exception):

@@ -1,6 +1,6 @@
-"""Initialise and destroy the torch process group of the option `backend`. Runs in a rank.
+"""Initialise and destroy the torch process group of the option `backend`. This module runs in a rank.
 
-It is initialised before the function runs. It is destroyed after the function, or kept for the next calls.
+The group is initialised before the user's function runs. The group is destroyed after the function, or kept for later calls.
 """
 
 from datetime import timedelta
@@ -8,23 +8,24 @@ from typing import Any
 
 from mpwatch.worker.context import current_worker
 
-# The store of all process groups. Rank 0 serves it, and the other ranks may need it until they have answered. So it lives as
-# long as the rank, and not only as long as a group. The watcher lets no rank exit until all ranks have answered.
+# The torch store that all process groups use. Rank 0 serves the store, and the other ranks may need it until they have
+# answered. So each rank keeps the store until it exits, and not only as long as a group. The watcher lets no rank exit until
+# all ranks have answered.
 _store: Any = None
-_version: int | None = None  # of the last group, even if its initialisation failed
-_group_number = 0  # of the last group within its version; the same in all ranks, even if earlier groups failed in some
+_version: int | None = None  # the version of the last group, even if the group's initialisation failed
+_group_number = 0  # the number of the last group within its version; equal in all ranks, even if a group failed in some
 
 
 def init(backend: str, version: int | None, timeout: float | None) -> None:
-    """Join the default process group, unless the one of this version still exists. Raises what torch raises.
+    """Join the default process group, unless the group of this version still exists. Raises what torch raises.
 
-    Return when all ranks have joined. With gloo, torch returns as soon as this rank is connected. If this rank then left the
-    group, the connections that the other ranks still make would fail.
+    This function returns when all ranks have joined. torch itself returns earlier with gloo, as soon as this rank is
+    connected. If this rank then left the group, the connections that the other ranks still make would fail.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
         version: see `Call` in wire/pickling/call_payload.py.
-        timeout: seconds for each collective; None: torch's default.
+        timeout: seconds for each collective. None means torch's default.
     """
     global _version, _group_number
     import torch
@@ -40,7 +41,7 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(worker.local_rank % torch.cuda.device_count())
     _version, _group_number = version, _group_number + 1 if version == _version else 0
-    # A prefix of its own separates this group's keys from those that other groups have left.
+    # The prefix differs from group to group. So this group's keys differ from the keys that other groups have left.
     store = dist.PrefixStore(f"mpwatch/{version}/{_group_number}", _get_store(dist))
     limit = None if timeout is None else timedelta(seconds=timeout)
     dist.init_process_group(backend, timeout=limit, store=store, rank=worker.rank, world_size=worker.world_size)

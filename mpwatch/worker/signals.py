@@ -3,13 +3,13 @@
     what the rank does          what a signal does
     run the function            the function's own handler runs, or the default action
     pickle and send an answer   deferred: SIGTERM takes effect when the answer is sent; other signals are dropped
-    wait for a call             SIGTERM ends the rank, even if a function has set a handler for it. SIGINT is deferred: it
-                                reaches the function of the next call, if the watcher meant that call (it may be on its way)
+    wait for a call             SIGTERM ends the rank, even if a function has set a handler for SIGTERM. SIGINT is deferred:
+                                it reaches the function of the next call if the watcher has sent SIGINT for that call
 
-This holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler raises. It
-does not hold for mpwatch's own handler, which only writes stacks (stack_dumps.py).
-It is done with handlers. A signal mask would not do: it belongs to one thread, and the kernel gives a signal to any thread
-that does not block it.
+This table holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler
+raises. It does not hold for mpwatch's own handler, which only writes stacks (stack_dumps.py).
+mpwatch defers a signal by replacing its handler. A signal mask would not be enough: a mask belongs to one thread, and the
+kernel delivers a signal to any thread that does not block it.
 """
 
 import mmap
@@ -26,16 +26,16 @@ class DeferredSignals:
     """Defers signals between `defer` and `restore`. Only the main thread may create and use it.
 
     Args:
-        memory: the rank's slot. In it the watcher writes which call an interrupt is meant for.
+        memory: the rank's shared memory. The watcher writes into it the number of the call that an interrupt is for.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._handlers: dict[int, Any] = {}  # to be restored
+        self._handlers: dict[int, Any] = {}  # the handlers to restore, by signal
         self._deferred: set[int] = set()
 
     def defer(self) -> None:
-        """Defer signals from now on. A second call changes nothing, except that it defers signals with new handlers."""
+        """Defer signals from now on. A second call also defers the signals that have got new handlers since the first."""
         handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
             if always not in handlers and (default := get_handler(always)) is not None:  # None: a handler in C
@@ -46,9 +46,9 @@ class DeferredSignals:
                 set_handler(number, self._record)
 
     def prepare_for_call(self) -> None:
-        """Let SIGTERM end the rank from now on, at once if one was deferred. Keep a deferred SIGINT for the next call."""
-        # Python loses a signal that comes between its last check and the change of the handler. A blocked signal is not
-        # lost: the kernel keeps it, and its default action ends the rank.
+        """Let SIGTERM end the rank from now on. A deferred SIGTERM ends it now. A deferred SIGINT is for the next call."""
+        # Python loses a signal that comes between its last check and the change of the handler. The kernel keeps a blocked
+        # signal, whose default action then ends the rank.
         mask = c_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         set_handler(signal.SIGTERM, signal.SIG_DFL)
         c_sigmask(signal.SIG_SETMASK, mask)
@@ -56,10 +56,10 @@ class DeferredSignals:
             signal.raise_signal(signal.SIGTERM)
 
     def restore(self, call: int) -> None:
-        """Restore the function's handlers. A handler for a deferred SIGINT runs here, and may raise.
+        """Restore the function's handlers. If a SIGINT was deferred, its handler runs here, and may raise.
 
         Args:
-            call: the number of the call. SIGINT is dropped if it was meant for an earlier one.
+            call: the number of the call. A SIGINT that was sent for an earlier call is dropped.
         """
         interrupt = self._handlers.pop(signal.SIGINT, None)
         self._restore_handlers()
@@ -71,7 +71,7 @@ class DeferredSignals:
                 signal.raise_signal(signal.SIGINT)
 
     def restore_for_exit(self) -> None:
-        """Restore the handlers after the last call, except for SIGTERM, which ends the rank. Drop deferred signals."""
+        """Restore the handlers after the last call, and drop deferred signals. SIGTERM still ends the rank."""
         self._handlers.pop(signal.SIGTERM, None)
         self._restore_handlers()
 

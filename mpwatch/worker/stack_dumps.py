@@ -1,19 +1,20 @@
-"""Writes stacks into the rank's stack pipe: of a crash, and when the watcher asks for them. Runs in a rank.
+"""Writes stacks into the rank's stack pipe after a crash, and when the watcher asks for them. This module runs in a rank.
 
-The watcher asks in two ways, because each fails where the other works:
+The watcher asks by one of two signals, because either signal works where the other one fails:
 
-- PYTHON_DUMP_SIGNAL has a handler in Python. It runs between two bytecodes of the main thread. So it sees whole stacks, and
-  it writes those of all threads. It does not run while the main thread computes in C code, or waits there in a way that a
-  signal does not end.
-- NATIVE_DUMP_SIGNAL has faulthandler's handler, in C. It runs at once, whatever the interpreter is doing and whichever
-  thread holds the GIL. It writes the stack of the main thread only. A thread that enters or leaves a function at this moment
-  has an invalid frame. Python 3.11 to 3.13 may crash on it (with `sorted(key=function)` in 0.3 % to 6 % of the dumps).
-  Python 3.14 leaves out the rest of the stack (4 %).
+- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. So this handler sees whole
+  stacks, and writes the stacks of all threads. It does not run while the main thread computes in C code. It does not run
+  either while the main thread waits in C code in a way that a signal does not end.
+- NATIVE_DUMP_SIGNAL has faulthandler's handler, in C, which runs at once, whatever the interpreter is doing and whichever
+  thread holds the GIL. This handler writes only the stack of the main thread. If a thread enters or leaves a function at
+  this moment, its frame is invalid. Python 3.11 to 3.13 may crash when the handler reads such a frame (with
+  `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack (4 %).
 
-So the watcher sends the second signal only if no answer to the first one has begun: the main thread is in C code then.
-Neither ever blocks: what does not fit into the pipe is left out.
+So the watcher sends NATIVE_DUMP_SIGNAL only if the answer to PYTHON_DUMP_SIGNAL has not begun, that is, if the main thread
+is in C code. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
 
-Like any handler in Python, that of PYTHON_DUMP_SIGNAL ends a system call early (EINTR). A tracer (`sys.settrace`) sees it.
+The handler of PYTHON_DUMP_SIGNAL ends a system call early (EINTR), like any handler in Python. A tracer (`sys.settrace`)
+sees the handler's frames.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
     import socket
     from types import FrameType
 
-INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost ones
+INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost frames
 MAX_NAME = 500  # characters, as in faulthandler
-MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many
+MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
 
-_crash_file: weakref.ref[CrashFile]  # a dead reference: the function has chosen another file
+_crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has chosen another file
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Write all stack dumps into this pipe. Return the identifier of the main thread, which is in the dumps.
+    """Let all stack dumps be written into this pipe. Return the identifier that the main thread has in the dumps.
 
     faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the function
     enables faulthandler itself, the stack of a crash goes where the function wants it.
@@ -60,7 +61,10 @@ def register_stack_dumps(pipe: int) -> int:
 
 
 def redirect_crash_stack(target: socket.socket) -> None:
-    """Write the stack of a crash into this socket instead of the pipe, unless the function has chosen another file."""
+    """Let the stack of a crash be written into this socket, and not into the pipe.
+
+    If the user's function has chosen another file for it, nothing changes.
+    """
     if _crash_file() is not None:
         fd = target.detach()
         status = os.fstat(fd)
@@ -76,7 +80,7 @@ def _enable_crash_stack(fd: int) -> None:
 
 
 class CrashFile:
-    """The file that faulthandler writes a crash into. faulthandler keeps it alive until it gets another one."""
+    """The file into which faulthandler writes the stack of a crash. It lives until faulthandler gets another file."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -90,9 +94,10 @@ class CrashFile:
 
 
 class StackWriter:
-    """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, that of the main thread first.
+    """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, and begins with the main thread.
 
-    Of a deep stack it leaves out the middle: the outermost frames say whether the rank loads its call, or runs the function.
+    It leaves out the middle of a deep stack. It keeps the outermost frames, since they show whether the rank is loading its
+    call or running the function.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:
@@ -100,7 +105,7 @@ class StackWriter:
         self._main_thread = main_thread
 
     def __call__(self, _: int, frame: FrameType | None) -> None:
-        """Write the stacks. `frame` is the innermost one of the main thread."""
+        """Write the stacks. `frame` is the innermost frame of the main thread."""
         stack = _format_stack("Current thread", self._main_thread, frame)
         self._write(stack)  # at once: the watcher sees that the answer has begun
         room = MAX_BYTES - len(stack) - len(STACKS_END)
@@ -142,7 +147,7 @@ def _escape(name: str) -> str:
 
 
 def _discard_dumps(pipe: int, status: os.stat_result) -> None:
-    """Discard stack dumps in a forked child of the rank: a crash of the child is not a crash of the rank."""
+    """Discard stack dumps in a forked child of the rank, because a crash of the child is not a crash of the rank."""
     with suppress(OSError):  # closed, or the limit of open files is reached
         if os.path.samestat(os.fstat(pipe), status):
             null = os.open(os.devnull, os.O_WRONLY)

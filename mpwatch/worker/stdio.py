@@ -1,7 +1,8 @@
-"""Set up stdout, stderr and the pipe for stack dumps. Runs in a rank.
+"""Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
-A rank starts with a pipe to the watcher as its stderr. So the watcher reads what an interpreter prints that never becomes
-ready. `move_stderr` then makes stderr what the caller wants it to be. From then on the pipe is for stack dumps alone.
+A rank starts with a pipe to the watcher as its stderr. So the watcher can read the output of an interpreter that fails
+before the rank is ready. `move_stderr` then makes stderr what the caller wants. From then on the pipe is only for stack
+dumps.
 
 If stdout is a pipe or a file, Python and C write it in blocks. The watcher would read lines late, and would miss the last
 block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does on a terminal.
@@ -28,7 +29,10 @@ _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output 
 
 
 def move_stderr(stderr_fd: int) -> bytes:
-    """Make this descriptor stderr, and use the pipe that was stderr for stack dumps. Return the body of READY."""
+    """Make this descriptor stderr, and use the pipe that was stderr until now for stack dumps.
+
+    Return the body of the message READY.
+    """
     pipe = _duplicate_to_high_fd(STDERR)
     os.dup2(stderr_fd, STDERR)
     os.close(stderr_fd)
@@ -36,10 +40,10 @@ def move_stderr(stderr_fd: int) -> bytes:
 
 
 def leave_terminal() -> None:
-    """Give up the controlling terminal, if there is one. Descriptors that are open for it still work.
+    """Give up the controlling terminal, if there is one. Open descriptors of the terminal still work.
 
-    A rank is in a background process group of the terminal. If it reads from /dev/tty, the kernel stops it (SIGTTIN), and no
-    message says why. Without a controlling terminal /dev/tty cannot be opened.
+    A rank is in a background process group of the terminal. If the rank reads from /dev/tty, the kernel stops it by SIGTTIN
+    without a message. If the rank has no controlling terminal, /dev/tty cannot be opened.
     """
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
@@ -62,7 +66,7 @@ def flush_at_newline() -> None:
 
 
 def flush_before_answer() -> None:
-    """Flush captured output, even an unfinished line, so that the watcher reads it before the answer to the call."""
+    """Flush captured output, even an unfinished line, so that the watcher reads this output before the call's answer."""
     if _flush_c_stdout is not None:
         with suppress(BaseException):  # closed, or replaced by an object that raises anything
             sys.stdout.flush()
@@ -79,7 +83,7 @@ def flush() -> None:
 
 
 def _duplicate_to_high_fd(fd: int) -> int:
-    """Duplicate this descriptor, with the number HIGH_FD if that is free and allowed."""
+    """Return a duplicate of this descriptor. Its number is HIGH_FD if this number is free and allowed."""
     try:
         os.fstat(HIGH_FD)
     except OSError:

@@ -8,6 +8,7 @@ A newer record of the same measure and launchers replaces the older one.
 
 import argparse
 import json
+import re
 from html import escape
 from pathlib import Path
 
@@ -46,37 +47,60 @@ TITLES = {  # the description of a measure is its own line below
     "nodes_loss_collective": "Lose a node, 2 s allowed, the others in a collective",
     "nodes_loss_default": "Lose a node, with the default limit",
 }
-DESCRIPTIONS = {  # of measures whose own description refers to the one before
-    "tee_blocks": "8 ranks, each prints 500,000 lines of 100 bytes, a thousand lines at a time",
-    "nodes_failure_collective": "2 nodes with 4 ranks each, one raises, the others are in a collective",
+DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
+    "start": "8 ranks call a function that does not use torch",
+    "heavy_main": (
+        "8 ranks call a function that does not use torch. The calling script has 2 s of imports that the function does not need"
+    ),
+    "start_torch": "4 ranks call a function that imports torch first",
+    "args": "4 ranks get an array of 256 MB as argument",
+    "result": "Each of 4 ranks returns an array of 64 MB",
+    "result_tensor": "Each of 4 ranks returns a tensor of 64 MB",
+    "raise": "One of 8 ranks raises an exception, while the other ranks sleep",
+    "sigkill": "One of 8 ranks is killed, while the other ranks sleep",
+    "restart": "One of 8 ranks is killed, while the other ranks sleep. Then all ranks are restarted once",
+    "warm": "4 ranks that are already running call a function that does nothing",
+    "warm_args": "4 ranks that are already running get an array of 256 MB as argument",
+    "tee": (
+        "Each of 8 ranks prints 500,000 lines of 100 bytes, one by one. The lines go to a file, and with a prefix to the "
+        "caller's stdout"
+    ),
+    "tee_blocks": "Each of 8 ranks prints 500,000 lines of 100 bytes, a thousand lines at a time",
+    "nodes_start": "On each of 2 nodes, 4 ranks call a function that does not use torch",
+    "nodes_failure": "On 2 nodes with 4 ranks each, one rank raises an exception, while the other ranks sleep",
+    "nodes_failure_collective": (
+        "On 2 nodes with 4 ranks each, one rank raises an exception, while the other ranks are in a collective"
+    ),
+    "nodes_loss": "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks sleep. node_timeout is 2 s",
     "nodes_loss_collective": (
-        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; node_timeout is 2 s"
+        "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks are in a collective. node_timeout is 2 s"
     ),
     "nodes_loss_default": (
-        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; the default node_timeout"
+        "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks are in a collective. node_timeout has its default"
     ),
 }
 HEAD = """# Benchmarks
 
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
-What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says
-when and where the figures were taken, and by which command. *Least possible* is a loop that starts as many processes of a
-no-op.
+This page shows what a launch costs and how soon a failure is noticed, compared with other launchers. Shorter bars are
+better. Below each table are the date, the machine and the command of the measurement. Only the last table has no command of
+its own, because it compares what the caller gets. *Least possible* is a loop that starts the same number of processes, which
+do nothing.
 
-To repeat all of them on a machine that does nothing else (75 minutes):
+This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
 ```sh
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached. Figures of 2026 were
-first published in the README: their date is the day on which they were written there.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The figures of 2026-11-20 and 2026-11-21
+were first published in the README. Their date is the day of that publication.
 """
 END = """
 ## Lightning: how a program ends after a failure
 
-When rank 1 fails while rank 0 is busy: seconds until the program has ended, and its exit status.
+Rank 1 fails while rank 0 is busy. The table shows the seconds until the program has ended, and its exit status.
 
 | rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
 |---|---|---|---|---|---|
@@ -86,12 +110,13 @@ When rank 1 fails while rank 0 is busy: seconds until the program has ended, and
 
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
-Lightning's script launcher (`"ddp"`) looks every five seconds, and then kills every process, your program included. 1.3 s of
-the end are the interpreter's own. The status of the watched program is that of `sys.exit(error.exit_code)`.
+Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
+processes, your program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
+`sys.exit(error.exit_code)`, which sets its status.
 
 ## What the caller gets after a failure
 
-Rank 1 of 3 fails. torch elastic was called with a function.
+Rank 1 of 3 fails. In these runs, torch elastic was called with a function.
 
 | what happens | torch.multiprocessing.spawn | torch elastic | mpwatch |
 |---|---|---|---|
@@ -103,10 +128,11 @@ the exception itself, after 0.015 s |
 | `os._exit(0)` without a result | a success | hangs | a failure |
 | helpers of a rank that was killed | 3 are left running | 3 are left running | none is left |
 | a rank leaves gloo, then raises | blames its victim, rank 2 | blames its victim, rank 0 | blames rank 1 |
-| it raises, and leaves a thread behind | waits for the thread | waits for the thread | ends at once |
+| a rank raises, and a thread of the rank goes on | waits for the thread | waits for the thread | ends at once |
 
-2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs, all others single
-runs, without a script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill` measures the first two rows.
+2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs. All
+other rows are single runs, for which there is no script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill`
+measures the first two rows.
 """
 BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
 
@@ -146,7 +172,7 @@ def format_record(record):
         rows.sort(key=lambda row: row["median"])
         own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
         setting = DESCRIPTIONS.get(measure, MEASURES[measure].description)
-        measured = FIGURES[figure][0].replace("->", "until")
+        measured = re.sub("^(.+) -> ", r"the time from \1 until ", FIGURES[figure][0])
         yield from (
             f"## {TITLES.get(measure, measure)}",
             "",
@@ -155,7 +181,7 @@ def format_record(record):
             draw_bars(rows, figure),
             "",
         )
-        yield from ("| launcher | median | divided by mpwatch's |", "|---|---|---|")
+        yield from ("| launcher | median | ratio to mpwatch |", "|---|---|---|")
         for row in rows:
             ratio = f"{row['median'] / own:.2g}"
             yield f"| {NAMES[row['launcher']]} | {format_value(row['median'], figure)} | {ratio} |"

@@ -12,8 +12,9 @@ import pytest
 
 import mpwatch
 from mpwatch import ItemFailure
+from support.thoroughness import choose
 
-ITEMS, KILLS, SEED = 10_000, 100, 1
+ITEMS, KILLS, SEED = choose(3_000, 10_000), choose(30, 100), 1
 
 
 def append_line(folder, number):

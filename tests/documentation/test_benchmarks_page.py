@@ -29,6 +29,14 @@ def test_each_record_has_date_machine_and_command(make_page):
         assert all(record[name] for name in ("date", "machine", "command"))
 
 
+def test_the_command_of_each_record_takes_its_measures(make_page):
+    for record in json.loads(make_page.PUBLISHED.read_text()):
+        program, script, *words = record["command"].split()
+        assert (program, script) == ("python", "tests/benchmarks/bench.py")
+        measures = set(words[: words.index("-r")] if "-r" in words else words)
+        assert {row["measure"] for row in record["rows"]} <= measures <= set(make_page.MEASURES)
+
+
 def test_new_results_replace_older_ones(make_page):
     old = {"date": "2026-01-01", "machine": "m", "command": "c", "note": "", "rows": []}
     old["rows"] = [

@@ -185,6 +185,17 @@ def test_no_view_with_progress_false(fifo):
         assert [row for row in program.emulator.all_rows() if row] == ["before", "after None None"]
 
 
+@pytest.mark.parametrize("size", [(0, 0), (80, 0)], ids=str)
+def test_lines_in_a_terminal_that_does_not_know_its_size(size):
+    class ProgramWithoutSize(Program):
+        def resize(self, columns, rows):
+            super().resize(*size)
+
+    with ProgramWithoutSize(PROGRAM, "report_and_wait_for_fifo", "2", "/dev/null", "8", "progress=True", env=ENV) as program:
+        assert program.end() == 0
+    assert b"\nmpwatch: step 8 of 8 (100 %); " in program.output
+
+
 def test_the_report_of_a_failure_is_printed_below(fifo):
     with start_program("report_and_wait_for_fifo", 3, fifo.path, "'three'", "progress=True") as program:
         assert program.end() == 1

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from notebooks.kernels import Kernel
+from notebooks.run_cells import run_cells
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of source lines, on Python 3.14
 DEFINITIONS = """
@@ -36,10 +37,12 @@ def kernel():
 
 
 def test_all_ranks_stop(kernel):
-    answers = ["p values", "ll", "ranks", "all p values", "all c"]
+    answers = ["p values", "ll", "w", "ranks", "all p values", "all c"]
     text = COLOURS.sub("", kernel.converse("print(list(mpwatch.run(train, 2, args=([0, 1], 1))))", answers))
     assert ") (Pdb) p values\n{'rank': " in text
     assert "        breakpoint()\n" in text  # the source of the cell
+    assert re.search(r"\(Pdb\) w\n> Cell In\[\d+\]\([67]\)train\(\)\n", text)
+    assert "/ipykernel_" not in text
     assert "ranks 0-1: at a prompt (Cell In[" in text
     assert "rank 0: {'rank': 0}\nrank 1: {'rank': 1}\n" in text
     assert text.endswith("[1, 2]\n")
@@ -62,3 +65,11 @@ def test_post_mortem(kernel):
     assert "(rank 1) (Pdb) p secret\n'secret of rank 1'\n" in text
     assert "(rank 0) (Pdb) p secret\n'secret of rank 0'\n" in text
     assert "rank 1 failed first: ValueError: boo (Cell In[" in text
+
+
+def test_a_notebook_without_a_user_has_no_prompt():
+    calls = ("mpwatch.run(train, 2, args=([1], 1))", "mpwatch.run(fail, 2, post_mortem=True)")
+    (_, stopped, failed), _ = run_cells([DEFINITIONS, *calls])
+    assert "breakpoint() can open no prompt: this notebook is executed without a user" in str(stopped)
+    texts = [output["text"] for output in failed if output["output_type"] == "stream"]
+    assert "".join(texts).count("post_mortem=True can open no prompt: this notebook is executed without a user") == 1

@@ -13,7 +13,9 @@ import zipfile
 from pathlib import Path
 
 dist = Path(sys.argv[1])
-(wheel,), (sdist,) = sorted(dist.glob("*.whl"))[-1:], sorted(dist.glob("*.tar.gz"))[-1:]
+(wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+version = wheel.name.split("-")[1]
+assert sdist.name == f"mpwatch-{version}.tar.gz", sdist
 
 subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
 
@@ -21,7 +23,8 @@ in_wheel = set(zipfile.ZipFile(wheel).namelist())
 assert {"mpwatch/py.typed", "mpwatch/guardian/main.py", "mpwatch/watcher/event_loop.py"} <= in_wheel
 assert all(name.startswith(("mpwatch/", "mpwatch-")) for name in in_wheel), in_wheel
 in_sdist = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
-assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/crash.py"} <= in_sdist
+texts = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
+assert texts | {"docs/index.md", "examples/crash.py", "mpwatch/_version.py", "tests/conftest.py"} <= in_sdist
 
 with tempfile.TemporaryDirectory() as folder:
     venv.create(folder, with_pip=True)
@@ -29,9 +32,12 @@ with tempfile.TemporaryDirectory() as folder:
     # without dependencies: torch has hundreds of megabytes, and this code does not need it
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "tblib", "pytest>=8.2"], check=True)
-    code = "import mpwatch; print(mpwatch.__version__, list(mpwatch.run(abs, 2, args=(-3,))))"
+    code = (
+        "import mpwatch, importlib.metadata as metadata\n"
+        "print(mpwatch.__version__, metadata.version('mpwatch'), list(mpwatch.run(abs, 2, args=(-3,))))"
+    )
     finished = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
-    assert finished.stdout == "0.1.0 [3, 3]\n", finished.stdout
+    assert finished.stdout == f"{version} {version} [3, 3]\n", finished.stdout
 
     # pytest finds the plugin by its entry point, also if warnings are errors
     test = (

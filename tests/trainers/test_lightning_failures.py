@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.lightning_failures import run_program
 from support.programs import ENV
+from support.thoroughness import THOROUGH
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ ENDS = {  # failure of rank 1: exit status of the program, what it prints
 }
 
 
-@pytest.mark.parametrize("failure", ENDS)
+@pytest.mark.parametrize("failure", ["raises", "killed", pytest.param("exits", marks=THOROUGH), "interrupted"])
 def test_a_failure_of_rank_1_ends_the_program_at_once_and_is_reported(failure):
     status, text = ENDS[failure]
     end = run_program("watched", failure, ENV)

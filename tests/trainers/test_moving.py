@@ -75,7 +75,8 @@ def test_the_rank_is_in_current_worker(spawned):
 
 @row(
     '`os.environ["MASTER_PORT"] = "29500"`, `dist.init_process_group("gloo", rank=rank, world_size=4)`',
-    '`mpwatch.run(fn, 4, backend="gloo")`; or `dist.init_process_group("gloo")` in `fn`, for all else is in the environment',
+    '`mpwatch.run(fn, 4, backend="gloo")`; or `dist.init_process_group("gloo")` in `fn`, because everything else is in the '
+    "environment",
 )
 @pytest.mark.slow
 def test_the_process_group_is_made_by_backend_or_by_the_function(spawned):
@@ -135,7 +136,8 @@ def test_a_run_may_be_waited_for_later():
 
 @row(
     '`mp.start_processes(fn, start_method="fork")`',
-    '`mpwatch.run(fn, 4)`: ranks are always spawned. `mp.set_start_method("fork")` holds for what they start',
+    '`mpwatch.run(fn, 4)`: ranks are always spawned. `mp.set_start_method("fork")` applies to processes that the '
+    "ranks start",
 )
 def test_ranks_are_no_forks_and_the_start_method_is_for_what_they_start():
     program = """
@@ -213,8 +215,9 @@ def test_accelerate_gets_the_precision():
 
 
 @row(
-    '`notebook_launcher(..., use_port="29501")`, for 29500 was in use',
-    'leave it out: a free port is reserved. If it must be that one, the same, or `env={"MASTER_PORT": "29501"}`',
+    '`notebook_launcher(..., use_port="29501")`, because 29500 was in use',
+    "leave `use_port` out, since mpwatch reserves a free port. If you need that port, keep `use_port`, or pass "
+    '`env={"MASTER_PORT": "29501"}`',
 )
 def test_ports_are_free_or_as_given():
     def my_port():
@@ -230,7 +233,10 @@ def test_ports_are_free_or_as_given():
     assert mpwatch.run(my_port, 1, env={"MASTER_PORT": port})[0] == port
 
 
-@row("a new kernel, since an `Accelerator` had been made in this one", "not needed: ranks are not forks of it")
+@row(
+    "a new kernel, because the old kernel had made an `Accelerator`",
+    "not needed, because ranks are not forks of the kernel",
+)
 def test_ranks_do_not_have_objects_of_the_caller():
     sys.only_here = True  # stands for accelerate's state, which test_accelerate.py tests
     try:
@@ -285,7 +291,7 @@ def test_the_last_line_of_a_script_changes(theirs, ours):
 
 @row(
     "`--nproc-per-node=gpu`, `cpu`, `auto`",
-    '`nprocs="gpu"`, `"cpu"`, `"auto"`; of CPUs, those that this process may use',
+    '`nprocs="gpu"`, `"cpu"`, `"auto"`; mpwatch counts only the CPUs that this process may use',
 )
 def test_one_rank_per_device():
     from torch.distributed.run import determine_local_world_size
@@ -380,7 +386,10 @@ def test_the_number_of_restarts(theirs, ours):
     assert mpwatch.run(fn, 1, max_restarts=1)[0] == (1, "1")
 
 
-@row("exit status 1, whatever the rank's was", "of `mpwatch.main`, the failed rank's own; 128 + n for signal n")
+@row(
+    "exit status 1 after every failure",
+    "`mpwatch.main` exits with the status of the failed rank, which is 128 + n for signal n",
+)
 def test_the_exit_status(theirs, ours):
     assert (theirs.status, ours.status) == (1, 3)
     program = "import mpwatch, os, signal\nmpwatch.main(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)"

@@ -295,7 +295,7 @@ def test_the_run_of_another_thread_is_left_alone(gate):
 
 
 @pytest.mark.parametrize(
-    ("first", "stride"), [(1, 7), *(pytest.param(first, 3, marks=pytest.mark.slow) for first in (1, 2, 3))]
+    ("first", "stride"), [(1, 11), *(pytest.param(first, 3, marks=pytest.mark.slow) for first in (1, 2, 3))]
 )
 @pytest.mark.parametrize("name", ["run.py", "host_signals.py", "suspension.py"])
 @in_own_process

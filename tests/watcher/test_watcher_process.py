@@ -16,6 +16,7 @@ import mpwatch
 from mpwatch.watcher.processes.guardian import Guardian
 from support import failing
 from support.programs import ENV, call, command, python
+from support.thoroughness import choose
 from watcher import interrupting_functions
 from watcher.watcher_program import PATIENT_RUN, RUN, Program, alive, guardian_of
 
@@ -389,11 +390,11 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("what", "stride", "chaos_stride"),
     [
-        ("run", 53, 13),
+        ("run", 97, 13),
         pytest.param("run", 13, 1, marks=pytest.mark.slow),
-        ("submit", 53, 1),
-        ("direct", 149, 1),
-        ("calls", 149, 3),
+        ("submit", 97, 1),
+        ("direct", 199, 1),
+        ("calls", 199, 3),
         pytest.param("suspended", 53, 3, marks=pytest.mark.slow),
         pytest.param("group", 53, 1, marks=pytest.mark.slow),
         pytest.param("printing", 375, 7, marks=pytest.mark.slow),
@@ -401,7 +402,7 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
 )
 def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride):
     """Throw at some places. `tox -e chaos` throws at more, except with captured output, which is slow to trace."""
-    stride = chaos_stride if "MPWATCH_TEST_THOROUGHLY" in os.environ else stride
+    stride = choose(stride, chaos_stride)
     program = Path(__file__).parent / "exception_at_any_bytecode.py"
     done = python("-W", "ignore", str(program), what, "1", str(stride), timeout=None)
     (line,) = done.stdout.splitlines()

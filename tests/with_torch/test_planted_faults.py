@@ -3,20 +3,18 @@
 `tox run -e faults` plants each fault twenty times, in 3 ranks and in 8.
 """
 
-import os
 import re
 
 import pytest
 
 import mpwatch
 from mpwatch import FailureKind
+from support.thoroughness import THOROUGH, choose
 from with_torch import planted_faults as faults
 from with_torch.planted_faults import ODD_RANK
 
 LINE = r"\(planted_faults\.py:\d+ in \w+(<lambda>)?\)"
 SLOW = pytest.mark.slow
-IS_THOROUGH = "MPWATCH_TEST_THOROUGHLY" in os.environ
-THOROUGH = [SLOW, pytest.mark.skipif(not IS_THOROUGH, reason="`tox run -e faults` runs it")]
 # What the first line of the report says of rank 1, and of the other ranks.
 VERDICTS = {
     faults.other_shape: rf"called all_reduce #3 with float32\[17\] {LINE}, OTHERS with float32\[16\] {LINE}",
@@ -56,8 +54,8 @@ def check_verdict(fault, nprocs):
 
 
 MARKS = {
-    **dict.fromkeys((faults.other_shape, faults.early_return), ()),
-    **dict.fromkeys((faults.missing_call, faults.extra_call, faults.early_exit, faults.uneven_inputs_of_ddp), SLOW),
+    faults.other_shape: (),
+    **dict.fromkeys((faults.missing_call, faults.early_return, faults.uneven_inputs_of_ddp), SLOW),
 }
 
 
@@ -110,9 +108,9 @@ def test_two_ranks_are_both_named():
 def test_a_late_rank_is_named_in_a_warning(caplog):
     result = mpwatch.run(faults.load_slowly, 3, args=(3.0,), backend="gloo", stall_after=1.0)
     assert list(result) == [0, 1, 2]
-    (record,) = caplog.records
-    text = record.getMessage()
-    assert re.match(r"ranks have waited for \d s in a collective: rank 1 has not joined all_reduce #2", text), text
+    texts = [record.getMessage() for record in caplog.records]  # on a busy machine others may be late for other collectives
+    (text,) = [text for text in texts if "rank 1 has not joined all_reduce #2" in text]
+    assert re.match(r"ranks have waited for \d s in a collective: rank 1 has not joined", text), text
     assert re.search(r"; rank 1 is at planted_faults.py:\d+ in load_slowly$", text), text
 
 
@@ -162,6 +160,6 @@ def test_a_group_ends_a_call_that_cannot_end():
 def test_sound_training_with_delays_raises_no_alarm(caplog):
     """No delay is longer than half of `stall_after`."""
     with mpwatch.WorkerGroup(4, backend="gloo", stall_after=0.6) as group:
-        for seed in range(500 if IS_THOROUGH else 10):
+        for seed in range(choose(10, 500)):
             assert list(group.run(faults.train_with_delays, (seed, 0.3))) == [[4, 4, 4, 4]] * 4
     assert not caplog.records

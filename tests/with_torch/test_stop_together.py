@@ -9,6 +9,7 @@ import pytest
 
 import stop_functions
 from mpwatch import PerRank, WorkerGroup
+from support.thoroughness import choose
 
 STEPS = 150
 
@@ -21,7 +22,7 @@ def train(group, states):
     return group.run(stop_functions.add_up, kwargs=arguments)
 
 
-@pytest.mark.parametrize("instants", [10, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("instants", [10, pytest.param(choose(200, 1000), marks=pytest.mark.slow)])
 def test_training_that_stops_at_any_instant_goes_on_to_the_same_result(instants):
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rng = random.Random(instants)

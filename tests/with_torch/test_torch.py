@@ -17,6 +17,7 @@ import mpwatch
 from mpwatch import WorkerSpec
 from support import functions
 from support.programs import python
+from support.thoroughness import THOROUGH
 
 HERE = Path(__file__).parent
 SPAWN = multiprocessing.get_context("spawn")
@@ -112,8 +113,8 @@ def kill_itself():
         (kill_itself, "cause first", 3),
         pytest.param(raise_value_error, "cause first", 3, marks=pytest.mark.slow),
         pytest.param(kill_itself, "peers first", 3, marks=pytest.mark.slow),
-        pytest.param(raise_value_error, "peers first", 8, marks=pytest.mark.slow),
-        pytest.param(kill_itself, "cause first", 8, marks=pytest.mark.slow),
+        pytest.param(raise_value_error, "peers first", 8, marks=THOROUGH),
+        pytest.param(kill_itself, "cause first", 8, marks=THOROUGH),
     ],
 )
 def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(fail, order, nprocs):

@@ -1,6 +1,6 @@
-"""The magics `%%ranks` and `%ranks`: run a cell on all ranks of a WorkerGroup. Load them with `%load_ext mpwatch`.
+"""The magics `%%ranks` and `%ranks` run a cell on all ranks of a WorkerGroup. `%load_ext mpwatch` loads them.
 
-Runs in the notebook's kernel or in a terminal's IPython. rank_cell.py is the part that runs in a rank.
+This module runs in the notebook's kernel or in a terminal's IPython. rank_cell.py is the part that runs in a rank.
 
     cell --- compiled here, for SyntaxError ---> source, pushed variables ---> WorkerGroup.run(run_cell) ---> each rank
     table of values <--- RankValues <--- text of the last value, pulled variables <-------------------------- each rank
@@ -28,12 +28,12 @@ RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def register(shell: InteractiveShell) -> None:
-    """Make `%%ranks` and `%ranks` known to the shell. They have no ranks yet."""
+    """Register `%%ranks` and `%ranks` in the shell. This starts no ranks."""
     shell.register_magics(RankMagics(shell))
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Close the group of the magics, and remove the magics."""
+    """Close the WorkerGroup of the magics, and remove the magics from the shell."""
     magics = shell.magics_manager.registry.get("RankMagics")
     if isinstance(magics, RankMagics):
         magics.close()
@@ -42,10 +42,10 @@ def unregister(shell: InteractiveShell) -> None:
 
 
 class RankValues(Mapping[int, Any]):
-    """The values of the last expression of a cell, by rank. A notebook shows their texts as a table.
+    """The values of a cell's last expression, by rank. A notebook shows the texts of these values as a table.
 
-    `values[rank]` is the value if it is a number, a text, or a list, tuple, set or dict of up to 1000 of them. Any other
-    value stays in its rank, and `values[rank]` raises LookupError.
+    `values[rank]` is the value if it is a number or a text. It may also be a list, tuple, set or dict of up to 1000 numbers
+    and texts. Any other value stays in its rank, and `values[rank]` raises LookupError.
     """
 
     def __init__(self, values: Mapping[int, CellValue]) -> None:
@@ -76,7 +76,7 @@ class RankValues(Mapping[int, Any]):
         return f"<table>{''.join(rows)}</table>"
 
     def _group(self) -> dict[str, list[int]]:
-        """Return each different text, with the ranks that have it."""
+        """Return a dict from each different text to the ranks whose value has this text."""
         groups: dict[str, list[int]] = {}
         for rank, value in self._values.items():
             groups.setdefault(value.text, []).append(rank)
@@ -105,7 +105,7 @@ def _split(line: str) -> list[str]:
 
 @magics_class
 class RankMagics(Magics):
-    """The magics. They have at most one WorkerGroup at a time."""
+    """The magics `%%ranks` and `%ranks`. They have at most one WorkerGroup at a time."""
 
     shell: InteractiveShell
 
@@ -116,23 +116,23 @@ class RankMagics(Magics):
 
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> "RankValues | mpwatch.WorkerGroup | None":
-        """Run the cell on ranks that stay alive, each with variables of its own.
+        """Run the cell on ranks that stay alive. Each rank has separate variables.
 
             %%ranks [NPROCS] [--backend B] [--preload M] [--on RANKS] [--push NAMES] [--pull NAMES] [--timeout SECONDS]
             %ranks [NPROCS] [--backend B] [--preload M]
             %ranks --close
 
-        `%%ranks 4` starts four ranks, or uses those that there are. The variables of a rank live from cell to cell, until
-        the ranks end. The value of the last expression is shown for each rank. A semicolon at its end leaves it out.
+        `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank stay from cell to cell,
+        until the ranks end. The value of the last expression is shown for each rank, unless it ends with a semicolon.
         `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
-        NPROCS: number of ranks. Without it: the ranks that there are.
-        --backend: of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
-        --preload: modules that the ranks import at their start, such as torch,numpy.
-        --on: the ranks that run the cell, such as 0 or 0,2-3. Without it: all.
+        NPROCS: number of ranks. If you leave it out, the existing ranks run the cell.
+        --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
+        --preload: modules that the ranks import when they start, such as torch,numpy.
+        --on: the ranks that run the cell, such as 0 or 0,2-3. If you leave it out, all ranks run the cell.
         --push: variables to copy to the ranks before the cell, such as x,y. Each rank gets its own value of a PerRank.
-        --pull: variables to copy back after the cell. Each is then a dict of the values by rank.
-        --timeout: limit for this cell in seconds.
+        --pull: variables to copy back after the cell. Each variable then is a dict of the values by rank.
+        --timeout: time limit for this cell in seconds.
         """
         __tracebackhide__ = True
         options = _PARSER.parse_args(_split(line))
@@ -192,7 +192,8 @@ class RankMagics(Magics):
     def _check_source(self, cell: str) -> tuple[str, str, bool]:
         """Return the source, the name of its file, and whether the last expression has a value to show.
 
-        Raises SyntaxError. A blank line stands for the line of the magic, so that line numbers are those of the whole cell.
+        A blank line replaces the line of the magic, so that line numbers count from the start of the cell. Raises
+        SyntaxError.
         """
         __tracebackhide__ = True
         source = f"\n{cell}"
@@ -205,7 +206,7 @@ class RankMagics(Magics):
         return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not _ends_with_semicolon(source, body[-1])
 
     def _find_cell_number(self) -> int:
-        """Return the number of the cell that is running. The shell's counter may already be that of the next cell."""
+        """Return the number of the running cell. The shell's counter may already have the number of the next cell."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             name = self.shell.compile.format_code_name(frame.f_code.co_filename)

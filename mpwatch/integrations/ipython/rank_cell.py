@@ -1,4 +1,4 @@
-"""Run the cell of a `%%ranks` magic. Runs in a rank, so it must not import IPython."""
+"""Runs the cell of a `%%ranks` magic. This module is used in a rank, so it must not import IPython."""
 
 import ast
 import linecache
@@ -8,18 +8,18 @@ from typing import Any
 import mpwatch
 
 MAX_CHARACTERS = 10_000  # of the text of a value
-MAX_ITEMS = 1000  # of a value that is copied
+MAX_ITEMS = 1000  # of a value that is copied to the notebook
 PLAIN_TYPES = (bool, int, float, complex, str, bytes)
 NAMESPACE = "mpwatch: variables of the cells"  # a key of `current_worker().state`
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that was checked in the notebook, as each rank gets it."""
+    """A cell that the notebook has checked and sends to each rank."""
 
     source: str
     file: str
-    """The name that the caller has given to the source, for tracebacks."""
+    """The name that IPython has given to the source, for tracebacks."""
     has_value: bool
     """Whether the last statement is an expression whose value is shown."""
     pulled: list[str]
@@ -32,21 +32,21 @@ class CellValue:
 
     text: str
     is_copied: bool
-    """Whether `copy` is the value. Other values stay in the rank: a model may be large, and a file cannot be copied."""
+    """Whether `copy` is the value. If not, the value stays in the rank, since it may be large, or may not be picklable."""
     copy: Any = None
 
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What a rank sends back to the notebook when its cell has ended."""
+    """The data that a rank sends back to the notebook when its cell has ended."""
 
     value: CellValue | None
-    """None: there is nothing to show."""
+    """The value of the last expression, or None if there is no value to show."""
     pulled: dict[str, Any]
 
 
 def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
-    """Run the cell with the variables of the earlier cells, and with those that are pushed. Raises what the cell raises."""
+    """Run the cell with the variables of earlier cells and the pushed variables. Raises what the cell raises."""
     __tracebackhide__ = True
     state = mpwatch.current_worker().state
     variables: dict[str, Any] = state.setdefault(NAMESPACE, {"__name__": "__main__"})
@@ -70,14 +70,14 @@ def _pack(value: Any) -> CellValue | None:
         return None
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001  a value without a text is no failure of the cell
+    except Exception as error:  # noqa: BLE001  the cell does not fail if its value has no text
         text = f"<{type(value).__name__}, whose repr() raises {type(error).__name__}: {error}>"
     text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ... ({len(text)} characters)"
     return CellValue(text, True, value) if _is_plain(value) else CellValue(text, False)
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, or a small collection of them."""
+    """Return whether a value is a number, a text, or a small collection of numbers and texts."""
     kind = type(value)
     if kind in PLAIN_TYPES or value is None:
         return True

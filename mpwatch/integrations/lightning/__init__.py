@@ -1,17 +1,17 @@
-"""Lightning's Trainer and Fabric with every rank under the watcher: `watched(DDPStrategy())` in place of `DDPStrategy()`.
+"""Runs the ranks of Lightning's Trainer and Fabric under the watcher: use `watched(DDPStrategy())` for `DDPStrategy()`.
 
     trainer.fit(model) --> the launcher of the strategy --> mpwatch.run --> in each rank: the function of fit()
     weights, metrics, state <------ rank 0's TrainerState <---------------- collected by all ranks
 
 The module supports Lightning 2 under each of its package names: lightning.pytorch and pytorch_lightning, lightning.fabric
-and lightning_fabric. It takes all names of Lightning from the package of the given strategy, so it imports no package that
+and lightning_fabric. It takes all of Lightning's names from the package of the given strategy, so it imports no package that
 the program has not imported.
 
-Guarantees in addition to those of `mpwatch.run`:
+This module has these guarantees in addition to those of `mpwatch.run`:
 
-- No rank runs the script. The ranks of Lightning's own launchers do.
-- The options stay in the caller's process. The launcher of a rank starts nothing: it calls the function.
-- Trained weights come back through memory, not through a file.
+- No rank runs the script. (With Lightning's own launchers the ranks run it.)
+- The options stay in the caller's process. In a rank, the launcher starts no processes, and only calls the function.
+- Trained weights are sent back through memory, and not through a file.
 - The caller's environment does not change.
 - If other software has started the processes of a strategy (mpwatch.run, torchrun, SLURM), `watched` has no effect.
 """
@@ -34,56 +34,57 @@ __all__ = ["watched"]
 S = TypeVar("S")
 
 LIGHTNING_OPTIONS = {"fn", "nprocs", "args", "kwargs", "backend"}  # Lightning's Trainer and strategy set these
-# With several nodes only one of them would have the state of rank 0. Lightning sets the device of each rank by its number,
-# so each rank has to see all devices.
+# With `rendezvous`, only one of several nodes would have the state of rank 0. Lightning sets the device of each rank by the
+# rank's number, so each rank has to see all devices.
 UNSUPPORTED_OPTIONS = {"rendezvous", "visible_devices"}
 OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
-# The first has a single process. XLA starts the processes of the others.
+# DataParallelStrategy has a single process. XLA starts the processes of the other strategies.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
 
 
 def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None = None, **options: Any) -> S:
-    """Return the same strategy, whose ranks mpwatch will start and watch.
+    """Return the same strategy, but let mpwatch start and watch its ranks.
 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
 
-    After `fit` the caller's Trainer has all that Lightning's own spawning strategies bring back: weights, callback_metrics,
-    state, best_model_path and the return value. It also has the other metrics, the states of callbacks and the progress.
-    `predict` returns the predictions of rank 0, as with "ddp". `Fabric.launch(fn)` returns the value of fn in rank 0. If a
-    rank fails, `mpwatch.RunFailedError` is raised.
+    After `fit` the caller's Trainer has everything that Lightning's own spawning strategies bring back: weights,
+    callback_metrics, state, best_model_path and the return value. It also has the other metrics, the states of callbacks and
+    the progress. `predict` returns the predictions of rank 0, as with "ddp". `Fabric.launch(fn)` returns the value of fn in
+    rank 0. If a rank fails, `mpwatch.RunFailedError` is raised.
 
-    A callback's `load_state_dict` may raise in the caller, since Lightning calls `setup` only in the ranks. A warning then
-    names the callback and the error, and all else comes back. The same holds if a callback's `state_dict` raises after the
-    training, or if the module's `load_state_dict` raises in the caller.
+    A callback's `load_state_dict` may raise in the caller, since Lightning calls `setup` only in the ranks. Then a warning
+    names the callback and the error, and all other state is restored. The same happens if a callback's `state_dict` raises
+    after the training, or if the module's `load_state_dict` raises in the caller.
 
-    The limits are those of Lightning's own spawning strategies:
+    Lightning's own spawning strategies have the same limits:
 
-    - A Trainer can `fit` once.
-    - Layers that only `configure_model` makes do not exist in the caller's module, so their weights do not come back. A
-      warning names them.
-    - A logger that counts its versions takes a new version for each run. The caller's logger does not know it.
-    - Callbacks' `on_exception` is called in the caller, with the RunFailedError. A checkpoint written there has the weights
-      from before the run. The strategy's `on_exception` is called in the rank, too, with the rank's own exception.
+    - A Trainer can `fit` only once.
+    - If only `configure_model` makes a layer, the layer does not exist in the caller's module. So its weights do not come
+      back, and a warning names them.
+    - If a logger counts its versions, each run makes a new version, which the caller's logger does not know.
+    - `on_exception` of callbacks is called in the caller, with the RunFailedError. A checkpoint that it writes has the
+      weights from before the run. The strategy's `on_exception` is also called in the rank, with the rank's exception.
 
-    If the processes exist already, `watched` changes nothing. This is so under torchrun, and for a Trainer that is built in
-    a function that `mpwatch.run` calls.
+    If the processes exist already, `watched` changes nothing. This is the case with torchrun, and for a Trainer in a
+    function that `mpwatch.run` calls.
 
-    A rank is stopped with SIGTERM if another rank has failed or your program got SIGTERM. SIGTERM ends a rank at once, even
-    inside a collective. To save something first, set a handler of your own, for example in `on_fit_start`. The handler has
+    mpwatch stops a rank with SIGTERM if another rank has failed or your program got SIGTERM. SIGTERM ends a rank at once,
+    even in a collective. To save something before, set a SIGTERM handler, for example in `on_fit_start`. The handler has
     `grace_period` seconds. `trainer.received_sigterm` stays False in these ranks.
 
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
             DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, or another subclass of ParallelStrategy.
-        run: what runs the ranks of several nodes: `mpwatch.integrations.ray.run`, or a `functools.partial` of it with
-            options of its own. It is called with `nodes`, the Trainer's num_nodes. None: `mpwatch.run`, on this machine.
-        options: options of `mpwatch.run` (timeout, grace_period, logs, on_event, max_restarts, ...). Lightning sets fn,
+        run: the function that runs the ranks of several nodes. It is `mpwatch.integrations.ray.run`, or a
+            `functools.partial` of this function with more options. It is called with `nodes`, which is the Trainer's
+            num_nodes. None means `mpwatch.run`, on this machine.
+        options: options of `mpwatch.run`, such as timeout, grace_period, logs, on_event and max_restarts. Lightning sets fn,
             nprocs, args, kwargs and backend. `check`, `rendezvous` and `visible_devices` are not supported.
 
     Raises:
-        TypeError: the strategy is none of these, or an option does not exist.
-        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Without `run`, Trainer
-            and Fabric raise it too, if they are made for more than one node.
+        TypeError: the strategy has another class, or an option does not exist.
+        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. If `run` is None,
+            Trainer and Fabric also raise it if they are made for more than one node.
     """
     target: Any = strategy
     launchers = _import_launchers(target)
@@ -100,7 +101,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
 
 def _import_launchers(strategy: Any) -> ModuleType:
-    """Return the module of the launchers, from the Lightning package of this strategy. Raise TypeError for other objects."""
+    """Return the module of the launchers from the strategy's Lightning package. Raise TypeError for any other object."""
     modules = {cls.__name__: cls.__module__ for cls in type(strategy).__mro__}
     module = modules.get("ParallelStrategy", "")
     if not module.endswith(".strategies.parallel") or UNSUPPORTED_STRATEGIES & modules.keys():
@@ -112,7 +113,7 @@ def _import_launchers(strategy: Any) -> ModuleType:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError for a bad option now, instead of when training begins."""
+    """Raise TypeError or ValueError for a bad option now, and not when training begins."""
     for name in sorted(options.keys() - OPTIONS):
         raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
     # `logs` may name ranks. _LauncherFactory checks it, when the number of ranks is known.
@@ -125,9 +126,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 class _StrategyHook:
-    """An object that `watched` attaches to a strategy. It exists only in the caller's process, and is copied with the
-    strategy.
-    """
+    """An object that `watched` adds to a strategy. It is copied with the strategy. It exists only in the caller."""
 
     def __init__(
         self,
@@ -169,7 +168,7 @@ class _LauncherFactory(_StrategyHook):
 
 
 class _FabricLauncherInRank:
-    """The launcher of a strategy in a rank. All processes exist, so it only calls the function."""
+    """The launcher of a strategy in a rank. All processes exist already, so this launcher only calls the function."""
 
     is_interactive_compatible = True
 
@@ -182,7 +181,7 @@ class _TrainerLauncherInRank(_FabricLauncherInRank):
         return function(*args, **kwargs)
 
     def kill(self, _: int) -> None:
-        """Do nothing: a rank has started no other rank."""
+        """Do nothing, since a rank has started no other rank."""
 
 
 class _Launcher(_StrategyHook):
@@ -198,8 +197,8 @@ class _Launcher(_StrategyHook):
         """Run the function in all ranks. Return the value of rank 0."""
         __tracebackhide__ = True
         job = self._launchers._GlobalStateSnapshot.capture(), trainer, function
-        # The caller's own arguments come first. An argument that cannot be sent is then called args[0].lock, and not by a
-        # long path inside a trainer.
+        # The caller's arguments come first. If one of them cannot be sent, the error then names a short path such as
+        # args[0].lock, and not a long path inside a trainer.
         run = mpwatch.run
         if self._run_on_nodes is not None:
             run = partial(self._run_on_nodes, nodes=self._strategy.num_nodes)
@@ -228,8 +227,8 @@ class _TrainerLauncher(_Launcher):
                 "this Trainer has fit a model already, and cannot continue: the state of its optimizer was lost when its "
                 "ranks ended. Make a new Trainer, and resume from a checkpoint: fit(model, ckpt_path=...)"
             )
-        # After Ctrl-C Lightning ignores SIGINT, and then restores the handlers that it has recorded. It records them only in
-        # the ranks, so the caller's handler is recorded here.
+        # After Ctrl-C Lightning ignores SIGINT, and then restores the handlers that it has recorded. Lightning records them
+        # only in the ranks, so this code records the caller's handler.
         trainer._signal_connector._original_handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
         state: TrainerState = self._run(trainer, function, args, kwargs)
         self._has_fit |= is_fit
@@ -237,7 +236,7 @@ class _TrainerLauncher(_Launcher):
         return state.value
 
     def kill(self, _: int) -> None:
-        """Do nothing: mpwatch stops the ranks if the caller gets a signal."""
+        """Do nothing, since mpwatch stops the ranks if the caller gets a signal."""
 
 
 def _run_in_rank(*args: Any, **kwargs: Any) -> Any:
@@ -246,7 +245,7 @@ def _run_in_rank(*args: Any, **kwargs: Any) -> Any:
     *args, (global_state, trainer, function) = args  # type: ignore[assignment]
     global_state.restore()
     if trainer is not None:
-        # Lightning's handler of SIGTERM only sets a flag, and training continues. In a collective of NCCL it never runs.
+        # Lightning's SIGTERM handler only sets a flag, and training continues. In an NCCL collective the handler never runs.
         trainer._signal_connector.register_signal_handlers = _keep_signal_handlers
     _unshare_weights([*args, *kwargs.values(), trainer and trainer.lightning_module])
     try:
@@ -267,9 +266,10 @@ def _keep_signal_handlers() -> None:
 
 
 def _unshare_weights(values: list[Any]) -> None:
-    """Copy weights in shared memory, so that each rank has its own.
+    """If weights are in shared memory, copy them, so that each rank has separate weights.
 
-    A model that one of Lightning's spawning strategies has trained is in shared memory. All ranks would write to it.
+    A model that one of Lightning's spawning strategies has trained is in shared memory. Without a copy, all ranks would
+    write to the same weights.
     """
     from torch import nn
 

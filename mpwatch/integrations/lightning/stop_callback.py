@@ -1,6 +1,6 @@
-"""A callback for Lightning's Trainer: all ranks save and stop at the same step.
+"""A callback for Lightning's Trainer, with which all ranks save and stop at the same step.
 
-It is for both package names of Lightning: the Trainer calls the methods of any callback that has all of them.
+The callback works with both package names of Lightning, since a Trainer accepts any object with all methods of a callback.
 """
 
 from importlib import import_module
@@ -16,15 +16,16 @@ Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Any
-    """Let the Trainer end when a stop is requested: see `mpwatch.should_stop`.
+    """Let the Trainer end when a stop is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
-    Go on later with `trainer.fit(..., ckpt_path="a.ckpt")`. The number of steps is `trainer.global_step`. As whenever a
-    Trainer stops early, Lightning runs the validation once more, and respects `min_steps` and `min_epochs`. Outside a rank
+    Go on later with `trainer.fit(..., ckpt_path="a.ckpt")`. The number of the step is `trainer.global_step`. Lightning runs
+    the validation once more, and respects `min_steps` and `min_epochs`, as always when a Trainer stops early. Outside a rank
     the callback does nothing.
 
     Args:
-        checkpoint: the file to which the Trainer saves its state before it stops. None: it saves nothing for that.
+        checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves
+            nothing.
     """
 
     def __init__(self, checkpoint: str | PathLike[str] | None = None) -> None:
@@ -32,7 +33,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Any
         self._checkpoint = checkpoint
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Ask after each batch whether the ranks stop now."""
+        """After each batch, ask `mpwatch.should_stop` whether the ranks stop now."""
         if not trainer.should_stop and mpwatch.should_stop(trainer.global_step):
             trainer.should_stop = True
             if self._checkpoint is not None:

@@ -1,7 +1,7 @@
 """The state of a Lightning trainer, which the ranks send back to the caller's trainer.
 
-All ranks gather the state when their function has returned. The caller restores the state of rank 0. This module imports
-nothing of Lightning, and uses Lightning's public names where they exist.
+All ranks gather the state when their function has returned. The caller restores the state of rank 0. This module does not
+import Lightning, and uses Lightning's public names if they exist.
 """
 
 import warnings
@@ -22,16 +22,16 @@ class TrainerState:
     state: Any
     should_stop: bool
     metrics: dict[str, Any]
-    first_checkpoint_paths: dict[str, Any]  # of `trainer.checkpoint_callback`
+    first_checkpoint_paths: dict[str, Any]  # the paths of `trainer.checkpoint_callback`
     checkpoint_paths: dict[str, dict[str, Any]]
     callback_states: dict[str, Any]
     progress: dict[str, Any]
     weights: Any
-    problems: list[str]  # what could not be collected, and why
+    problems: list[str]  # texts that say which state could not be collected, and why
 
     @classmethod
     def collect(cls, trainer: Any, value: Any) -> Self:
-        """Collect the state of the trainer. All ranks must call it, since sharded weights are gathered."""
+        """Collect the state of the trainer. All ranks must call this method, since it gathers sharded weights."""
         is_fit = trainer.state.fn == "fit"
         weights = _gather_whole_weights(trainer.strategy) if is_fit else {}
         paths, states, problems = {}, {}, []
@@ -59,9 +59,9 @@ class TrainerState:
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer. If code of the user raises, warn: the training has succeeded.
+        """Copy the state into the caller's trainer. If user code raises, only warn, since the training has succeeded.
 
-        The warnings come last. If warnings are errors, all that can be copied has been copied.
+        The warnings come last. So, if warnings are errors, everything else has been copied before.
         """
         problems = [*self.problems]
         if self.weights:
@@ -102,7 +102,7 @@ def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
 
 
 def _gather_whole_weights(strategy: Any) -> Any:
-    """Return the whole weights in rank 0, also if the options of the strategy ask for sharded checkpoints."""
+    """Return the whole weights in rank 0, even if the strategy's options ask for sharded checkpoints."""
     for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
             setattr(strategy, name, value)
@@ -110,9 +110,9 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load the weights that the caller's module has a layer for. Return a text about others.
+    """Load each weight for which the caller's module has a layer. Return a list with a text about the other weights, if any.
 
-    The module may have got other layers in the ranks, for example in `configure_model`.
+    The module may have got more layers in the ranks, for example in `configure_model`.
     """
     try:
         keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None

@@ -1,10 +1,10 @@
-"""The pytest plugin. It runs a test marked `mpwatch` on several ranks, and reports it like any other test.
+"""The pytest plugin. It runs a test with the mark `mpwatch` on several ranks, and reports the test like any other test.
 
     @pytest.mark.mpwatch(nprocs=4, backend="gloo")
     def test_sum(model):
         ...
 
-pytest finds the plugin by its entry point. In a run without such a mark the plugin changes nothing, and imports only this
+pytest finds the plugin by its entry point. If no test has such a mark, the plugin changes nothing, and imports only this
 module and `names`.
 
     pytest (the watcher process)      each rank
@@ -12,12 +12,12 @@ module and `names`.
     collects, selects, reports        ──test──▶  a pytest session for the one module: fixtures, hooks of conftests,
     skipif and xfail marks            ◀─raises─  setup, call and teardown of the test
 
-- All tests of a module with the same options use the same ranks, one WorkerGroup.
-- Each rank has its own fixtures. Fixtures of a wider scope than `function` stay until a test fails. Then they are torn down,
-  since the ranks may be out of step. `tmp_path` is the same folder in all ranks.
-- The exception of the rank that failed first is raised here, inside the item of pytest. So pytest itself handles skips,
-  expected failures, tracebacks and reports of other plugins. A skip in one rank does not hide a failure in another.
-- The output of each rank is a section of the report. Warnings and recorded properties are reported here too.
+- All tests of a module with the same options use the same ranks, which are one WorkerGroup.
+- Each rank has separate fixtures. Fixtures with a wider scope than `function` stay until a test fails. Then they are torn
+  down, since their state may differ from rank to rank. `tmp_path` is the same folder in all ranks.
+- The exception of the rank that failed first is raised in pytest's process, inside the test item. So pytest itself handles
+  skips, expected failures, tracebacks and reports of other plugins. A skip in one rank does not hide another rank's failure.
+- The output of each rank is a section of the report. pytest also reports the ranks' warnings and recorded properties.
 """
 
 import pytest

@@ -1,7 +1,8 @@
 """The part of the plugin in pytest's own process, which is the watcher. It calls the ranks for each marked test.
 
-`redirect_to_ranks` replaces the body of a marked test with `_run_test`. `_run_test` takes the module's `ModuleGroup` for the
-options of the test, or starts one, and raises what the ranks raised. `rank_session` is the part in the ranks.
+`redirect_to_ranks` replaces the body of a marked test by `_run_test`. `_run_test` uses the module's `ModuleGroup` for the
+options of the test, or starts a new one. It raises the exception of the ranks. `rank_session` is the plugin's part in the
+ranks.
 """
 
 import sys
@@ -28,8 +29,8 @@ from mpwatch.integrations.pytest_plugin.rank_session import (
 )
 
 T = TypeVar("T")
-SHARED_FIXTURES = ("tmp_path",)  # set up here, and sent to all ranks
-TMP_PATH_FACTORY = "tmp_path_factory"  # its folders outlive the tests for some time
+SHARED_FIXTURES = ("tmp_path",)  # set up in this process, and sent to all ranks
+TMP_PATH_FACTORY = "tmp_path_factory"  # pytest keeps its folders for some time after the tests
 RESERVED_OPTIONS = ("check", "logs", "progress")  # options of WorkerGroup that the plugin sets itself
 PLAIN_TYPES = str | int | float | bool | None
 SKIP_OR_XFAIL = (pytest.skip.Exception, pytest.xfail.Exception)
@@ -39,7 +40,7 @@ NEXT_ITEM = pytest.StashKey[pytest.Item | None]()  # in the stash of an item
 
 
 def redirect_to_ranks(item: pytest.Item) -> None:
-    """Make the test run on ranks. They set up its fixtures, too."""
+    """Let the test run on ranks. The ranks also set up the fixtures of the test."""
     names = getattr(item, "fixturenames", [])
     names[:] = [TMP_PATH_FACTORY, *(name for name in names if name in SHARED_FIXTURES)]
     item.runtest = partial(_run_test, item)  # type: ignore[method-assign]
@@ -47,7 +48,7 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Remember the next test: it determines which fixtures are torn down after this one.
+    """Keep the next test, since it determines which fixtures are torn down after this test.
 
     With `--pdb` the ranks of a marked test open the debugger, and pytest itself does not.
     """
@@ -71,7 +72,7 @@ def _run_test(item: pytest.Item) -> None:
 
 
 def _merge_marks(item: pytest.Item) -> dict[str, Any]:
-    """Return the options of the marks of the test, its class and its module. The nearest mark takes precedence."""
+    """Return the options in the marks of the test, its class and its module. The nearest mark has priority."""
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if len(mark.args) > 1:
@@ -86,7 +87,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the ranks of the module for these options. Start them if the module has none yet."""
+    """Return the module's ModuleGroup for these options. Start a new one if the module has none with these options."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -115,8 +116,8 @@ class ModuleGroup:
         log_dir = None if capture == "no" else folder / "logs"
         logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
         self._session_config = _make_session_config(item.config, module, folder)
-        self._last_timeout: float | None = None  # that of the last test
-        self._read_positions: dict[Path, int] = {}  # by log file
+        self._last_timeout: float | None = None  # the timeout of the last test
+        self._read_positions: dict[Path, int] = {}  # for each log file, the position up to which it was read
         try:
             self._group = WorkerGroup(**options, logs=logs, progress=False)
         except (TypeError, ValueError) as error:
@@ -143,14 +144,14 @@ class ModuleGroup:
         if failure is None:
             _report_passed_data(item, list(result))
             return []
-        # The next call gets a new process group, and fixtures may hold references to the old one.
+        # The next call gets a new process group, and fixtures may have references to the old process group.
         teardown_result, later = self._call_if_healthy(tear_down_fixtures)
         if teardown_result is not None:
             self._add_report_sections(item, "teardown", teardown_result)
         return [failure, *later]
 
     def close(self) -> list[RunFailedError]:
-        """Tear down the remaining fixtures, if their ranks still exist, and end the ranks. Return the failures."""
+        """Tear down the remaining fixtures if the ranks still exist, and end the ranks. Return the failures of fixtures."""
         __tracebackhide__ = True
         with self._group:
             result, failures = self._call_if_healthy(end_session)
@@ -160,7 +161,7 @@ class ModuleGroup:
         return failures
 
     def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
-        """Call the function in all ranks, with the timeout of the last test. Do nothing if the ranks are gone."""
+        """Call the function in all ranks, with the timeout of the last test. Do nothing if the ranks have ended."""
         __tracebackhide__ = True
         if self._group.state is not WorkerState.HEALTHY:
             return None, []
@@ -173,7 +174,7 @@ class ModuleGroup:
             return self._group.run(fn, timeout=timeout), None
         except RunFailedError as error:
             return error.result, error
-        except (TypeError, ValueError) as error:  # the timeout is bad: the user chooses no other argument
+        except (TypeError, ValueError) as error:  # the timeout is bad, as the user chooses no other argument
             _fail_bad_mark(str(error))
         except LaunchError as error:
             _fail_without_traceback(str(error))
@@ -183,7 +184,7 @@ class ModuleGroup:
             item.add_report_section(when, title, text)
 
     def _read_new_output(self, result: RunResult[Any]) -> Iterator[tuple[str, str]]:
-        """Yield a title and the new text of each log file that has new text."""
+        """For each log file with new text, yield a title and the new text."""
         for worker in result.workers:
             folder = Path(result.log_dir, f"attempt_{worker.restart_count}", str(worker.rank))
             for stream in ("stdout", "stderr"):
@@ -203,8 +204,8 @@ class ModuleGroup:
 
 
 def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> SessionConfig:
-    # Plugins that support xdist give values to its workers in `workerinput`, for example pytest-randomly its seed. Their
-    # names are those of options.
+    # Plugins that support xdist pass values to its workers in `workerinput`. For example, pytest-randomly passes its seed.
+    # These values have the names of options.
     options = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN_TYPES)}
     capture = ("--capture=no",) if config.pluginmanager.has_plugin("capture") else ()
     return SessionConfig(
@@ -232,9 +233,9 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report warnings and properties of a passed test. Report them once if several ranks agree."""
+    """Report warnings and properties of a passed test. If several ranks have the same one, report it only once."""
     warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
-    for warning in warnings.values():  # no warnings.warn: the rank has applied the filters already
+    for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
         arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
         item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
     for data in data_of_ranks:
@@ -246,9 +247,9 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
 
 
 def _raise_failure(*failures: RunFailedError) -> None:
-    """Raise the exception of the rank that failed first. Notes say what happened to other ranks, and what failed later.
+    """Raise the exception of the rank that failed first. Its notes describe the other ranks, and failures that came later.
 
-    `failures` are in order of time. Do nothing if there are none.
+    `failures` are in order of time. Do nothing if there are no failures.
     """
     __tracebackhide__ = True
     if not failures:
@@ -263,14 +264,14 @@ def _raise_failure(*failures: RunFailedError) -> None:
         raise error
     others = failure.fates if cause is failure.root_cause else [failure.verdict]
     notes = [f"in rank {cause.rank} of {len(failure.result.workers)}", *(f"  {line}" for line in others), *later]
-    if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # pytest shows no notes of these
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # pytest shows no notes of such an exception
         _fail_without_traceback("\n".join([str(error), *notes]))
     error.add_note("\n".join(notes))
     raise error
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. If it is only a skip or an expected failure, return a real failure of another rank, if any."""
+    """Return the root cause. If it is only a skip or an expected failure, return a real failure if another rank has one."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -288,5 +289,5 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 
 
 def _fail_without_traceback(text: str) -> NoReturn:
-    """Fail the test. This frame is not hidden: if all frames are hidden, pytest adds a text about hidden frames."""
+    """Fail the test. This frame is not hidden, since pytest adds a text about hidden frames if all frames are hidden."""
     raise pytest.fail.Exception(text, pytrace=False) from None

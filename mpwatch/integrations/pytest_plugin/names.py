@@ -1,6 +1,6 @@
-"""Names that pytest's own process and the ranks share. Imports nothing."""
+"""Names that pytest's process and the ranks share. This module imports no modules."""
 
 MARK = "mpwatch"
-"""The mark of a test that runs on ranks."""
+"""The name of the mark of tests that run on ranks."""
 RANK_KEY = "mpwatch_rank"
 """A key in the `workerinput` of a pytest configuration. It exists only in a session that runs in a rank."""

@@ -1,7 +1,7 @@
-"""The part of the plugin in a rank: a pytest session over one module. It runs the tests that the controller names.
+"""The part of the plugin in a rank. It is a pytest session for one module, and runs the tests that the controller names.
 
-The controller calls `prepare_session`, then `run_item` for each test, and at last `end_session`. After a failure it calls
-`tear_down_fixtures`. The session is kept in `current_worker().state`, so it ends with the rank.
+The controller calls `prepare_session`, then `run_item` for each test, and finally `end_session`. After a failure the
+controller calls `tear_down_fixtures`. The session is kept in `current_worker().state`, so it ends with the rank.
 """
 
 import io
@@ -22,14 +22,14 @@ from _pytest.config import ConftestImportFailure, _prepareconfig, create_termina
 from mpwatch import current_worker
 from mpwatch.integrations.pytest_plugin.names import RANK_KEY
 
-# The plugins that are unregistered in a rank, since the watcher does their work: coverage, other processes, reruns, time
-# limits, and the stack of a rank that crashes, which is in mpwatch's report. The rank still accepts their options. A plugin
-# that is loaded by -p has another name.
+# These plugins are unregistered in a rank, since the watcher does their work: coverage, other processes, reruns, time
+# limits, and the stack of a crash, which is in mpwatch's report. The rank still accepts the options of these plugins. If a
+# plugin is loaded by -p, it has another name.
 UNREGISTERED_PLUGINS = (
     *("_cov", "faulthandler", "xdist", "xdist.plugin"),
     *("rerunfailures", "pytest_rerunfailures", "timeout", "pytest_timeout"),
 )
-INTERACTIVE_OPTIONS = ("setuponly", "setupshow", "trace", "usepdb")  # options that print or ask something on a terminal
+INTERACTIVE_OPTIONS = ("setuponly", "setupshow", "trace", "usepdb")  # options that use a terminal
 # pytest warns about a plugin that was imported before pytest could rewrite its assertions. In a rank mpwatch is imported
 # before pytest.
 IGNORE_REWRITE_WARNING = (
@@ -40,10 +40,10 @@ IGNORE_REWRITE_WARNING = (
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The data from which a session is made, the same in all ranks."""
+    """The data from which a session is made. They are the same in all ranks."""
 
     args: tuple[str, ...]
-    """The arguments of pytest, and `--capture=no`, since mpwatch captures the output of ranks."""
+    """The arguments of pytest. `--capture=no` is added, since mpwatch captures the output of ranks."""
     invocation_dir: str
     """The folder in which pytest was called."""
     module: str
@@ -51,21 +51,21 @@ class SessionConfig:
     temporary_dir: str
     """A folder for temporary files."""
     worker_input: dict[str, Any]
-    """Values that plugins look for in the `workerinput` of an xdist worker."""
+    """Values that plugins read from the `workerinput` of an xdist worker."""
     markers: tuple[str, ...]
-    """The known marks, including those of plugins that are unregistered in ranks."""
+    """The known marks. They include the marks of plugins that are unregistered in ranks."""
 
 
-NameInModule = tuple[str, ...]  # the names of the classes and of the test; plugins may change the id that pytest shows
+NameInModule = tuple[str, ...]  # the names of the classes and the test. Plugins may change the id that pytest shows
 
 
 @dataclass(frozen=True)
 class TestRequest:
-    """A test that the ranks are to run."""
+    """A test that the ranks have to run."""
 
     name: NameInModule
     next_name: NameInModule | None
-    """The test that follows, if it is in the same module."""
+    """The test that follows this test, or None if that test is in another module."""
     shared_fixtures: dict[str, Any]
     """Values of fixtures that the controller has set up, by name."""
 
@@ -90,19 +90,19 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 
 
 def prepare_session(config: SessionConfig) -> None:
-    """Make the session, if there is none. This may import heavy modules, so it does not count as time of the test."""
+    """Make the session, unless there is one. This may import large modules, so it is not a part of the test's time."""
     __tracebackhide__ = True
     _get_session(config)
 
 
 def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
-    """Set up the test, call it, and tear it down. Raise the exception of the test or of its fixtures."""
+    """Set up the test, call it, and tear it down. Raise the exception of the test or of the test's fixtures."""
     __tracebackhide__ = True
     return _get_session(config).run_item(request)
 
 
 def _get_session(config: SessionConfig) -> "RankSession":
-    """Return the session of this rank. Make it if the rank has none, as after a restart."""
+    """Return the session of this rank. If the rank has no session, for example after a restart, make a session."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK_KEY not in state:
@@ -112,7 +112,7 @@ def _get_session(config: SessionConfig) -> "RankSession":
 
 
 def tear_down_fixtures() -> None:
-    """Tear down all fixtures. The session stays."""
+    """Tear down all fixtures, but keep the session."""
     __tracebackhide__ = True
     session = current_worker().state.get(RANK_KEY)
     if session is not None:
@@ -135,7 +135,7 @@ class _NullTerminal(io.StringIO):
 
 
 class RankSession:
-    """A pytest session. The object is also a plugin of the session, so it gets the reports of the tests."""
+    """A pytest session in a rank. This object is also a plugin of the session, so it gets the reports of the tests."""
 
     def __init__(self, config: SessionConfig) -> None:
         rank = current_worker().rank
@@ -146,9 +146,9 @@ class RankSession:
         base_temp = f"--basetemp={config.temporary_dir}/rank{rank}"
         try:
             self._config = pytest_config = _prepareconfig([*config.args, *IGNORE_REWRITE_WARNING, base_temp], [self])
-        except ConftestImportFailure as failure:  # the class cannot be sent with its cause, so only its text would arrive
+        except ConftestImportFailure as failure:  # this exception cannot be sent, so only its text would arrive
             raise failure.cause from None
-        # An xdist worker has a `workerinput`. Plugins look for it to do something only once for a whole run.
+        # An xdist worker has a `workerinput`. If it exists, plugins do not do what must be done only once in a whole run.
         worker_id = f"{config.worker_input.get('workerid', '')}rank{rank}"
         worker_input = config.worker_input | {"workerid": worker_id, RANK_KEY: rank}
         pytest_config.workerinput = worker_input  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ class RankSession:
         except BaseException:
             pytest_config._ensure_unconfigure()
             raise
-        # Deselected items are included: the controller has made the selection.
+        # Deselected items are included, since the controller has already selected the tests.
         self._items = {get_name_in_module(item): item for item in self._collected_items}
 
     def run_item(self, request: TestRequest) -> PassedTestData:
@@ -186,7 +186,7 @@ class RankSession:
         self._reports: list[tuple[pytest.CallInfo[None], pytest.TestReport]] = []
         self._passed_data = PassedTestData(properties=item.user_properties)
         item.user_properties.clear()  # the item may run again
-        self.tear_down(keep_for=item)  # the test that was to follow may have been skipped, so its fixtures are still set up
+        self.tear_down(keep_for=item)  # if the expected next test was skipped, its fixtures are still set up
         next_item = item.parent if request.next_name is None else self._items.get(request.next_name, item.parent)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if (error := self._find_error()) is not None:
@@ -194,12 +194,12 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the first failure of the test, or else its skip or expected failure. Return None if the test passed.
+        """Return the first failure of the test. If there is none, return its skip or expected failure, or None if it passed.
 
-        Write later failures, captured logging and warnings to stderr: they would be lost with the report.
+        Write later failures, captured logging and warnings to stderr, since the rank's report is not sent.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
-        # A skipped subtest is not reported if the test then passes: only the last report of each phase counts.
+        # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.
         last_reports = {report.when: (call, report) for call, report in self._reports}.values()
         errors = failed or [(call, report) for call, report in last_reports if call.excinfo is not None]
         if not errors:
@@ -227,7 +227,7 @@ class RankSession:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """Return a folder for the test, the same in all ranks."""
+        """Return a folder for the test, which is the same folder in all ranks."""
         return Path(self._shared_fixtures["tmp_path"])
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
@@ -238,7 +238,7 @@ class RankSession:
             self._collection_errors.append(report.longreprtext)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
-        """Open pdb in the terminal of the controller if the option `--pdb` is set, before fixtures are torn down."""
+        """If the option `--pdb` is set, open pdb in the controller's terminal. pytest tears down the fixtures after that."""
         if self._opens_debugger and call.excinfo is not None:
             with suppress(RuntimeError):  # the controller has no terminal
                 pdb.post_mortem(call.excinfo.tb)
@@ -271,5 +271,6 @@ def _make_sendable_error(call: pytest.CallInfo[None], report: pytest.TestReport)
         return expected
     if isinstance(error, pytest.skip.Exception) or isinstance(report.longrepr, ExceptionRepr):
         return error
-    # pytest prints a text of its own for this error: a fixture that is not found, a doctest. Its data may not be sendable.
+    # For this error pytest prints a special text, as for a missing fixture or a doctest. The error's data may not be
+    # picklable.
     return pytest.fail.Exception(report.longreprtext, pytrace=False)

@@ -1,13 +1,15 @@
 """Encode failures of ranks for other nodes as JSON of limited size, and decode them.
 
-json_codec.py encodes every field of ProcessFailure, except those of LOCAL_FIELDS. A text that is too long loses its middle.
+json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS. If a text is too long, its middle is
+left out.
 
-An exception is sent as an ExceptionGraph, which holds what wire/exceptions/encoder.py reads from it. The receiver builds a
-chain of stand-ins: classes with the same names, texts, notes, causes, contexts, group members and frames, derived from the
-same builtin classes. No code that the data names is imported or run.
+An exception is sent as an ExceptionGraph, which contains the data that wire/exceptions/encoder.py reads from the exception.
+The receiver builds a stand-in for each exception in the graph. Stand-ins have the same names, texts, notes, causes,
+contexts, group members and frames, and the same builtin base classes. The receiver does not import or run any code that the
+data name.
 
-Source lines that are in no file, such as those of notebook cells, are sent along. They get a file name of their own, so that
-lines of this node are never shown for frames of another node.
+Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives these lines a new
+file name, so that lines of this node are never shown for frames of another node.
 """
 
 import builtins
@@ -29,11 +31,11 @@ from mpwatch.wire.exceptions.tracebacks import Frame, Span, get_file, is_hidden,
 LOCAL_FIELDS: Final[Mapping[str, str]] = {
     "exception": "nodes exchange no pickles, so an ExceptionGraph of the same name is sent instead of the exception",
 }
-"""The fields of ProcessFailure that other nodes do not get, with the reason. All others are sent."""
+"""The fields of ProcessFailure that other nodes do not get, with the reason. All other fields are sent."""
 MAX_FAILURE_BYTES = 1 << 16
-MIN_FAILURE_BYTES = 1 << 12  # the smallest allowed limit: with less, there is no room for a cause
+MIN_FAILURE_BYTES = 1 << 12  # the smallest allowed limit, since with less there is no room for a cause
 MAX_EXCEPTIONS = 100  # of one failure
-MIN_EXCEPTION_BYTES = 1000  # must be left for one more exception: its name, its text, and where it was raised
+MIN_EXCEPTION_BYTES = 1000  # one more exception needs this room for its name, its text, and where it was raised
 MAX_FRAMES = 200  # of one exception
 MAX_NOTES = 50
 MAX_BASES = 10
@@ -54,7 +56,7 @@ EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]
 
 @dataclass(frozen=True, slots=True)
 class EncodedException:
-    """One exception of a graph. It refers to others by their index in the graph."""
+    """One exception of a graph. It refers to other exceptions by their index in the graph."""
 
     name: str
     qualname: str
@@ -72,19 +74,20 @@ class EncodedException:
 
 @dataclass(frozen=True, slots=True)
 class ExceptionGraph:
-    """An exception, then its causes, contexts and group members, the nearest first."""
+    """An exception with its causes, contexts and group members."""
 
     exceptions: tuple[EncodedException, ...]
+    """The exception itself comes first. The others follow by their distance from it."""
     sources: Mapping[str, str]
-    """By file: the source lines of files that exist only in memory."""
+    """For each file that exists only in memory, its source lines."""
 
 
 def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
-    """Encode a failure as JSON data. Texts that are too long are shortened, and the furthest causes are left out.
+    """Encode a failure as JSON data. If it is too large, shorten its texts and leave out the causes at the end of the chain.
 
     Args:
         failure: any failure.
-        limit: bytes that the failure may take as JSON, at least MIN_FAILURE_BYTES.
+        limit: the number of bytes that the failure may have as JSON, at least MIN_FAILURE_BYTES.
     """
     if limit < MIN_FAILURE_BYTES:
         raise ValueError(f"a failure needs at least {MIN_FAILURE_BYTES} bytes, not {limit}")
@@ -105,7 +108,7 @@ def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -
 
 
 def decode_failure(data: object) -> ProcessFailure:
-    """Decode a failure, with a stand-in for its exception. Raises InvalidEntryError naming the bad field."""
+    """Decode a failure, with a stand-in for its exception. Raises InvalidEntryError, whose text names the bad field."""
     if not isinstance(data, dict):
         raise InvalidEntryError(f"ProcessFailure must be a mapping, not {data!r:.80}")
     body = dict(data)
@@ -117,7 +120,7 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the first of these failures: as many as fit into the limit of bytes, but at least one."""
+    """Return as many of the first failures as fit into the limit of bytes, but at least one failure."""
     kept: list[Mapping[str, Any]] = []
     for encoded in encoded_failures:
         limit -= _json_size(encoded)
@@ -131,7 +134,7 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _limit_value(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold, clean texts, and limit the keys of mappings."""
+    """Replace numbers that JSON cannot represent, clean texts, and limit the number and length of keys in mappings."""
     if _is_text(value):
         return clean_text(value)
     if isinstance(value, float):
@@ -157,7 +160,7 @@ def _encode_without_texts(value: Any) -> Any:
 
 
 def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Replace each text of the value by the next one of `texts`."""
+    """Replace each text in the value by the next text of `texts`."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value
@@ -192,7 +195,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Drop the references to exceptions that were left out: those with an index of `count` or more."""
+    """Remove the references to exceptions that were left out. These have an index of `count` or more."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -224,7 +227,7 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Keep the innermost and the outermost frames, in turn, as long as they fit. Those in between belong to a recursion."""
+    """Keep the innermost and the outermost frames alternately, as long as they fit. The others belong to a recursion."""
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
         index = number // 2 if number % 2 else len(frames) - 1 - number // 2
@@ -248,7 +251,7 @@ def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, 
 
 
 def _shorten_all(texts: Sequence[str], max_bytes: int) -> list[str]:
-    """Shorten texts so that together they fit. Short texts leave their share to long ones."""
+    """Shorten texts so that all of them together fit. Long texts also get the room that short texts do not need."""
     shortened = list(texts)
     order = sorted(range(len(texts)), key=lambda index: _json_size(texts[index]))
     for done, index in enumerate(order):
@@ -269,12 +272,12 @@ def _shorten(text: str, max_bytes: int) -> str:
         short = text[: keep - tail] + mark + text[len(text) - tail :]
         if _json_size(short) <= max_bytes:
             return short
-        keep = keep * 7 // 8  # the ends of this text take more bytes a character than its middle
-    return text[: max(max_bytes - 2, 0) // 4]  # too short for the mark; a character takes at most four bytes
+        keep = keep * 7 // 8  # the ends of this text have more bytes for each character than its middle
+    return text[: max(max_bytes - 2, 0) // 4]  # there is no room for the mark. A character has at most four bytes
 
 
 def _encode_name(raw: str, max_bytes: int) -> str:
-    """Return a name or path on one line, within a number of bytes."""
+    """Return a name or path as one line. Shorten it to `max_bytes` bytes of JSON."""
     return _shorten(clean_text(raw).replace("\n", "\\n").replace("\t", "\\t"), max_bytes)
 
 
@@ -329,7 +332,7 @@ def _decode_frame(encoded: EncodedFrame, renamed: Mapping[str, str]) -> Frame:
 def _check_exception(exception: EncodedException, path: str, count: int) -> None:
     if not exception.bases:
         raise InvalidEntryError(f"{path}.bases is empty")
-    if unknown := set(exception.bases) - BUILTIN_EXCEPTIONS:  # another version of Python may have more of them
+    if unknown := set(exception.bases) - BUILTIN_EXCEPTIONS:  # a newer version of Python may have more builtin exceptions
         raise InvalidEntryError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
     for index in (exception.cause, exception.context, *exception.members):
         if index is not None and not 0 <= index < count:

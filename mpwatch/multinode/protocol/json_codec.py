@@ -1,11 +1,11 @@
 """The JSON codec for all data that nodes send to one another.
 
-`to_json` encodes dataclasses by their fields. `from_json` decodes them by the type hints of those fields. A new field is
-therefore sent and checked without further code. The hints may be: dataclasses, enums, tuples, lists, mappings with str or
-int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
+`to_json` encodes dataclasses by their fields. `from_json` decodes them by the type hints of those fields. So a new field is
+sent and checked without further code. The hints may be dataclasses, enums, tuples, lists, mappings with str or int keys,
+unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
 
-JSON has no NaN and no infinity, and not every reader keeps integers beyond 2**53. So both directions refuse such numbers.
-A text may end up on a terminal. So `to_json` escapes control characters, and `from_json` refuses them.
+JSON has no NaN and no infinity, and not every reader keeps integers beyond 2**53. So both functions refuse such numbers. A
+text may be shown on a terminal. So `to_json` escapes control characters, and `from_json` refuses them.
 
 This module does no I/O.
 """
@@ -24,7 +24,7 @@ from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 T = TypeVar("T")
 MAX_TEXT = 1 << 16  # characters of one text
 MAX_INTEGER = 1 << 53  # the largest integer that every JSON reader keeps exactly
-# includes surrogates, which UTF-8 cannot encode
+# They include surrogates, which UTF-8 cannot encode.
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 COLOR_SEQUENCES = re.compile(r"\x1b\[[0-9;:]*m")
 SCALAR_TYPES: Mapping[type, str] = {
@@ -45,20 +45,20 @@ def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
         value: a dataclass instance, or a value of any type that a field may have.
         omit: names of fields of the outermost dataclass that are not encoded.
 
-    Raises TypeError or ValueError naming the path of the value that cannot be encoded.
+    Raises TypeError or ValueError, whose text contains the path of the value that cannot be encoded.
     """
     return _encode(value, type(value).__name__, omit)
 
 
 def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T:
-    """Decode what `to_json` made of a value of the wanted type.
+    """Decode JSON data that `to_json` has made from a value of the wanted type.
 
     Args:
         wanted: the type, usually a dataclass.
         data: JSON data of unknown origin.
-        omit: names of fields of the outermost dataclass that are not in the data. They get their defaults.
+        omit: names of fields of the outermost dataclass that are not in the data. These fields get their defaults.
 
-    Raises InvalidEntryError naming the path of the first bad field, and what it must be.
+    Raises InvalidEntryError, whose text contains the path of the first bad field and says what the field must be.
     """
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)

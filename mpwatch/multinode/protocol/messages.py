@@ -1,9 +1,10 @@
-"""The messages that the nodes of a job send to one another, as frozen data.
+"""The messages that the nodes of a job send to one another, as frozen dataclasses.
 
-`encode_message` and `decode_message` convert a message to JSON data and back, with json_codec.py. A field that is added to a
-message is sent without further code. This module does no I/O.
+`encode_message` and `decode_message` convert a message to JSON data and back, with json_codec.py. If you add a field to a
+message, the field is sent without further code. This module does no I/O.
 
-The first line of each docstring names the receivers. Failures of ranks are in the form that failure_codec.py gives them.
+The first line of each docstring names the receivers. The messages contain failures of ranks as failure_codec.py encodes
+them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ NO_ATTEMPT = -1  # no attempt has been started
 
 
 class NodeOutcome(Enum):
-    """How an attempt ended for the ranks of one node."""
+    """The way in which an attempt has ended for the ranks of one node."""
 
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
@@ -28,7 +29,7 @@ class NodeOutcome(Enum):
 
 
 class NextStep(Enum):
-    """What the nodes do after an attempt."""
+    """The next step of all nodes after an attempt."""
 
     DONE = "DONE"
     RESTART = "RESTART"  # the same nodes start another attempt
@@ -38,14 +39,14 @@ class NextStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """The earlier attempts of the job. Each node keeps it, so that it survives a change of the leader."""
+    """Counters of the job's earlier attempts. Each node keeps them, so that they survive a change of the leader."""
 
     attempts: int = 0
     """Number of attempts."""
     restarts_used: int = 0
-    """Restarts used by failures since the restart budget was last reset."""
+    """The number of restarts after failures since the restart budget was last reset."""
     furthest_step: int = -1
-    """Highest step that a rank has reported; -1 if none was reported."""
+    """Highest step that a rank has reported. It is -1 if no step was reported."""
     stalled_attempts: int = 0
     """Attempts in a row that reached no higher step."""
 
@@ -74,9 +75,10 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailing:
-    """To the leader: a rank of this node has failed, or the time is up.
+    """To the leader: a rank of this node has failed, or the run's timeout is over.
 
-    It is sent at once, before the ranks have ended. The order of these messages in the inbox is the order of the failures.
+    This message is sent at once, before the ranks have ended. The order of these messages in the inbox is the order of the
+    failures.
     """
 
     group_rank: int
@@ -85,27 +87,27 @@ class AttemptFailing:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The latest collectives of one rank. Part of an AttemptReport, and of RanksStalled."""
+    """The latest collectives of one rank. It is a part of AttemptReport and of RanksStalled."""
 
     rank: int
     has_returned: bool
     collectives: str
     """The JSON of a RankCollectives."""
     pid: int | None = None
-    """Not known in RanksStalled."""
+    """The pid of the rank. It is None in RanksStalled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksStalled:
-    """To the leader: ranks of this node have called no collective for `stall_after`, or all go on again.
+    """To the leader: ranks of this node have called no collective for `stall_after`, or all of them go on again.
 
-    It replaces the last message of this kind.
+    This message replaces the node's last message of this kind.
     """
 
     group_rank: int
     attempt: int
     collectives: tuple[RankRecord, ...] = ()
-    """The latest collectives of all ranks of this node. Empty if all go on."""
+    """The latest collectives of all ranks of this node. It is empty if all ranks go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +116,24 @@ class StopRequest:
 
     group_rank: int
     cause: str
-    """What has requested it, such as "SIGUSR1"."""
+    """What has requested the stop, such as "SIGUSR1"."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """To the leader: the ranks of this node wait until the step is agreed on at which all ranks stop."""
+    """To the leader: the ranks of this node wait until all nodes agree on the step at which all ranks stop."""
 
     group_rank: int
     attempt: int
     step: int | None = None
-    """The highest step that a rank of this node has passed. None: no rank has passed one."""
+    """The highest step that a rank of this node has passed, or None if no rank has passed a step."""
     has_started: bool = True
-    """False: the ranks are not started yet. They will be held when they are, and another message of this kind follows."""
+    """Whether the ranks are started. If not, the node holds them when they start, and then sends this message again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """To the leader: all ranks of this node have ended. The caller's thread then makes the AttemptReport, which follows."""
+    """To the leader: all ranks of this node have ended. An AttemptReport from the caller's thread follows."""
 
     group_rank: int
     attempt: int
@@ -139,38 +141,38 @@ class RanksStopped:
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """To the leader: how the attempt ended for the ranks of this node."""
+    """To the leader: the way in which the attempt has ended for the ranks of this node."""
 
     group_rank: int
     attempt: int
     outcome: NodeOutcome
     failures: tuple[Mapping[str, Any], ...] = ()
-    """The root cause of this node comes first."""
+    """The failures of the node's ranks. The root cause of this node comes first."""
     failures_omitted: int = 0
     """Number of further failures that are not sent."""
     waited_for_other_nodes: bool = False
-    """Whether its ranks failed only because they waited for ranks of other nodes."""
+    """Whether the node's ranks failed only because they waited for ranks of other nodes."""
     may_be_victim: bool = False
-    """Whether its root cause is a lost connection, so that it may be a victim of a failure on another node."""
+    """Whether the node's root cause is a lost connection. Then it may be a consequence of a failure on another node."""
     missing_ranks: tuple[Mapping[str, Any], ...] = ()
-    """Hangs of ranks that are to blame if ranks of other nodes timed out waiting for them."""
+    """Failures of the kind HANG. Their ranks are to blame if ranks of other nodes timed out waiting for them."""
     missing_ranks_omitted: int = 0
     """Number of further missing ranks that are not sent."""
     collectives: tuple[RankRecord, ...] = ()
-    """The latest collectives of its ranks, as many as fit."""
+    """The latest collectives of the node's ranks, as many as fit."""
     no_restart_reason: str = ""
-    """Why the root cause of this node is not worth a restart; empty if it is."""
+    """The reason why this node's root cause prevents a restart. It is empty if a restart is possible."""
     reason: str = ""
-    """Why the attempt ended on this node, as in `RunResult.reason`."""
+    """The reason why the attempt ended on this node, as in `RunResult.reason`."""
     healthy_seconds: float = 0.0
-    """The time from when all ranks were ready to the failure."""
+    """The time between the moment when all ranks were ready and the failure."""
     step: int = -1
-    """Highest step that its ranks have reported; -1 if none was reported."""
+    """Highest step that the node's ranks have reported. It is -1 if no step was reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """To the leader: this node leaves the job, for this reason."""
+    """To the leader: this node leaves the job for the given reason."""
 
     group_rank: int
     reason: str
@@ -185,7 +187,7 @@ class ShutdownAck:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """To one node: which ranks it has in the attempt that starts. The ranks of a node are consecutive."""
+    """To one node: the ranks of this node in the attempt that starts. These ranks are consecutive."""
 
     group_rank: int
     attempt: int
@@ -229,17 +231,17 @@ class HoldSteps:
 
 @dataclass(frozen=True, slots=True)
 class StopAtStep:
-    """To all nodes: all ranks stop at their first step after this one."""
+    """To all nodes: all ranks stop at their first step after `after_step`."""
 
     attempt: int
     cause: str
     after_step: int | None = None
-    """None: no rank has passed a step. Each rank stops at its next question."""
+    """It is None if no rank has passed a step. Then each rank stops at its next call of `should_stop`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """A node that was lost or has left, and its ranks. Part of an AttemptDecision."""
+    """A node that was lost or has left, and the node's ranks. It is a part of AttemptDecision."""
 
     group_rank: int
     hostname: str
@@ -250,13 +252,13 @@ class LostNode:
 
 @dataclass(frozen=True, slots=True)
 class AttemptDecision:
-    """To all nodes: the result of an attempt, and what the nodes do next."""
+    """To all nodes: the result of an attempt, and the next step of the nodes."""
 
     attempt: int
     next_step: NextStep
     history: RestartHistory
     root_cause_rank: int = -1
-    """The rank that failed first; -1 if no rank failed."""
+    """The rank that failed first. It is -1 if no rank has failed."""
     failures: tuple[Mapping[str, Any], ...] = ()
     failures_omitted: int = 0
     lost_nodes: tuple[LostNode, ...] = ()
@@ -276,7 +278,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job, for all nodes that want to join: the options of the first node."""
+    """An entry in the store of the job with the options of the first node. All nodes that want to join read it."""
 
     hostname: str
     job_config: JobConfig
@@ -284,7 +286,7 @@ class PublishedJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry in the store of the job, for all nodes that wait for others: a node could not join, for this reason."""
+    """An entry in the store of the job: a node could not join for the given reason. All nodes that wait for it read this."""
 
     hostname: str
     reason: str
@@ -292,7 +294,7 @@ class RefusedNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """An entry in the store of a round, for all its nodes: the name for which all other entries of the round are signed."""
+    """An entry in the store of a round: the name of the round. The signatures of all other entries cover this name."""
 
     name: str
 
@@ -314,7 +316,7 @@ MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_
 
 
 def encode_message(message: Message) -> dict[str, Any]:
-    """Encode a message as JSON data, with the name of its type."""
+    """Encode a message as JSON data that contain the name of the message's type."""
     return {"kind": type(message).__name__, **to_json(message)}
 
 

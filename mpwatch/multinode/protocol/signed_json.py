@@ -1,10 +1,11 @@
 """Encode the entries of the store as signed JSON, and verify them.
 
-An entry has two lines: the signature, which is an HMAC with the job's secret as the key, and the JSON. If the job has no
-secret the signature is empty. It covers the bytes of the JSON, the job, and the name of the entry. `SignedJson.decode`
-verifies size and signature before it parses the JSON. json_codec.py then checks the data against the types of a message.
+The first line of an entry is the signature, which is an HMAC with the job's secret as the key. The second line is the JSON.
+If the job has no secret, the signature is empty. The signature covers the bytes of the JSON, the job, and the name of the
+entry. `SignedJson.decode` verifies the size and the signature before it parses the JSON. json_codec.py then checks whether
+the data have the types of a message.
 
-This module imports nothing of mpwatch and does no I/O.
+This module imports no other module of mpwatch and does no I/O.
 """
 
 import hmac
@@ -21,13 +22,13 @@ SIGNATURE = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")  # id of the key, 
 
 
 class InvalidEntryError(ValueError):
-    """No node of this job has written this entry of the store. The text says what is wrong with the entry."""
+    """An entry in the store is invalid: no node of this job has written it. The text says what is wrong with the entry."""
 
 
 class SecretMismatchError(InvalidEntryError):
-    """The entry was signed with another secret than this node's, or only one of the two nodes has a secret.
+    """The writer of the entry has another secret than this node, or only one of the two nodes has a secret.
 
-    The text completes a sentence that begins with "the entry is".
+    The text of the exception continues a sentence that begins with "the entry is".
     """
 
 
@@ -35,7 +36,7 @@ class SignedJson:
     """Encodes and verifies the entries of one job.
 
     Args:
-        secret: the job's secret. If it is empty nothing is signed; all other checks stay.
+        secret: the job's secret. If it is empty, nothing is signed, but all other checks are done.
         run_id: name of the job.
     """
 
@@ -48,11 +49,14 @@ class SignedJson:
         """Return the entry to store.
 
         Args:
-            name: full name of the entry. Each entry of a job needs a name of its own, or it could be copied to another.
-            body: JSON data, as `to_json` makes it.
-            limit: bytes.
+            name: full name of the entry. No two entries of a job may have the same name. Otherwise another program could
+                copy one entry to the place of the other.
+            body: JSON data from `to_json`.
+            limit: the largest number of bytes.
 
-        Raises ValueError if the entry is over the limit, or the body cannot be JSON. Raises TypeError for other types.
+        Raises:
+            ValueError: the entry is over the limit, or a value cannot be JSON.
+            TypeError: a value has a type that JSON does not have.
         """
         try:
             data = dump_json(dict(body)).encode()
@@ -66,7 +70,9 @@ class SignedJson:
     def decode(self, name: str, entry: bytes, *, limit: int = MAX_ENTRY_BYTES) -> dict[str, Any]:
         """Verify an entry and return its body.
 
-        Raises InvalidEntryError, or its subclass SecretMismatchError if the secrets of writer and reader differ.
+        Raises:
+            SecretMismatchError: the secrets of the writer and the reader differ. It is a subclass of InvalidEntryError.
+            InvalidEntryError: the entry is invalid for another reason.
         """
         if len(entry) > limit:
             raise InvalidEntryError(_describe_excess(len(entry), limit))
@@ -94,12 +100,12 @@ class SignedJson:
 
 
 def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts. Each is preceded by its length, so that none can be read as part of the next."""
+    """Return the HMAC-SHA256 of the parts. The length comes before each part, so that the end of each part is certain."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
 def dump_json(body: object) -> str:
-    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if it cannot be JSON."""
+    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if the data cannot be JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -118,7 +124,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def format_size(size: int) -> str:
-    """Return a number of bytes with its unit."""
+    """Return the size as text with a unit, such as "1.5 KiB"."""
     if size < KIBI:
         return f"{size} bytes"
     unit, name = (KIBI, "KiB") if size < KIBI * KIBI else (KIBI * KIBI, "MiB")

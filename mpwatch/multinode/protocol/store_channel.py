@@ -1,9 +1,9 @@
-"""Send and receive the messages of one round through its store, as signed entries of limited size.
+"""Send and receive the messages of one round through the round's store, as signed entries of limited size.
 
-These are the keys in the store of a round. Only the node thread uses them:
+The store of a round has these keys. Only the node thread uses them:
 
-    round               the random name that the leader gives to the round; it is part of what all other entries sign
-    inbox, inbox/<n>    the number of messages to the leader so far, and the n-th of them
+    round               the random name that the leader gives to the round; all other signatures of the round cover it
+    inbox, inbox/<n>    the number of messages to the leader so far, and the n-th of these messages
     broadcast/<n>       the n-th message of the leader to all nodes
     assignment/<a>/<g>  the ranks of the node with group rank g in attempt a
     heartbeat/<g>       how many heartbeats the node with group rank g has sent
@@ -40,7 +40,7 @@ class StoreChannel:
     Args:
         store: the store of the round.
         signed_json: encodes and verifies the entries of the job.
-        group_rank: that of this node.
+        group_rank: the group rank of this node.
         write_timeout: seconds in which a node must write a message after it has increased `inbox`.
         log_warning: logs a warning, and returns at once.
     """
@@ -65,9 +65,9 @@ class StoreChannel:
         self._logged_keys: set[str] = set()
 
     def try_open(self) -> bool:
-        """Open the channel: on the leader, name the round; elsewhere, read its name. Return whether the round has a name.
+        """Open the channel, and return whether the round has a name. The leader gives it a name, and other nodes read it.
 
-        Messages can be sent from then on, since each is signed for the round.
+        Messages can be sent only when the round has a name, since each message is signed with this name.
         """
         if not self._round_name:
             if self.group_rank == 0:
@@ -81,11 +81,11 @@ class StoreChannel:
         self._store.add(f"heartbeat/{self.group_rank}", 1)
 
     def read_heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return how many heartbeats each of these nodes has sent."""
+        """Return a dict from each of these nodes to the number of heartbeats that the node has sent."""
         return {node: self._store.add(f"heartbeat/{node}", 0) for node in nodes}
 
     def send_to_leader(self, message: MessageToLeader) -> None:
-        """Send a message to the leader. Raises ValueError if the leader could not read it, and would wait for it."""
+        """Send a message to the leader. Raises ValueError if the leader could not read the message."""
         body = encode_message(message)
         decode_message(body)
         number = self._store.add("inbox", 1)
@@ -103,7 +103,7 @@ class StoreChannel:
                 f"inbox/{number}", self._signed_name("inbox", number), MessageToLeader, MAX_ENTRY_BYTES
             )
             found += message
-            if message or now - missing_since > self._write_timeout:  # after the timeout the sender counts as lost
+            if message or now - missing_since > self._write_timeout:  # after this time the sender counts as lost
                 del self._missing_messages[number]
         return found
 
@@ -117,7 +117,8 @@ class StoreChannel:
     def read_broadcasts(self) -> list[MessageToAll]:
         """Return the messages that the leader has sent to all nodes since the last call.
 
-        An invalid entry stops the reading. If another program wrote it before the leader, the leader overwrites it.
+        If an entry is invalid, read no further entries now. If another program has written it before the leader, the leader
+        overwrites this entry.
         """
         found: list[MessageToAll] = []
         while True:
@@ -143,7 +144,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name for which an entry is signed. It is different in each round."""
+        """Return the name with which an entry is signed. It is different in each round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:
@@ -151,7 +152,7 @@ class StoreChannel:
         self._store.set(key, entry)
 
     def _read_message(self, key: str, signed_name: str, types: Any, limit: int) -> list[Any]:
-        """Return the message at a key in a list, or an empty list if there is no valid one."""
+        """Return a list with the message at this key, or an empty list if there is no valid message."""
 
         def decode(body: dict[str, Any]) -> Any:
             message = decode_message(body)

@@ -1,6 +1,6 @@
-"""Run a call that cannot be interrupted, and stop waiting for it at a deadline or when it is cancelled.
+"""Run a call that cannot be interrupted, and stop waiting for the call at a deadline or when it is cancelled.
 
-Such calls are those of the resolver, and of torch's clients, which are written in C++. Imports no torch.
+Examples of such calls are name resolution and the methods of torch's C++ clients. This module does not import torch.
 """
 
 import threading
@@ -24,14 +24,14 @@ class Deadline:
 
     Args:
         at: seconds on the monotonic clock.
-        cancelled: set by another thread to end the wait early.
+        cancelled: another thread sets this event to end the wait early.
     """
 
     at: float
     cancelled: threading.Event
 
     def seconds_left(self, at_most: float) -> float:
-        """Return the seconds until the deadline, from 0 to `at_most`. Raises CancelledError."""
+        """Return the seconds until the deadline, but at least 0 and at most `at_most`. Raises CancelledError."""
         if self.cancelled.is_set():
             raise CancelledError
         return max(0.0, min(at_most, self.at - time.monotonic()))
@@ -56,15 +56,16 @@ def call_with_deadline(
 ) -> T:
     """Run a call on a new thread, and return or raise what the call returns or raises.
 
-    If the deadline comes first, the thread is abandoned. The call then ends on its own some time later, and its result is
-    undone.
+    If the deadline comes first, this function does not wait any longer. The call then ends on its own some time later, and
+    its result is undone.
 
     Args:
         call: a call that cannot be interrupted.
-        deadline: raises CancelledError. When its time is over, TimeoutError is raised.
+        deadline: the time limit. When its time is over, TimeoutError is raised. If it is cancelled, CancelledError is
+            raised.
         thread_name: name of the new thread.
-        undo: releases the result of an abandoned call.
-        on_check: called every tenth of a second with False, and a last time with True when the call is abandoned.
+        undo: releases the result of a call that ends too late.
+        on_check: called every tenth of a second with False. When the wait ends early, it is called a last time with True.
     """
     future: futures.Future[T] = futures.Future()
 

@@ -1,7 +1,7 @@
-"""One node's part in torch's rendezvous: connect to the store, join rounds, leave.
+"""Takes part in torch's rendezvous for one node. It connects to the store, joins rounds, and leaves the rendezvous.
 
-The node thread makes all calls, and they block. Only `cancel` may be called from other threads. Each call ends at its
-deadline, when it is cancelled, or when the store is lost. A store that has gone silent counts as lost, too (store.py).
+The node thread makes all calls, which block. Only `cancel` may be called from other threads. A call ends at its deadline,
+when it is cancelled, or when the store is lost. A store also counts as lost if it does not answer any more (store.py).
 
     connect --> join --> join --> ... --> close
        |          '-- rounds.py: torch's dynamic rendezvous, or a static one
@@ -22,10 +22,10 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 
 JOB_OVER_KEY = "over"  # in the store of the job
 LAST_CALL_SECONDS = 30.0  # torch's default
-LEAVE_SECONDS = 1.0  # for this node to leave the round; then its connection is shut down
-SHUTDOWN_SECONDS = 0.5  # for the leaving thread to notice the shutdown
-# The node that serves the store waits so long for the others to leave. They need some hundredths of a second. The limit is
-# needed because nodes that were lost do not leave.
+LEAVE_SECONDS = 1.0  # this node has this time to leave the round. Then its connection is shut down
+SHUTDOWN_SECONDS = 0.5  # the leaving thread has this time to notice the shutdown
+# The node that serves the store waits this long until the others have left. They need some hundredths of a second. A limit
+# is necessary because nodes that were lost never leave.
 OTHERS_LEAVE_SECONDS, OTHERS_LEAVE_POLL_SECONDS = 0.3, 0.01
 
 
@@ -42,19 +42,24 @@ class RendezvousClient:
         self._opened_store: OpenedStore | None = None
         self._implementation: DynamicRendezvous | StaticRendezvous | None = None
         self.is_host = False
-        """Whether this process serves the store, and should leave last. False until `connect` returns."""
+        """Whether this process serves the store. Then it should leave last. It is False until `connect` returns."""
         self.backend = rendezvous.backend
-        """Torch's name for this kind of rendezvous."""
+        """torch's name for this kind of rendezvous."""
         self.address = rendezvous.local_addr or ""
-        """Name or address by which the other nodes reach this node. Without `local_addr`, empty until `connect` returns."""
+        """Name or address with which the other nodes reach this node.
+
+        If `local_addr` is not set, it is empty until `connect` returns.
+        """
 
     def connect(self, deadline: float) -> None:
-        """Serve the store, or wait until another node serves it, and connect to it.
+        """Serve the store, or wait until another node serves it, and connect to the store.
 
         Args:
             deadline: seconds on the monotonic clock.
 
-        Raises LaunchError, with the obstacle and what to do about it, and CancelledError.
+        Raises:
+            LaunchError: the store cannot be served or reached. The text names the cause and a remedy.
+            CancelledError: `cancel` was called.
         """
         opened = open_store(self._rendezvous, Deadline(deadline, self._cancelled))
         self._opened_store = opened
@@ -73,31 +78,34 @@ class RendezvousClient:
         expected_nodes: float = math.inf,
         wait_report: WaitReport | None = None,
     ) -> Round:
-        """Leave the previous round, join the next one, and return it when it is complete.
+        """Leave the previous round, join the next round, and return it when it is complete.
 
         Args:
             deadline: seconds on the monotonic clock.
-            last_call: seconds to wait for more nodes once the minimum has joined. None: options["last_call_timeout"], else
-                30. The time runs from the moment at which a node sees that the minimum has joined. The node with the
-                shortest last call completes the round.
+            last_call: seconds to wait for more nodes when the minimum number of nodes has joined. If it is None,
+                options["last_call_timeout"] is used, or 30 if this option is not set. The time begins when a node sees that
+                the minimum has joined. The node with the shortest last call completes the round.
             expected_nodes: number of nodes of the previous round that will join again. When they have joined and no other
                 node waits, the last call ends at once.
             wait_report: reports that this node waits. None: nothing does.
 
-        Raises LaunchError when the time is over, with the number of nodes that have joined. Raises CancelledError,
-        JobClosedError and StoreLostError. After an error other than StoreLostError this node has left the rendezvous, and
-        the other nodes do not wait for it.
+        Raises:
+            LaunchError: the deadline has passed. The text contains the number of nodes that have joined.
+            CancelledError: `cancel` was called.
+            JobClosedError: the job is over.
+            StoreLostError: the store is lost. After any other error this node has left the rendezvous, and the other nodes
+                do not wait for it.
         """
         if last_call is None:
             last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
         return self._get_implementation().join(Deadline(deadline, self._cancelled), last_call, expected_nodes, wait_report)
 
     def count_waiting_nodes(self) -> int:
-        """Return how many nodes wait to join the next round. Raises StoreLostError."""
+        """Return the number of nodes that wait to join the next round. Raises StoreLostError."""
         return self._get_implementation().count_waiting_nodes()
 
     def set_closed(self) -> None:
-        """Close the rendezvous for all nodes: the job is over, and no node can join any more. Raises StoreLostError."""
+        """Close the rendezvous for all nodes, since the job is over. No node can join any more. Raises StoreLostError."""
         if (store := self.get_job_store()) is not None:
             store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
         self._get_implementation().set_closed()
@@ -112,13 +120,16 @@ class RendezvousClient:
         return self._implementation
 
     def cancel(self) -> None:
-        """End `connect` and `join` from any thread: within 1 s if one is in progress, and at once from then on."""
+        """Let `connect` and `join` raise CancelledError. Any thread may call this method.
+
+        A call that is in progress ends within 1 s. Later calls end at once.
+        """
         self._cancelled.set()
 
     def close(self) -> None:
-        """Leave the round. Release all threads and sockets, and the server of the store if this process runs it.
+        """Leave the round. Release all threads and sockets, and stop the store's server if this process runs it.
 
-        Takes at most 2 s, whatever the network does. A resolver call that is stuck ends by its own timeouts.
+        This takes at most 2 s, even if the network does not work. A blocked name resolution ends later by its own timeouts.
         """
         self.cancel()
         opened, implementation = self._opened_store, self._implementation
@@ -133,7 +144,7 @@ class RendezvousClient:
 
 
 def leave_within_limit(leave: Callable[[], object], connection: StoreConnection) -> None:
-    """Call `leave` on a thread. If it takes too long, shut down the connection that it uses."""
+    """Call `leave` on a thread. If the call takes too long, shut down the connection that it uses."""
     thread = threading.Thread(target=leave, name="mpwatch-leave", daemon=True)
     thread.start()
     thread.join(LEAVE_SECONDS)
@@ -145,9 +156,9 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 
 
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
-    """Keep the store for nodes that are just leaving.
+    """Keep the store open for nodes that are just leaving.
 
-    Torch prints a page of C++ frames if its server goes away during a call.
+    torch prints a page of C++ frames if its server ends during a call.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
     while has_other_nodes() and time.monotonic() < deadline:

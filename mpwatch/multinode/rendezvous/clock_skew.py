@@ -1,10 +1,12 @@
-"""Keep torch's rendezvous independent of clocks that differ between hosts, or that are set while it runs.
+"""Let torch's rendezvous work if the clocks of hosts differ, or if a clock is set while the rendezvous runs.
 
-Torch's nodes write times of their own clocks into the shared state: the last heartbeat of each node, and the end of the
-last call. Torch compares these times with the clock of its own host. It would drop a live node whose clock is behind.
+torch's nodes write times of their clocks into the shared state. These are the last heartbeat of each node, and the end
+of the last call. torch compares these times with the clock of the host on which it runs. So torch would remove a live node
+whose clock is behind.
 
-LocalClockBackend stands between torch and the backend that keeps the state. Torch reads the time at which this node first
-saw a value, as measured by the monotonic clock. A time that torch has not changed is written back as it was:
+LocalClockBackend is between torch and the backend that keeps the state. It replaces each time of another clock by the time
+at which this node has first seen it, as measured by the monotonic clock. If torch has not changed a time, LocalClockBackend
+writes the original time back:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -23,7 +25,7 @@ from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State
 
 
 class _ForeignTime:
-    """A time that another clock wrote, and when this node first saw it."""
+    """A time of another node's clock, and the time at which this node has first seen it."""
 
     def __init__(self, written: datetime, seen_at: float) -> None:
         self.written = written
@@ -31,7 +33,10 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return the time by the local clock as it stands now. If that clock was set, the time is as long ago as before."""
+        """Return when this node has first seen the time, by the present local clock, plus `later`.
+
+        If the local clock was set meanwhile, the result changes by the same amount.
+        """
         self.local = datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE) - timedelta(seconds=now - self.seen_at) + later
         return self.local
 
@@ -41,8 +46,8 @@ class LocalClockBackend(RendezvousBackend):
 
     Args:
         backend: the backend that keeps the state.
-        last_call: returns how long a round waits for more nodes, from when this node saw that the minimum has joined.
-        on_state: called with each state that is read. What it raises is raised.
+        last_call: returns how long a round waits for more nodes when this node has seen that the minimum has joined.
+        on_state: called with each state that is read. Exceptions of this function are not caught.
     """
 
     def __init__(
@@ -66,9 +71,9 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state with the times of other nodes as they were.
+        """Write the state with the original times of other nodes.
 
-        The backend answers whether the write took effect: it compares the stored bytes with those that it was given.
+        The backend compares the stored bytes with the bytes that it was given. So it knows whether the write was successful.
         """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:

@@ -1,10 +1,11 @@
-"""A RendezvousClient over a user's own rendezvous handler of torch's type, for `Agent(..., rdzv_handler=...)`.
+"""A RendezvousClient that uses a torch RendezvousHandler of the user, for `Agent(..., rdzv_handler=...)`.
 
-The user owns the handler. It numbers the nodes and gives them a store for each round. Its own settings decide how many nodes
-must join and how long it waits. Comments explain workarounds, where the public methods of handlers do not suffice.
+The user owns the handler. The handler numbers the nodes and gives them a store for each round. The settings of the handler
+say how many nodes must join and how long it waits. If the public methods of handlers are not enough, comments explain the
+workaround.
 
-Guarantee: this node waits for a round no longer than its deadline. A call of the handler that is still in progress when the
-node leaves ends by the handler's own timeouts, on its own thread. Its result is then undone.
+Guarantee: this node never waits for a round longer than until its deadline. If a call of the handler is still in progress
+when the node leaves, the call ends by the handler's timeouts, on a separate thread. The result of the call is then undone.
 """
 
 import math
@@ -44,24 +45,24 @@ LATE_JOIN_HINT = (
 
 
 class CustomHandlerClient(RendezvousClient):
-    """The rendezvous of one node, formed by a user's handler. See RendezvousClient.
+    """The rendezvous of one node by means of a user's handler. See RendezvousClient.
 
     Args:
         rendezvous: the options. Endpoint, backend and backend options are not used.
-        handler: the user's handler. Each node has one of its own.
+        handler: the user's handler. Each node has another handler object.
     """
 
     def __init__(self, rendezvous: Rendezvous, handler: RendezvousHandler) -> None:
         super().__init__(rendezvous)
         self._handler = handler
-        self._connection: StoreConnection | None = None  # to the store of the round
+        self._connection: StoreConnection | None = None  # the connection to the store of the round
         self._has_joined = False
-        self._round: Round | None = None  # the latest
+        self._round: Round | None = None  # the latest round
         self.backend = handler.get_backend()
         self._description = f"job {handler.get_run_id()!r}, which meets by a rendezvous handler ({self.backend})"
 
     def connect(self, deadline: float) -> None:
-        """Do nothing: the handler is connected already. Raises CancelledError."""
+        """Do nothing, since the handler is connected already. Raises CancelledError."""
         Deadline(deadline, self._cancelled).seconds_left(0)
 
     def join(
@@ -72,7 +73,7 @@ class CustomHandlerClient(RendezvousClient):
         expected_nodes: float = math.inf,  # noqa: ARG002  the handler counts the nodes itself
         wait_report: WaitReport | None = None,  # noqa: ARG002  how many nodes the handler waits for is not known
     ) -> Round:
-        """See RendezvousClient. The handler decides for which nodes it waits. Other exceptions of the handler are raised."""
+        """See RendezvousClient. The handler decides for which nodes it waits. Other exceptions of it are not caught."""
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
         self._release_connection()
@@ -127,10 +128,10 @@ class CustomHandlerClient(RendezvousClient):
         self._get_connection().call(self._handler.set_closed)
 
     def get_job_store(self) -> None:
-        """Return None: there is no store before the first round."""
+        """Return None, since there is no store before the first round."""
 
     def close(self) -> None:
-        """Leave the round. The handler stays open: its owner shuts it down, which closes it for all nodes."""
+        """Leave the round. The handler stays open. If its owner shuts it down, the rendezvous is closed for all nodes."""
         self.cancel()
         if self._has_joined and self._connection is not None:
             leave_within_limit(self._leave, self._connection)
@@ -146,8 +147,8 @@ class CustomHandlerClient(RendezvousClient):
     def _leave_rendezvous(self) -> None:
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node in the next round.
 
-        Torch has no public way to leave without closing the rendezvous for all nodes. With any other handler the other nodes
-        wait until that handler counts a silent node as lost.
+        torch has no public way to leave without closing the rendezvous for all nodes. With any other handler the other nodes
+        wait until the handler counts this node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):

@@ -1,10 +1,10 @@
-"""Find out with plain sockets where the store is, before torch connects to it.
+"""Find the store with plain sockets, before torch connects to the store.
 
-Torch's client reports an error as pages of C++ frames, and waits without limit for a listener that is not a store. Therefore
-this module first checks whether the name can be resolved, whether something listens there, and whether that is a store. Each
-check is bounded and can be cancelled. Each error text names a remedy.
+torch's client reports an error as pages of C++ frames. If the listener is not a store, the client waits without limit. So
+this module first checks whether the name can be resolved, whether a program listens there, and whether this program is a
+store. Each check is bounded and can be cancelled. Each error text names a remedy.
 
-Imports no torch.
+This module does not import torch.
 """
 
 import errno
@@ -18,16 +18,16 @@ from typing import Any
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.rendezvous.cancellable_wait import RETRY_SECONDS, Deadline, call_with_deadline
 
-TRY_SECONDS = 0.5  # to connect, and again to get an answer: short, because the call may be cancelled and is tried again soon
-ANSWER_SECONDS = 2.0  # for a store on this machine to answer; after that it counts as something else
-# Torch's clients begin with this validation request. After it comes the question how many keys there are, which stores of
-# all versions answer. Stores of torch 2.4 do not answer a ping.
+TRY_SECONDS = 0.5  # to connect, and again to get an answer. It is short, because the call may be cancelled
+ANSWER_SECONDS = 2.0  # a store on this machine has this time to answer. Otherwise the listener counts as another program
+# torch's clients begin with this validation request. Then this request asks for the number of keys, which stores of all
+# versions answer. Stores of torch 2.4 do not answer a ping.
 PROBE_REQUEST = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
 KEY_COUNT = struct.Struct("=q")
 MAX_KEY_COUNT = 1 << 32  # a larger number is text that another program sent
 
 SocketAddress = tuple[socket.AddressFamily, Any]
-"""A family, and an address in the form that the socket calls of that family take."""
+"""An address family, and an address in the form that the socket functions need for this family."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, default_port: int) -> "Endpoint":
-        """Parse `host:port` or `host`, as `Rendezvous` has validated it. An IPv6 address stands in brackets."""
+        """Parse `host:port` or `host`. `Rendezvous` has validated the text. An IPv6 address is in brackets."""
         host, colon, port = text.rpartition(":")
         if not colon or text.endswith("]"):
             host, port = text, str(default_port)
@@ -51,24 +51,29 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """The address at which a store answered, and the local address of the connection to it."""
+    """The address at which a store has answered, and the local address of the connection to this store."""
 
     host: str
     local_host: str
 
 
 class ProbeResult(Enum):
-    """How a listener answered a probe."""
+    """The answer of a listening program to a probe."""
 
     STORE = auto()
     NO_ANSWER = auto()
-    """It sent nothing, or closed the connection: a stopped store, a proxy with no backend, or another program."""
+    """It has sent nothing, or closed the connection. It may be a stopped store, a proxy, or another program."""
     NOT_A_STORE = auto()
-    """It sent something that no store sends."""
+    """It has sent an answer that no store sends."""
 
 
 def resolve(endpoint: Endpoint, deadline: Deadline) -> list[SocketAddress]:
-    """Return the addresses of the endpoint. Raises socket.gaierror, also at the deadline, and CancelledError."""
+    """Return the addresses of the endpoint.
+
+    Raises:
+        socket.gaierror: the name cannot be resolved, or the deadline has passed.
+        CancelledError: the call was cancelled.
+    """
     try:
         return _get_addresses(endpoint, socket.AI_NUMERICHOST)
     except socket.gaierror:
@@ -87,7 +92,7 @@ def _get_addresses(endpoint: Endpoint, flags: int) -> list[SocketAddress]:
 
 
 def is_local_address(address: SocketAddress) -> bool:
-    """Whether this machine has that address, that is, whether a socket can be bound to it."""
+    """Return whether this machine has this address, that is, whether a socket can be bound to the address."""
     family, (host, _, *rest) = address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -98,10 +103,11 @@ def is_local_address(address: SocketAddress) -> bool:
 
 
 def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.socket:
-    """Return a socket that listens at the endpoint. Raises OSError, with EADDRINUSE if the port is taken.
+    """Return a socket that listens at the endpoint. Raises OSError. Its errno is EADDRINUSE if the port is taken.
 
-    If the endpoint is an address of this machine, the socket listens at that address only. If it is a name, the socket
-    listens at all addresses. The name may resolve to a loopback address here (as on Debian), and to another one elsewhere.
+    If the endpoint is an address of this machine, the socket listens only at this address. If the endpoint is a name, the
+    socket listens at all addresses, since other machines may resolve the name to another address. For example, Debian
+    resolves a machine's own name to a loopback address.
     """
     if local_address and local_address[1][0] == endpoint.host:
         return socket.create_server(local_address[1], family=local_address[0], backlog=socket.SOMAXCONN)
@@ -112,9 +118,11 @@ def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.so
 
 
 def find_store(endpoint: Endpoint, addresses: list[SocketAddress], deadline: Deadline) -> StoreAddress | str:
-    """Return the first address at which a store answers, or an error text if there is none.
+    """Return the first address at which a store answers, or an error text if no store answers.
 
-    Raises LaunchError if another program listens there, and CancelledError.
+    Raises:
+        LaunchError: another program listens there.
+        CancelledError: the call was cancelled.
     """
     problem = ""
     for family, address in addresses:
@@ -153,9 +161,9 @@ def make_port_taken_error(endpoint: Endpoint) -> LaunchError:
 
 
 def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
-    """Send what torch's clients send first, and judge the answer.
+    """Send the first request of torch's clients, and find out from the answer whether the listener is a store.
 
-    Raises OSError if the connection breaks. A connection that the listener closes is NO_ANSWER.
+    Return NO_ANSWER if the listener closes the connection. Raises OSError if the connection breaks.
     """
     deadline = time.monotonic() + seconds
     answer = b""

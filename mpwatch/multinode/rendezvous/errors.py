@@ -1,13 +1,13 @@
-"""The exceptions that end a node's part in the rendezvous. Imports nothing."""
+"""The exceptions with which a node leaves the rendezvous. This module imports no modules."""
 
 
 class StoreLostError(Exception):
-    """The store cannot be reached any more, or it holds data that no node writes. The text names the store and the cause."""
+    """The store cannot be reached any more, or contains data that no node writes. The text names the store and the cause."""
 
 
 class CancelledError(Exception):
-    """`RendezvousClient.cancel()` was called, before or during the call that raises this."""
+    """`RendezvousClient.cancel()` was called, before or during the call that raises this exception."""
 
 
 class JobClosedError(Exception):
-    """The job is over: its rendezvous has been closed for all nodes."""
+    """The job is over, because its rendezvous was closed for all nodes."""

@@ -1,7 +1,7 @@
-"""Open the store of a rendezvous: serve it, or wait until another node serves it, and connect to it.
+"""Open the store of a rendezvous. Serve the store, or wait until another node serves it, and connect to it.
 
-Both may take until the deadline. The node that serves the store may start later than the others, and its name may become
-known later still. Imports torch.
+Opening may take until the deadline. The node that serves the store may start later than the others, and its name may become
+known even later. This module imports torch.
 """
 
 import time
@@ -37,20 +37,25 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A connected store, and the part of this node in it."""
+    """The connection to a store, and facts about this node's connection."""
 
     connection: StoreConnection
     endpoint: Endpoint
     is_host: bool
     """Whether this process serves the store."""
     local_addr: str
-    """Name or address by which the other nodes reach this one, as far as this node can see."""
+    """Name or address with which the other nodes probably reach this node."""
     backend: Any
-    """Torch's backend for the state of a dynamic rendezvous; None for a static one, which has no state."""
+    """torch's backend for the state of a dynamic rendezvous. It is None if the rendezvous is static and so has no state."""
 
 
 def open_store(rendezvous: Rendezvous, deadline: Deadline) -> OpenedStore:
-    """Serve the store, or connect to it. Raises LaunchError, at the latest at the deadline, and CancelledError."""
+    """Serve the store, or connect to it.
+
+    Raises:
+        LaunchError: the store cannot be opened. It is raised at the deadline or earlier.
+        CancelledError: the call was cancelled.
+    """
     endpoint = Endpoint.parse(rendezvous.endpoint, DEFAULT_PORT)
     is_static = rendezvous.backend == "static"
     is_host = rendezvous.options["rank"] == 0 if is_static else rendezvous.is_host
@@ -66,15 +71,15 @@ class _StoreOpener:
 
     Args:
         endpoint: where the store is.
-        is_host: whether this node serves the store. None: if the endpoint is an address of this machine.
-        silence_timeout: seconds after which a silent connection is lost.
+        is_host: whether this node serves the store. If it is None, the node serves it if the endpoint is its own address.
+        silence_timeout: seconds after which a connection without an answer is lost.
     """
 
     def __init__(self, endpoint: Endpoint, is_host: bool | None, silence_timeout: float) -> None:
         self._endpoint = endpoint
         self._is_host = is_host
         self._silence_timeout = silence_timeout
-        self._problem = ""  # of the latest try
+        self._problem = ""  # the error text of the latest try
 
     def open(self, deadline: Deadline) -> OpenedStore:
         started_at = time.monotonic()
@@ -100,7 +105,7 @@ class _StoreOpener:
             if self._is_host or (local_address and self._is_host is None):
                 return self._serve(local_address, deadline)
             return self._connect(addresses, deadline)
-        except StoreLostError as error:  # the store answered a moment ago
+        except StoreLostError as error:  # the store was there a moment ago
             self._problem = str(error)
             return None
 
@@ -121,7 +126,7 @@ class _StoreOpener:
         return OpenedStore(connection, endpoint, True, endpoint.host, None)
 
     def _connect_on_this_machine(self, local_address: SocketAddress | None, deadline: Deadline) -> OpenedStore | None:
-        """Connect to the program that has taken the port on this machine, if it serves the store. It may be another node."""
+        """Connect to the program that has taken the port on this machine, if it is another node that serves the store."""
         endpoint = self._endpoint
         if self._is_host or local_address is None:
             raise LaunchError(

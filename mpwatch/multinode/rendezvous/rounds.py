@@ -1,4 +1,4 @@
-"""The two ways in which connected nodes form a round: they come and go (dynamic), or they have fixed ranks (static).
+"""Connected nodes form a round in one of two ways. Nodes can come and go (dynamic), or have fixed ranks (static).
 
 The calls block the node thread until the round is complete, the deadline passes, or the wait is cancelled. Errors of torch
 are raised as LaunchError, JobClosedError or StoreLostError.
@@ -34,8 +34,8 @@ from mpwatch.torch_private import forget_bootstrap_store
 
 T = TypeVar("T")
 
-LEFT_KEY = "left"  # in the store of a round: how many of its nodes have left
-LEAVE_TRIES = 20  # a try fails if another node has written the state in between
+LEFT_KEY = "left"  # the key in the store of a round for the number of its nodes that have left
+LEAVE_TRIES = 20  # a try fails if another node has written the state meanwhile
 
 
 @dataclass
@@ -57,35 +57,35 @@ class WaitReport:
 
 @dataclass(frozen=True)
 class Round:
-    """One membership of the job, as this node sees it.
+    """One round of the job, as this node sees it.
 
     If a node leaves at the moment at which the round forms, the nodes may see different sizes. Then the size that the leader
-    sees is the right one. The leader is the node of group rank 0.
+    sees is correct. The leader is the node with group rank 0.
     """
 
     store: PrefixedStore
-    """The store of this round only. Any thread may use it. Its calls raise StoreLostError."""
+    """The store that only this round uses. Any thread may use it. Its calls raise StoreLostError."""
     group_rank: int
     group_world_size: int
 
     def mark_as_left(self) -> None:
-        """Count this node among those that have left. It does not use the store after that."""
+        """Count this node as one that has left. It does not use the store after that."""
         with suppress(StoreLostError):
             self.store.add(LEFT_KEY, 1)
 
     def has_other_nodes(self) -> bool:
-        """Whether nodes of this round have not left yet: nodes that are leaving, or that were lost."""
+        """Return whether any node of this round has not left yet. Such a node is just leaving, or was lost."""
         with suppress(StoreLostError):
             return self.store.add(LEFT_KEY, 0) < self.group_world_size
         return False
 
 
 class _NoRoomError(Exception):
-    """The deadline of a node has passed, and the job still has no room for it. Torch lets such a node wait without limit."""
+    """The deadline of a node has passed, and the job still has no room for the node. torch would wait without limit."""
 
 
 class _CheckedBackend(RendezvousBackend):
-    """Torch's backend, with StoreLostError instead of torch's errors."""
+    """torch's backend, which raises StoreLostError instead of torch's errors."""
 
     def __init__(self, backend: RendezvousBackend, connection: StoreConnection) -> None:
         self._backend = backend
@@ -108,7 +108,7 @@ class DynamicRendezvous:
     Args:
         rendezvous: the options.
         opened: the store.
-        address: name or address by which the other nodes reach this one.
+        address: name or address with which the other nodes reach this node.
     """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore, address: str) -> None:
@@ -118,10 +118,10 @@ class DynamicRendezvous:
         self._backend = _CheckedBackend(opened.backend, opened.connection)
         local_backend = LocalClockBackend(self._backend, self._last_call, self._on_state)
         self._handler: Handler = make_handler(rendezvous, local_backend, address, self._timeouts)
-        self._deadline: Deadline | None = None  # of the join that is in progress
-        self._state = State()  # the latest
-        self._joined_count = 0  # the nodes that had joined when this node was last among them
-        self._previous_nodes: set[Node] = set()  # of the previous round
+        self._deadline: Deadline | None = None  # the deadline of the join that is in progress
+        self._state = State()  # the latest state that torch has read
+        self._joined_count = 0  # the number of nodes that had joined in the latest state that contains this node
+        self._previous_nodes: set[Node] = set()  # the nodes of the previous round
         self._expected_nodes = math.inf
         self._wait_report: WaitReport | None = None  # of the join that is in progress
 
@@ -157,7 +157,7 @@ class DynamicRendezvous:
             self._deadline = self._wait_report = None
 
     def _on_state(self, state: State) -> None:
-        """Record a state that torch has read. Torch reads one at least once a second during a join.
+        """Record a state that torch has read. During a join, torch reads the state at least once a second.
 
         Raises CancelledError and _NoRoomError.
         """
@@ -171,10 +171,10 @@ class DynamicRendezvous:
             raise _NoRoomError
 
     def _last_call(self) -> timedelta:
-        """Return how long a round waits for more nodes once the minimum has joined.
+        """Return how long a round waits for more nodes when the minimum number of nodes has joined.
 
-        That is no time if all expected nodes have joined and no other node waits. A node that was not in the previous
-        round does not count as expected.
+        It does not wait if all expected nodes have joined and no other node waits. A node that was not in the previous round
+        does not count as expected.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
@@ -182,12 +182,12 @@ class DynamicRendezvous:
         return timedelta() if are_all_here else self._timeouts.last_call
 
     def _is_still_complete(self, info: RendezvousInfo) -> bool:
-        """Whether no node has left between the moment at which the round formed and the moment at which this node saw it."""
+        """Return whether no node has left in the time between the forming of the round and the moment this node saw it."""
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 
     def _make_round(self, info: RendezvousInfo) -> Round:
         self._previous_nodes = set(self._state.participants)
-        # A store that outlives jobs may hold this round of an earlier job with the same run_id. The first node's id is new.
+        # A store may still contain this round of an earlier job with the same run_id. But the first node's id is always new.
         first = next(node for node, rank in self._state.participants.items() if rank == 0)
         prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"
         return Round(PrefixedStore(self._opened_store.connection, prefix), info.rank, info.world_size)
@@ -229,12 +229,12 @@ class DynamicRendezvous:
             raise StoreLostError(f"rendezvous at {self._opened_store.endpoint}: {reason}") from error
 
     def leave(self) -> None:
-        """Stop the heartbeats and remove this node, so that no node waits for it. Blocks as long as the store does."""
+        """Stop the heartbeats and remove this node, so that no node waits for it. It blocks as long as the store blocks."""
         self._handler.stop_heartbeats()
         self._remove_this_node()
 
     def has_other_nodes(self) -> bool:
-        """Whether the state lists other nodes, after this one has left: nodes that are leaving, or that were lost."""
+        """Return whether the state contains other nodes after this node has left. They are just leaving, or were lost."""
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
             return response is not None and bool(load_state(response[0]).last_heartbeats)
@@ -257,7 +257,7 @@ class DynamicRendezvous:
 class StaticRendezvous:
     """Rounds of nodes with fixed ranks. All nodes must join each round.
 
-    Each node counts up the key `here/<rank>` in the store of the round. The round is complete when all keys exist.
+    Each node increases the key `here/<rank>` in the store of the round. The round is complete when all keys exist.
     """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore) -> None:
@@ -265,8 +265,8 @@ class StaticRendezvous:
         self._opened_store = opened
         self._job_store = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
         self._rounds = 0
-        self._round: Round | None = None  # the latest
-        self._own_entry: tuple[PrefixedStore, str] | None = None  # store and key of a join that is in progress
+        self._round: Round | None = None  # the latest round
+        self._own_entry: tuple[PrefixedStore, str] | None = None  # the store and the key of a join that is in progress
 
     def join(self, deadline: Deadline, _last_call: float, _expected_nodes: float, wait_report: WaitReport | None) -> Round:
         """See `RendezvousClient.join`."""
@@ -307,7 +307,7 @@ class StaticRendezvous:
         )
 
     def count_waiting_nodes(self) -> int:
-        """Return 0: no nodes can join a static job later. Raises StoreLostError."""
+        """Return 0, since no nodes can join a static job later. Raises StoreLostError."""
         return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:
@@ -315,7 +315,7 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Whether nodes of the latest round have not left yet."""
+        """Return whether any node of the latest round has not left yet."""
         return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:

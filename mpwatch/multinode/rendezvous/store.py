@@ -1,7 +1,8 @@
-"""A connection to torch's store (`TCPStore`) that ends when the network goes silent, and that this process can shut down.
+"""A connection to torch's store (`TCPStore`) that ends if the store does not answer, and that this process can shut down.
 
-Torch's client waits for an answer in C++ without limit, even on a network that has gone silent. Here the kernel ends a
-silent connection, and the thread that closes the rendezvous can shut it down. Torch's errors become StoreLostError.
+torch's client waits for an answer in C++ without limit, even if the network does not work any more. With this module the
+kernel ends a connection without an answer, and the thread that closes the rendezvous can shut the connection down. torch's
+errors become StoreLostError.
 """
 
 import os
@@ -28,7 +29,7 @@ from mpwatch.multinode.rendezvous.errors import StoreLostError
 from mpwatch.os_support.descriptors import end_connection_after_silence
 
 MAX_VALUE_BYTES = 8 << 20  # torch's server closes the connection of a client that sends more
-CONNECT_SECONDS = 30.0  # for torch's client to connect: the store has just answered, but a resolver may be slow
+CONNECT_SECONDS = 30.0  # for torch's client to connect. The store has just answered, but name resolution may be slow
 CLOSED_BY_THIS_NODE = "this node has closed the connection"
 FD_FOLDERS = ("/proc/self/fd", "/dev/fd")
 
@@ -36,7 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# Torch does not reveal the descriptor of its connection. It can be found only while no other thread connects.
+# torch does not show the descriptor of its connection. mpwatch can find the descriptor only while no other thread connects.
 _connect_lock = threading.Lock()
 
 
@@ -44,10 +45,10 @@ class StoreConnection:
     """One client of a store. All threads of a RendezvousClient share it.
 
     Args:
-        store: torch's store. The server ends with the last reference to it, if this process serves the store.
-        sockets: duplicates of the sockets of the client, which this object closes. Empty if they are not known.
+        store: torch's store. If this process serves the store, the server ends when no reference to this object is left.
+        sockets: duplicates of the client's sockets, which this object closes. The list is empty if they are not known.
         description: the endpoint, or another name of the store, for error messages.
-        errors: exceptions of the store's calls that mean that it cannot be reached, in addition to torch's own errors.
+        errors: exceptions that also say that the store cannot be reached, in addition to torch's own errors.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StoreConnection:
     def get_store(self) -> Store:
         """Return the store for one call. Raises StoreLostError if the connection is closed.
 
-        Do not keep the reference: it keeps the server of the store alive, even from a traceback.
+        Do not keep the reference, since it keeps the server of the store alive, even if only a traceback has it.
         """
         if self._store is None:
             raise self._make_error()
@@ -77,7 +78,7 @@ class StoreConnection:
 
         Raises StoreLostError if the store cannot be reached. After that, each call raises it at once.
         """
-        # Torch prints pages to stderr if it finds a closed connection, so it is not called then.
+        # torch prints pages to stderr if it finds a closed connection, so it is not called in this case.
         if self._lost_reason is None and (reason := self._find_disconnect()):
             self._lost_reason = reason
         if self._lost_reason is not None:
@@ -99,7 +100,7 @@ class StoreConnection:
         )
 
     def _find_disconnect(self) -> str:
-        """Return why a connection has ended, or "". Does not wait, and takes no data away from torch."""
+        """Return the reason why a connection has ended, or "". This never waits, and leaves all received data to torch."""
         for connection in self._sockets:
             try:
                 if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -122,16 +123,16 @@ class StoreConnection:
         self.release()
 
     def release(self) -> None:
-        """Release a store that goes on for another owner."""
+        """Release the store, but do not end the connection, since another owner still uses the store."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
 
 
 class PrefixedStore(Store):
-    """The part of a store under a prefix. Its calls raise StoreLostError instead of torch's errors.
+    """The part of a store whose keys have the same prefix. Its calls raise StoreLostError instead of torch's errors.
 
-    It does not keep the server alive. After the connection is closed all of its calls fail.
+    This object does not keep the server alive. When the connection is closed, all calls fail.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -140,13 +141,13 @@ class PrefixedStore(Store):
         self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value. Raises ValueError if it is too long."""
+        """Write a value. Raises ValueError if the value is too long."""
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"the store takes at most {MAX_VALUE_BYTES} bytes in one value, not {len(value)}")
         self._call(PrefixStore.set, key, cast("str", value))  # torch's stubs do not mention bytes
 
     def get(self, key: str) -> bytes:
-        """Read a value. A missing key blocks until the silence timeout of the connection, so call `check` first."""
+        """Read a value. Call `check` first: if the key is missing, this blocks until the timeout of the connection."""
         return self._call(PrefixStore.get, key)
 
     def add(self, key: str, amount: int) -> int:
@@ -154,11 +155,14 @@ class PrefixedStore(Store):
         return self._call(PrefixStore.add, key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if the value is `expected`, or if there is no value and `expected` is empty. Return the value."""
+        """Write `desired` if the present value is `expected`. If there is no value, `expected` must be empty.
+
+        Return the value that the key has after the call.
+        """
         return self._call(PrefixStore.compare_set, key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys exist."""
+        """Return whether all of these keys exist."""
         return self._call(PrefixStore.check, keys)
 
     def delete_key(self, key: str) -> bool:
@@ -183,18 +187,21 @@ def open_tcp_store(
     silence_timeout: float,
     listener: socket.socket | None = None,
 ) -> StoreConnection:
-    """Connect to the store at the endpoint. With a listener, serve the store there, too.
+    """Connect to the store at the endpoint. If a listener is passed, serve the store there, too.
 
-    This may take long, since torch asks a resolver for the name of the peer and does not report that.
+    This may take long, since torch resolves the name of the peer and does not report this.
 
     Args:
-        endpoint: for error messages, and for its port.
-        host: the address of the store, which needs no resolver.
-        deadline: when to stop the tries.
-        silence_timeout: seconds after which a silent connection is lost.
-        listener: a socket that listens at the endpoint. Torch owns it from then on.
+        endpoint: the endpoint with the port. It is also used for error messages.
+        host: the address of the store, which needs no name resolution.
+        deadline: the time at which the tries end.
+        silence_timeout: seconds after which a connection without an answer is lost.
+        listener: a socket that listens at the endpoint. From now on torch owns it.
 
-    Raises StoreLostError if the store cannot be reached after all, CancelledError, and OSError.
+    Raises:
+        StoreLostError: the store cannot be reached after all.
+        CancelledError: the call was cancelled.
+        OSError: the sockets of this process cannot be read.
     """
     sockets_before: list[set[tuple[int, int]]] = []
 
@@ -209,7 +216,10 @@ def open_tcp_store(
         return StoreConnection(store, sockets, endpoint)
 
     def end_stuck_connections(is_late: bool) -> None:
-        """End the connection that torch is making if it is silent or late: torch waits in it for an answer without limit."""
+        """End the connection that torch is making if the store does not answer, or if the deadline has passed.
+
+        torch itself waits for an answer without limit.
+        """
         for connection in _find_connected(_list_sockets() - sockets_before[0], endpoint.port) if sockets_before else ():
             with suppress(OSError), connection:
                 end_connection_after_silence(connection, silence_timeout)
@@ -243,11 +253,11 @@ def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[
     Args:
         store: a store of torch, or an object with the same methods.
         description: name of the store for error messages. A TCPStore is described by its endpoint instead.
-        silence_timeout: seconds after which a silent connection of a TCPStore is lost.
+        silence_timeout: seconds after which a connection of a TCPStore without an answer is lost.
 
     Returns:
-        The connection. The name or address by which other nodes reach this machine, or "" if that is not known. Whether this
-        process serves the store.
+        A tuple of three values. The first is the connection. The second is the name or address with which other nodes reach
+        this machine, or "" if it is not known. The third says whether this process serves the store.
     """
     base = store
     while isinstance(base, PrefixStore):
@@ -264,14 +274,15 @@ def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[
 
 
 def _list_sockets() -> set[tuple[int, int]]:
-    """Return descriptor and inode of each open socket of this process. Empty where the system does not list descriptors.
+    """Return a set with the descriptor and the inode of each open socket of this process.
 
-    A descriptor alone is not enough, since its number is used again.
+    A descriptor alone is not enough, since its number is used again. If the system does not list descriptors, the set is
+    empty.
     """
     found = set()
     for folder in FD_FOLDERS:
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
-            with suppress(OSError):  # the descriptor of the listing itself, or one that was closed since
+            with suppress(OSError):  # the descriptor of the listing itself, or one that was closed meanwhile
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(name), status.st_ino))
@@ -279,7 +290,7 @@ def _list_sockets() -> set[tuple[int, int]]:
 
 
 def _find_connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socket]:
-    """Return duplicates of those sockets that are connected to this port."""
+    """Return duplicates of the sockets that are connected to this port."""
     found = []
     for fd, _ in candidates:
         with suppress(OSError):
@@ -296,7 +307,7 @@ def _find_connected(candidates: set[tuple[int, int]], port: int) -> list[socket.
 
 
 def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
-    """Whether one of the sockets listens at this port."""
+    """Return whether one of the sockets listens at this port."""
     for fd, _ in candidates:
         with suppress(OSError), _duplicate_socket(fd) as listener:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
@@ -307,7 +318,7 @@ def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
 def _duplicate_socket(fd: int) -> socket.socket:
     """Duplicate a socket. Raises OSError if the descriptor is not a socket any more.
 
-    Another thread may have closed the socket, and its number may belong to something else by now.
+    Another thread may have closed the socket. Then its number may belong to another file now.
     """
     duplicate = os.dup(fd)
     try:

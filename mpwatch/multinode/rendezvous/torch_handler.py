@@ -1,12 +1,12 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- Torch opens a store for the trainers on the first node of each round. The other nodes wait minutes for its address, in C++.
-  mpwatch gives the ranks a new store for each attempt, so this handler opens none.
-- Torch polls the state once a second until a round has formed. This handler polls more often while it has not waited long.
-- Each join has its own timeouts.
-- A lost store ends the heartbeat thread without a message.
+- torch opens a store for the trainers on the first node of each round. The other nodes may wait in C++ for the address of
+  this store for minutes. mpwatch gives the ranks a new store for each attempt, so this handler opens no store.
+- torch polls the state once a second until a round has formed. This handler polls more often while it has not waited long.
+- Each join has separate timeouts.
+- If the store is lost, the heartbeat thread ends without a message.
 
-Torch's private names come from torch_private.py.
+torch's private names come from torch_private.py.
 """
 
 import os
@@ -37,16 +37,16 @@ from mpwatch.torch_private import (
     stop_heartbeats,
 )
 
-MISSED_HEARTBEATS = 3  # after which torch drops a node
+MISSED_HEARTBEATS = 3  # after this number of missed heartbeats torch removes a node
 CLOSE_SECONDS = 5.0  # to close the rendezvous while many other nodes write at the same time
-POLL_SHARE = 0.1  # of the time that a node has waited: its polling interval, within these bounds
+POLL_SHARE = 0.1  # a node's polling interval is this part of the time that it has waited, within these bounds
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.05, 1.0  # torch always waits 1 s
-MAX_POLLS_PER_SECOND = 100  # of all nodes together: each poll reads the state of all nodes
-ID_BITS = 62  # a reader of the state may keep only 64 bits, with a sign
+MAX_POLLS_PER_SECOND = 100  # of all nodes together, since each poll reads the state of all nodes
+ID_BITS = 62  # a reader of the state may keep only 64 bits with a sign
 
 
 class JoinTimeouts(RendezvousTimeout):
-    """Torch's timeouts. `deadline` and `last_call_seconds` are set before each join."""
+    """torch's timeouts. `deadline` and `last_call_seconds` are set before each join."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
         super().__init__(close=timedelta(seconds=CLOSE_SECONDS), heartbeat=timedelta(seconds=heartbeat_seconds))
@@ -55,19 +55,19 @@ class JoinTimeouts(RendezvousTimeout):
 
     @property
     def join(self) -> timedelta:
-        """The time left until the deadline. Torch may start to count again in the middle of a join."""
+        """The time until the deadline. It is always the present value, since torch may read it again in a join."""
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
     @property
     def last_call(self) -> timedelta:
-        """How long a round waits for more nodes once the minimum has joined."""
+        """The time for which a round waits for more nodes when the minimum number of nodes has joined."""
         return timedelta(seconds=self.last_call_seconds)
 
 
 class _NodeIdGenerator(_NodeDescGenerator):
-    """Names nodes by address, pid and a random number.
+    """Makes the id of a node from its address, its pid and a random number.
 
-    Address and pid are not enough: two containers of one machine may have the same address and the same pids.
+    The address and the pid are not enough, since two containers of one machine may have the same address and the same pids.
     """
 
     def generate(self, local_addr: str | None = None) -> Node:
@@ -75,7 +75,7 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """Torch's executor of operations on the state. Where torch sleeps 1 s, it waits for `poll_interval`."""
+    """torch's executor of operations on the state. If torch would sleep for 1 s, it sleeps for `poll_interval`."""
 
     def run(
         self,
@@ -97,23 +97,23 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 
 def poll_interval(waited: float, node_count: int) -> float:
-    """Return the seconds until a node polls the state again: about a tenth of the time that it has waited."""
+    """Return the seconds until a node polls the state again. This is about a tenth of the time that the node has waited."""
     return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, POLL_SHARE * waited, node_count / MAX_POLLS_PER_SECOND))
 
 
 class Handler(DynamicRendezvousHandler):
-    """Torch's handler, with the changes that the module's docstring lists."""
+    """torch's handler, with the changes that the module's docstring lists."""
 
     _node_desc_generator = _NodeIdGenerator()
 
     def __init__(self, node: Node, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
         super().__init__(node, settings, backend_name, store, state_holder)
-        state_holder._cache_duration = 0  # a poll must return the present state, not one that is a second old
+        state_holder._cache_duration = 0  # a poll must return the present state, and not a state that is a second old
         self._op_executor = _Executor(node, state_holder, settings)
 
     @property
     def node(self) -> Node:
-        """This node's name in the state."""
+        """The id of this node in the state."""
         return self._this_node
 
     def stop_heartbeats(self) -> None:
@@ -123,7 +123,7 @@ class Handler(DynamicRendezvousHandler):
             wait_for_thread_exit(thread.native_id)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:  # noqa: ARG002
-        return SimpleNamespace(port=1)  # any port but 0, which would make torch search for a free one
+        return SimpleNamespace(port=1)  # any port except 0, with which torch would search for a free port
 
     def _keep_alive(self) -> None:
         try:
@@ -133,13 +133,16 @@ class Handler(DynamicRendezvousHandler):
 
 
 class _NullStore(Store):
-    """The place where torch's handler writes and reads the address of a store for the trainers. There is no such store."""
+    """A store into which torch's handler writes the address of a store for the trainers. It keeps no values.
+
+    mpwatch does not use such a store for the trainers.
+    """
 
     def set(self, key: str, value: str) -> None:
-        """Drop the value."""
+        """Ignore the value."""
 
     def get(self, key: str) -> bytes:  # noqa: ARG002
-        """Return a number, because torch parses it as a port."""
+        """Return a number, because torch parses the value as a port."""
         return b"1"
 
 
@@ -147,7 +150,7 @@ NULL_STORE = _NullStore()
 
 
 def make_handler(rendezvous: Rendezvous, backend: Any, address: str, timeouts: JoinTimeouts) -> Handler:
-    """Make torch's handler over a backend, with the options of this job."""
+    """Make torch's handler with this backend and the options of this job."""
     settings = RendezvousSettings(
         rendezvous.run_id,
         rendezvous.min_nodes,

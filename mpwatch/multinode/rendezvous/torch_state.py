@@ -1,10 +1,10 @@
-"""Read and write the state that torch's dynamic rendezvous keeps in the store: which node is in which round.
+"""Read and write the state that torch's dynamic rendezvous keeps in the store. It says which nodes are in the round.
 
-Torch pickles this state, and unpickles whatever the store holds. This is the only pickle that nodes share. Here a restricted
-unpickler reads it: it builds only the six classes that a state consists of. The values are then checked, and torch gets a
-pickle that was made on this node.
+torch pickles this state, and unpickles any data in the store. This is the only pickle that nodes share. In this module a
+restricted unpickler reads the pickle, and creates objects of only the six classes that a state needs. Then this module
+checks the values, and gives torch a pickle that was made on this node.
 
-Imports torch.
+This module imports torch.
 """
 
 import io
@@ -21,7 +21,7 @@ Node = _NodeDesc
 State = _RendezvousState
 
 STATE_TIMEZONE = state_timezone()
-MAX_STATE_BYTES = 1 << 24  # a node takes about 200
+MAX_STATE_BYTES = 1 << 24  # a node needs about 200 bytes
 ALLOWED_CLASSES = {(cls.__module__, cls.__qualname__): cls for cls in (Node, State, datetime, timedelta, timezone, set)}
 
 
@@ -34,7 +34,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def load_state(data: bytes) -> State:
-    """Unpickle and check a state. Raises torch's RendezvousStateError if the data is anything else."""
+    """Unpickle and check a state. Raises torch's RendezvousStateError if the data are not a valid state."""
     try:
         if len(data) > MAX_STATE_BYTES:
             raise ValueError(f"{len(data)} bytes")
@@ -51,7 +51,7 @@ def dump_state(state: State) -> bytes:
 
 
 def _check_state(state: State) -> None:
-    """Check the types of all parts. Raises any exception if one is wrong, since `state` may be any object."""
+    """Check the types of all parts. If a type is wrong, any exception may be raised, since `state` may be any object."""
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))
     _require([type(part) for part in (state.participants, state.last_heartbeats)] == [dict, dict])

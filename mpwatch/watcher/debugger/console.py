@@ -1,14 +1,14 @@
-"""The console of the debugger: it shows the prompts of ranks that are at a breakpoint, one after another.
+"""The debugger's console, which shows the prompts of ranks that are at a breakpoint, one prompt after another.
 
     rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> DebuggerConsole.serve ---> RankSession
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 
-The rank runs pdb; worker/debugger.py lists the messages. The console has three commands of its own: `ranks`, `rank N` and
-`all COMMAND`. It passes all other lines to the rank.
+The rank runs pdb. worker/debugger.py lists the messages. The console itself handles three commands: `ranks`, `rank N` and
+`all COMMAND`. The console passes all other lines to the rank.
 
-While a prompt is open, the limits of the run stand still and the live view is away. Output that the watcher reads is held
-back, and shown before the next prompt.
+While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
+output that it captures, and shows this output before the next prompt.
 """
 
 import math
@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -24,37 +24,43 @@ from operator import attrgetter
 from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
+from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
+from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest
+from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest, StatusRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
+from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
+from mpwatch.wire.exceptions.source_lines import cell_name
 
-NEXT_PROMPT_SECONDS = 0.3  # a rank that is stepped is at its next prompt by then; other prompts wait as long
+NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes `step` or `next` to reach its next prompt; other prompts wait meanwhile
 ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
 COMPLETION_SECONDS = 1.0
 INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
-STACKS_SECONDS = 1.0
+REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
+STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
 NEWLINE = "\n"
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
 class RankSession:
-    """The conversation with one rank. Only the caller's thread uses it.
+    """The debugger session with one rank. Only the caller's thread uses this class.
 
     Args:
         rank: the global rank.
-        connection: the socket.
-        is_inspector: the rank's other end is its inspector, which shows the main thread while that runs or waits.
+        connection: the socket to the rank.
+        is_inspector: whether the rank's end of the socket belongs to its inspector. The inspector shows the main thread
+            while that thread runs or waits.
     """
 
     def __init__(self, rank: int, connection: Connection, *, is_inspector: bool) -> None:
@@ -63,7 +69,7 @@ class RankSession:
         self.is_inspector = is_inspector
         self.output = ""  # that has not been shown
         self.prompt = ""
-        self.place = ""  # in the code, as a phrase
+        self.place = ""  # in the code
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
         self.wants_to_quit = False
@@ -75,10 +81,11 @@ class RankSession:
         while self.connection.poll():
             kind, *values = self.connection.recv()
             if kind == "output":
-                self.output += values[0]
+                self.output += STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), values[0])
             elif kind == "prompt":
                 text, self.can_be_left, thread, place = values
-                self.place = f" ({format_place(*place)})" if place is not None else ""
+                if place is not None:  # it is None at a question of pdb
+                    self.place = format_place(*place)
                 thread = f", {thread}" if thread and not self.is_inspector else ""
                 self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
@@ -90,12 +97,12 @@ class RankSession:
                 self.wants_to_quit = True
 
     def take_output(self) -> str:
-        """Return the output that has not been shown, and forget it."""
+        """Return the output that has not been shown yet, and delete it here."""
         output, self.output = self.output, ""
         return output
 
     def answer(self, *message: object) -> None:
-        """Send what the user has entered."""
+        """Send the rank the user's answer to its prompt."""
         self.is_at_prompt = False
         self.left_at = math.inf
         with suppress(OSError):  # the rank has ended; `receive` notices it
@@ -115,16 +122,19 @@ class RankSession:
 
 
 class DebuggerConsole:
-    """The sessions of all ranks, as long as the ranks live. In a WorkerGroup, each call uses the same console.
+    """The debugger sessions of all ranks, until the ranks end. In a WorkerGroup, all calls use the same console.
 
     Args:
-        commands: of the watcher thread.
-        output: of the ranks.
+        commands: the command queue of the watcher thread.
+        output: the output of the ranks.
+        deferred_log: the log of the watcher thread.
     """
 
-    def __init__(self, commands: CommandQueue, output: RankOutput) -> None:
+    def __init__(self, commands: CommandQueue, output: RankOutput, deferred_log: DeferredLog) -> None:
         self._commands = commands
         self._output = output
+        self._deferred_log = deferred_log
+        self._has_warned = False
         self._sessions: dict[tuple[int, bool], RankSession] = {}  # by rank, and whether it is the inspector
         self._history: list[str] = []
         self._current: RankSession | None = None
@@ -132,11 +142,11 @@ class DebuggerConsole:
 
     @property
     def connections(self) -> list[Connection]:
-        """The sockets to wait for. A message on one of them is for `serve`."""
+        """The sockets to wait for. `serve` reads the messages from these sockets."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
-        """Show the prompts of all ranks that are at one, until none is."""
+        """Show the prompts of all ranks that wait at a prompt. Return when no rank waits at a prompt any more."""
         self._update()
         first = self._choose()
         if first is None:
@@ -150,9 +160,8 @@ class DebuggerConsole:
             return
         with self._suspended_run(view), LineInput(self._commands, self._history) as line_input:
             while (session := self._choose()) is not None:
-                self._current = session
                 try:
-                    self._show_output()
+                    self._show_output(session)
                     signals.is_at_prompt = True
                     self._handle_line(
                         session, line_input.read(session.prompt, session.connection.fileno(), session.complete)
@@ -178,21 +187,24 @@ class DebuggerConsole:
                     self._quit(session, signals)
 
     def close(self) -> None:
-        """Close all sockets. The ranks have ended."""
+        """Close all sockets after the ranks have ended."""
         for session in self._sessions.values():
             session.connection.close()
         self._sessions.clear()
 
     def _update(self) -> None:
-        """Begin a session with each rank that has sent a socket, or refuse it. Read what the ranks have sent."""
+        """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
         accepted = []
-        for rank, fd, is_inspector in self._commands.take_debugger_sockets():
-            connection = Connection(fd)
+        for rank, fd, purpose in self._commands.take_debugger_sockets():
+            connection, is_inspector = Connection(fd), purpose == "inspector"
             reason = explain_missing_prompt()
             with suppress(OSError):  # the rank has ended
                 connection.send(("refused", reason) if reason else ("ready",))
             if reason:
                 connection.close()
+                if purpose == "post_mortem" and not self._has_warned:
+                    self._has_warned = True
+                    self._deferred_log.warning("post_mortem=True can open no prompt: %s", reason)
                 continue
             if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
                 earlier.connection.close()
@@ -203,7 +215,7 @@ class DebuggerConsole:
         self._wait_for_prompt(*accepted)
 
     def _receive(self) -> None:
-        """Read the messages of all ranks. Forget ranks that have ended."""
+        """Read the messages of all ranks. Remove the sessions of ranks that have ended."""
         for session in list(self._sessions.values()):
             try:
                 session.receive()
@@ -215,7 +227,10 @@ class DebuggerConsole:
                     self._current = None
 
     def _choose(self) -> RankSession | None:
-        """Return the rank whose prompt is shown next: the same as before, else the lowest. None: no rank is at one."""
+        """Return the session to show next, or None if no rank is at a prompt.
+
+        The current session has priority. After it comes the session of the lowest rank.
+        """
         if self._has_quit:
             return None
         stopped = self._get_stopped()
@@ -224,7 +239,7 @@ class DebuggerConsole:
         return min(stopped, key=lambda session: session.rank, default=None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the ranks that are at a prompt themselves."""
+        """Return the sessions of ranks that are at a prompt. Prompts of inspectors do not count."""
         return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
@@ -261,9 +276,9 @@ class DebuggerConsole:
         if session is not None and session.is_at_prompt:
             self._current = session
             if not session.output:
-                self._write(f"rank {rank} is at{session.place}\n")
+                self._write(f"rank {rank} is at {session.place}\n")
         elif inspector is None:
-            self._write(f"rank {rank} is not at a prompt; `ranks` shows where each rank is\n")
+            self._write(self._describe_running(rank) + "\n")
         else:
             if not inspector.is_at_prompt:
                 inspector.answer("inspect")
@@ -273,8 +288,21 @@ class DebuggerConsole:
             else:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
+    def _describe_running(self, rank: int) -> str:
+        """Return where a rank is that has neither a prompt nor an inspector."""
+        ranks = [status.rank for status in self._take_statuses()]
+        if ranks and rank not in ranks:
+            return f"there is no rank {rank} here, only {format_ranks(ranks)}"
+        stack = self._take_stacks().get(rank, "no answer")
+        if "\n" not in stack:
+            return f"rank {rank} is not at a prompt ({stack})"
+        hint = "with post_mortem=True this command shows its variables"
+        return f"rank {rank} is not at a prompt; {hint}\n{Stacks({rank: stack})}"
+
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
+        running = [status.rank for status in self._take_statuses() if status.state.is_running]
+        self._receive()  # prompts that have opened meanwhile
         asked = sorted(self._get_stopped(), key=lambda session: session.rank)
         for session in asked:
             session.take_output()  # where it had stopped; `rank N` shows it, too
@@ -284,14 +312,36 @@ class DebuggerConsole:
             output = session.take_output()
             if output:
                 self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
+        if missed := set(running).difference(session.rank for session in asked):
+            self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
-    def _describe_ranks(self) -> str:
+    def _take_statuses(self) -> Sequence[RankStatus]:
+        """Return the status of each rank of this node. Empty if the watcher thread does not answer in time."""
+        request = StatusRequest()
+        self._commands.post(request)
+        request.is_answered.wait(REQUEST_SECONDS)
+        return request.statuses or ()
+
+    def _take_stacks(self) -> Stacks:
+        """Return the stacks of the ranks of this node. Empty if the watcher thread does not answer in time."""
         request = StacksRequest()
         self._commands.post(request)
-        request.is_answered.wait(STACKS_SECONDS)
-        stopped = {session.rank: f" at a prompt{session.place}" for session in self._get_stopped()}
-        stacks = request.stacks if request.stacks is not None else Stacks()
-        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(stacks | stopped))
+        request.is_answered.wait(REQUEST_SECONDS)
+        return request.stacks if request.stacks is not None else Stacks()
+
+    def _describe_ranks(self) -> str:
+        stopped = {session.rank: f" at a prompt ({session.place})" for session in self._get_stopped()}
+        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
+
+    def _describe_move(self, last: RankSession, new: RankSession) -> str:
+        """Return where the rank of the last prompt is, and that the prompt is that of another rank now."""
+        now = f"now at rank {new.rank}: {new.place}"
+        stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
+        if stack is None:
+            return now
+        ((_, place),) = group_places({last.rank: stack})
+        verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
+        return f"rank {last.rank}{verb}{place}; {now}"
 
     def _quit(self, session: RankSession, signals: HostSignals) -> None:
         if not self._has_quit:
@@ -303,7 +353,7 @@ class DebuggerConsole:
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
-        """Let the limits stand still, and keep the terminal free, until the last prompt is closed."""
+        """Suspend the time limits, the live view and the output until the last prompt is closed."""
         with ExitStack() as stack:
             self._commands.post(SuspendLimits())
             stack.callback(self._commands.post, ResumeLimits())
@@ -316,23 +366,26 @@ class DebuggerConsole:
             for session in self._sessions.values():
                 if session.is_inspector and session.is_at_prompt:
                     session.answer("end of file")
-            self._show_output()
+            self._show_output(self._current)
 
     def _announce_prompt(self) -> None:
-        """Say on stderr that there is a prompt, if stdout is not the terminal: the prompt goes to stdout."""
-        with suppress(Exception):  # streams of the user's own may raise anything, and be None
+        """Write to stderr that there is a prompt on stdout, if stdout is not a terminal."""
+        with suppress(Exception):  # the user may have replaced a stream by None, or by an object that raises any exception
             if not in_notebook() and not sys.stdout.isatty():
                 sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
                 sys.stderr.flush()
 
-    def _show_output(self) -> None:
-        """Show what the ranks have printed, and then what pdb has printed in the current rank."""
+    def _show_output(self, session: RankSession | None) -> None:
+        """Show the output of the ranks, and then the output of pdb in this rank, which becomes the current one."""
         self._output.drain_all(DRAIN_SECONDS)
-        if self._current is not None:
-            self._write(self._current.take_output())
+        if session is not None:
+            if self._current is not None and self._current.rank != session.rank:
+                self._write(self._describe_move(self._current, session) + "\n")
+            self._current = session
+            self._write(session.take_output())
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout
-        with suppress(Exception):  # a stream of the user's own may raise anything, and be None
+        with suppress(Exception):  # the user may have replaced the stream by None, or by an object that raises any exception
             stream.write(text)
             stream.flush()

@@ -1,9 +1,9 @@
 """Read a line from the user, in a terminal or in a notebook. Runs in the main thread of the caller.
 
-`input` does it in both: IPython's kernel replaces it. In a terminal it uses readline, if Python has it: editing, history and
-completion. While `input` waits, a thread watches the rank's socket. If the rank ends, the thread sends SIGURG to the main
-thread, and its handler raises PromptClosedError. SIGURG is the only choice that does no harm if it comes too late, when the
-caller has its own handler back: its default action is to do nothing.
+`input` works in both, since IPython's kernel replaces it. In a terminal, `input` uses the readline module if Python has it,
+for editing, history and completion. While `input` waits, a thread watches the rank's socket. If the rank ends, that thread
+sends SIGURG to the main thread, and the handler of SIGURG raises PromptClosedError. The signal may come too late, when the
+calling program has its own handler back. SIGURG does no harm then, because its default action is to do nothing.
 """
 
 import os
@@ -33,11 +33,11 @@ REPEAT_MS = 50
 
 
 class PromptClosedError(BaseException):
-    """The rank has ended while its prompt was open. (An Exception would be logged and ignored by IPython's kernel.)"""
+    """The rank has ended while its prompt was open. IPython's kernel would log and ignore a subclass of Exception."""
 
 
 def explain_missing_prompt() -> str:
-    """Return why this process can show no prompt; empty if it can."""
+    """Return the reason why this process cannot show a prompt. The text is empty if it can."""
     if threading.current_thread() is not threading.main_thread():
         return "the run was started in a thread that is not the main thread of its program"
     if in_notebook():
@@ -45,17 +45,17 @@ def explain_missing_prompt() -> str:
         return "" if getattr(kernel, "_allow_stdin", True) else "this notebook is executed without a user"
     try:
         is_terminal = sys.stdin.isatty()
-    except Exception:  # noqa: BLE001  None, closed, or an object that the host program has put there
+    except Exception:  # noqa: BLE001  None, closed, or an object that the calling program has put there
         is_terminal = False
-    return "" if is_terminal else "the program that started the run has neither a terminal nor a notebook"
+    return "" if is_terminal else "the program that started the run has neither a terminal on stdin nor a notebook"
 
 
 class LineInput:
-    """Reads lines from the user, from the first prompt of an interaction to its end. A context manager.
+    """A context manager that reads the user's lines, from the first prompt of an interaction to the last prompt.
 
     Args:
         commands: passes the modes of the terminal to the guardian, which restores them if this process is killed.
-        history: earlier lines, of earlier interactions.
+        history: the lines that the user entered in earlier interactions.
     """
 
     def __init__(self, commands: CommandQueue, history: list[str]) -> None:
@@ -78,7 +78,8 @@ class LineInput:
     def read(self, prompt: str, socket: int, complete: Complete) -> str:
         """Return the line, without its newline.
 
-        Raises EOFError, KeyboardInterrupt, and PromptClosedError if the other end of the socket is closed.
+        Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C. Raises PromptClosedError if the other end of the socket is
+        closed.
         """
         with ExitStack() as stack:
             handler = signal.signal(signal.SIGURG, self._close_prompt)
@@ -105,14 +106,14 @@ class LineInput:
         return line
 
     def _close_prompt(self, *_: object) -> None:
-        """The handler of SIGURG."""
+        """Raise PromptClosedError if `input` is waiting. This is the handler of SIGURG."""
         if self._is_reading:
             self._is_reading = False
             raise PromptClosedError
 
     @contextmanager
     def _terminal_modes(self) -> Iterator[None]:
-        """Restore the modes of the terminal at the end; the guardian does it if this process is killed."""
+        """Restore the modes of the terminal at the end. The guardian restores them if this process is killed."""
         try:
             fd = sys.stdin.fileno()
             modes, path = termios.tcgetattr(fd), os.ttyname(fd)
@@ -129,20 +130,20 @@ class LineInput:
 
 
 def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
-    """Interrupt the main thread when the other end of the socket is closed, until `stop` can be read."""
+    """When the other end of the socket is closed, send SIGURG to the main thread repeatedly until `stop` is readable."""
     poll = select.poll()
     poll.register(socket, 0)  # nothing but the end
     poll.register(stop, select.POLLIN)
     if any(fd == stop for fd, _ in poll.poll()):
         return
     poll.unregister(socket)
-    while not poll.poll(REPEAT_MS):  # again, since the main thread may not have come to wait for the user
+    while not poll.poll(REPEAT_MS):  # repeat the signal, since the main thread may not wait in `input` yet
         signal.pthread_kill(main_thread, signal.SIGURG)
 
 
 @contextmanager
 def _own_history(readline: ModuleType, history: list[str]) -> Iterator[None]:
-    """Show only the lines of the debugger in the history of the terminal, and keep them out of the user's own."""
+    """Replace the history of readline by the lines of the debugger. Restore the user's own history at the end."""
     others = [readline.get_history_item(number + 1) for number in range(readline.get_current_history_length())]
     _set_history(readline, history)
     try:

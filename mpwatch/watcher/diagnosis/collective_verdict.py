@@ -1,23 +1,23 @@
-"""Decides which rank does not fit, from the collectives that all ranks have called. Pure.
+"""Compares the collectives that all ranks have called, and decides which rank does not fit. Pure.
 
 torch's flight recorder numbers the collectives of each process group. Ranks that work together call the same collective with
 the same number. Three things can be wrong:
 
-- MISMATCH: two ranks called different things with the same number, and at least one of them waits in it. This can never end
-  well.
-- ABSENT: ranks wait in a collective, and another rank of its group has not called it. It may still do so, unless it has
-  returned.
-- CROSSED: ranks wait for one another in different collectives. They may still go on if a call was asynchronous.
+- MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call.
+  Such a call can never succeed.
+- ABSENT: ranks wait in a collective, and another rank of the process group has not called it. That rank may still call the
+  collective, unless the rank has returned.
+- CROSSED: ranks wait for one another in different collectives. These ranks may still go on if a call was asynchronous.
 
-The minority is blamed. If it is not certain which one that is, all ranks that differ are named and nobody is blamed.
+The minority of the ranks is blamed. If the minority is not certain, all ranks that differ are named and no rank is blamed.
 
-torch's ranks need not be those of mpwatch: a program may make several worlds, or number its processes itself. So each rank
-tells its rank in its world. If two ranks tell the same one, nothing is said of that world. Nothing is said of groups whose
-ranks are not known, either.
+The rank numbers of torch may differ from those of mpwatch, because a program may make several worlds or number its processes
+itself. So each rank reports its number in its torch world. If two ranks report the same number, there is no verdict on that
+world. There is also no verdict on process groups whose ranks are unknown.
 
-torch compares dumps of the flight recorder, too (torch.distributed.flight_recorder). It needs torch in the process that
-compares, takes the first rank for the right one, and calls reshaped tensors a mismatch. So the comparison here is mpwatch's
-own; a test holds it against torch's.
+torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But this needs torch in the process
+that compares. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So mpwatch makes
+its own comparison, and a test compares the verdicts of mpwatch with those of torch.
 """
 
 import math
@@ -30,8 +30,8 @@ from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveStat
 from mpwatch.results.failure import format_ranks
 from mpwatch.results.rank_collectives import RankCollectives
 
-# Operations whose tensors must have the same types and numbers of elements on all ranks: those of the inputs, or of the
-# outputs. Shapes may differ: a collective does not see them. Elsewhere the ranks may differ. The names are those of gloo and
+# Operations whose input (or output) tensors must have the same types and numbers of elements on all ranks. Shapes may
+# differ, since a collective does not see them. In other operations, the tensors may differ. The names are those of gloo and
 # NCCL in the flight recorder.
 SAME_INPUTS = {
     "all_reduce",
@@ -48,7 +48,7 @@ POINT_TO_POINT = {"send", "recv", "batch_isend_irecv"}
 
 
 class VerdictKind(Enum):
-    """What does not fit."""
+    """In which way the collectives of the ranks do not fit together."""
 
     MISMATCH = auto()
     ABSENT = auto()
@@ -56,14 +56,14 @@ class VerdictKind(Enum):
 
 
 class Group(NamedTuple):
-    """A process group with one of its backends. It is the same on all ranks of the group."""
+    """A process group with one of its backends. This object is equal on all ranks of the process group."""
 
     name: str
     backend: str
     ranks: tuple[int, ...]
-    """torch's global ranks in its world."""
+    """The global ranks of torch in the world of the process group."""
     number: int = 1
-    """Of the groups of this name in its world."""
+    """The number of this process group among those with the same name in its world."""
     world: str = ""
 
 
@@ -75,20 +75,20 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 
 @dataclass(frozen=True)
 class CollectiveVerdict:
-    """Which ranks do not fit, and the words for it.
+    """A verdict on the ranks whose collectives do not fit together, with its text.
 
     Attributes:
-        kind: what does not fit.
-        blamed: the ranks to blame. Empty if that is not certain.
-        sentence: the verdict in words.
+        kind: in which way the collectives do not fit together.
+        blamed: the ranks to blame. The tuple is empty if they are not certain.
+        sentence: the verdict as a sentence.
         evidence: for each blamed rank, a phrase that follows the rank's name.
         group: the process group of the collective.
         sequence: the number of the collective in its group.
         seconds: how long the first rank has waited in the collective.
         have_returned: whether the ranks to blame have returned.
-        is_blocking: whether a rank is known to wait in the collective with its main thread.
-        is_complete: whether it is known of all ranks concerned what they wait for. If not, a rank that has not answered, or
-            waits for a message of an unknown rank, may be the cause.
+        is_blocking: whether the main thread of a rank certainly waits in the collective.
+        is_complete: whether it is known what each of these ranks waits for. If not, the cause may be a rank that has not
+            answered, or a rank that waits for a message of an unknown rank.
     """
 
     kind: VerdictKind
@@ -104,7 +104,7 @@ class CollectiveVerdict:
 
     @property
     def finding(self) -> Finding:
-        """What has been found: two verdicts with the same finding may blame different ranks."""
+        """The kind, the process group and the number. Two verdicts with the same finding may blame different ranks."""
         return self.kind, self.group, self.sequence
 
     @property
@@ -114,16 +114,15 @@ class CollectiveVerdict:
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
-    """Return the first of `find_verdicts`, or None."""
+    """Return the first verdict of `find_verdicts`, or None if there is no verdict."""
     return next(iter(find_verdicts(answers, returned)), None)
 
 
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
-    """Return all that does not fit, the most certain first: a mismatch, ranks that have returned, ranks that are late.
+    """Return all verdicts, the most certain one first: a mismatch, then ranks that have returned, then ranks that are late.
 
     Args:
-        answers: what the ranks have answered, by mpwatch's global rank. Ranks that have not answered are missing: nothing
-            is said of them.
+        answers: a dict from mpwatch's global rank to the rank's answer. There is no verdict on ranks that are not in it.
         returned: ranks whose function has returned.
     """
     worlds = _find_members(answers)
@@ -135,18 +134,18 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits, or else its last one. None: it has called none."""
+    """Return the collective in which the rank waits, or else its last collective, or None if it has called no collective."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
-    """Return the warning that ranks have waited for others for so many seconds, and where these are."""
+    """Return the warning that ranks have waited `seconds` for other ranks. It says where the other ranks are."""
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
-    """Return mpwatch's ranks by torch's ranks in each world. A world in which two ranks have the same number is left out."""
+    """Return for each world a dict from torch's ranks to mpwatch's ranks. Leave out worlds with two equal rank numbers."""
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
     for rank, answer in answers.items():
@@ -158,9 +157,9 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the stalls to warn of, and add them to those that were warned of.
+    """Return the stalls that need a warning, and add them to `warned`.
 
-    One warning is enough if ranks wait in several groups for the same rank.
+    If ranks wait for the same rank in several process groups, one warning is enough.
     """
     stalls = list(stalls)
     named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
@@ -177,7 +176,7 @@ class _GroupTable:
     """Numbers the process groups, since their tuples of ranks are slow to compare and to hash.
 
     Args:
-        worlds: mpwatch's ranks by torch's ranks in each world.
+        worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
     """
 
     def __init__(self, worlds: Mapping[str, Mapping[int, int]]) -> None:
@@ -201,11 +200,11 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return mpwatch's ranks of the group of a collective, as far as they have answered."""
+        """Return the ranks (mpwatch's numbers) in a collective's process group that have answered."""
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
-        """Return how many ranks of the group of a collective have not answered."""
+        """Return how many ranks in a collective's process group have not answered."""
         return len(self.groups[key[0]].ranks) - len(self._members[key[0]])
 
     def get_order(self, key: Key) -> tuple[int, Group]:
@@ -230,7 +229,7 @@ class _RankCalls:
         return next(reversed(self.by_key.values()), None)
 
     def has_not_called(self, key: Key, *, has_all: bool) -> bool:
-        """Return whether the rank has certainly not called the collective. `has_all`: see RankCollectives."""
+        """Return whether the rank has certainly not called the collective. RankCollectives explains `has_all`."""
         number = self.last_numbers.get(key[0])
         return has_all if number is None else number < key[1]
 
@@ -251,7 +250,7 @@ def _is_waiting(call: Collective) -> bool:
 
 
 def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> CollectiveVerdict | None:
-    """Return the first collective that ranks have called differently."""
+    """Return the verdict on the first collective that ranks have called differently, or None."""
     by_key: dict[Key, dict[int, Collective]] = {}
     for rank, of_rank in calls.items():
         for key, call in of_rank.by_key.items():
@@ -264,7 +263,7 @@ def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> Coll
 
 
 def _find_camps(called: Mapping[int, Collective]) -> list[list[int]]:
-    """Return the ranks that have called the same, the largest group first. Empty if all have called the same."""
+    """Group the ranks by their calls. Return these groups, the largest first, or an empty list if all calls are the same."""
     for read in DIFFERENCES:
         camps: dict[Signature, list[int]] = {}
         for rank, call in called.items():
@@ -328,7 +327,7 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that follows the ranks of the first camp: what they have called, and what the other ranks have."""
+    """Return a phrase that follows the names of the first camp's ranks. It describes the calls of all camps of ranks."""
     parts = []
     for camp in camps:
         call = called[camp[0]]
@@ -361,7 +360,7 @@ def _format_place(call: Collective) -> str:
 def _find_absent(
     groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
 ) -> list[CollectiveVerdict]:
-    """Return the collectives in which ranks wait for a rank that is not in it.
+    """Return the verdicts on collectives in which ranks wait for a rank that has not called the collective.
 
     Ranks that have returned come first, and then the longest wait. Ranks that wait for one another come last.
     """
@@ -391,7 +390,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives in which ranks wait only for ranks that wait in another one of them."""
+    """Return the collectives in which ranks wait only for ranks that wait in another collective of the returned list."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]
@@ -401,7 +400,7 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
-    """Return the call in which the rank waits: the one of which the line is known, or else the first one."""
+    """Return the call in which the rank waits. If there are several, return the first one with a known source line."""
     pending = [call for call in answer.collectives if _is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 
@@ -450,9 +449,9 @@ def _make_crossed(
     absent_from: Mapping[Key, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks of which each waits for others, in another collective, or in send or recv.
+    """Return the verdict on ranks that wait for other ranks in different collectives, or in send or recv.
 
-    They are blamed only if they all wait for one another. Otherwise a rank that is not among them may be the cause.
+    Ranks are blamed only if all of them wait for one another. Otherwise a rank that does not wait may be the cause.
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}

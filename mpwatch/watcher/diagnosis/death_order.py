@@ -9,7 +9,7 @@ selector returns descriptors in the order in which they became ready. So two lim
 Example: a rank raises because another rank died. Its message is later than that death, even if the watcher wakes up late.
 
 The time stamp of a message may be much older than its arrival. So the time of a death is never set before the first signal
-that the watcher sent to that rank: a rank that the watcher killed must not look as if it had died first.
+from the watcher to that rank. Otherwise a rank that the watcher killed could look as if it had died first.
 """
 
 import math

@@ -1,14 +1,14 @@
-"""Decides which rank failed first and why: observations in, a RunResult out. Runs in the caller's thread.
+"""Decides which rank failed first and why. Makes a RunResult from the observations. Runs in the caller's thread.
 
-Of several failures, the root cause is chosen by these rules. A rule decides only where the rules before it leave a tie:
+These rules choose the root cause among several failures. A rule decides only if the rules before it leave a tie:
 
-1. A failure before the watcher began to stop the ranks comes before a failure after it.
-2. A failure of the rank's own comes before a secondary failure, which only says that a peer was lost or late
-   (peer_errors.py). The times do not matter here: a rank that is about to fail often closes its connections first.
-3. The earlier failure comes first. The time of an exception is when the rank caught it. For the time of a death see
+1. A failure before the watcher began to stop the ranks comes before a later failure.
+2. A rank's own failure comes before a secondary failure, which only reports that a peer was lost or late
+   (peer_errors.py). The times do not matter here, because a rank that is about to fail often closes its connections first.
+3. The earlier failure comes first. The time of an exception is when the rank caught it. For the time of a death, see
    death_order.py.
 
-If all failures are secondary and say that a peer was late, the rank that was missing is to blame: see stragglers.py.
+If all failures only report that a peer was late, the rank that was missing is to blame: see stragglers.py.
 
 Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time.
 Apart from that, the diagnosis is pure.
@@ -63,14 +63,14 @@ Failures = dict[int, TimedFailure]  # by rank
 # The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
 # busy machine. So the watcher may notice a death this much later than the failures that the death caused.
 DEATH_LAG_SECONDS = 0.1
-STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, and not worth a word when the user interrupts the run
+STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
 
 
 def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedValue"] | None = None) -> RunResult[Any]:
     """Return the result of an attempt, or of a call, that has ended.
 
     Args:
-        attempt: what was observed.
+        attempt: the observations of the attempt.
         loaded_values: the return values, if they have been rebuilt already.
     """
     _correct_collectives(attempt)
@@ -125,17 +125,17 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
 
 
 class LoadedValue(NamedTuple):
-    """A return value, or why it cannot be rebuilt."""
+    """A return value, or the error because of which it cannot be rebuilt."""
 
     value: Any
     error: BaseException | None
 
 
 def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
-    """Rebuild a return value. This runs user code, which may raise anything.
+    """Rebuild a return value. This runs user code, which may raise any exception.
 
     Args:
-        content: the body of the message RETURNED, or what came in its file. An error: the file could not be read.
+        content: the body of the RETURNED message, or the content of its file. It is an OSError if the file was unreadable.
     """
     kind = "unknown"
     try:
@@ -154,13 +154,15 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
 def build_success(
     workers: tuple[Worker, ...], values: Mapping[int, LoadedValue], progress: Mapping[int, Progress], log_dir: str
 ) -> RunResult[Any] | None:
-    """Return the result of a call in which each rank has returned. None: a value cannot be rebuilt, so `diagnose` is needed.
+    """Return the result of a call in which each rank has returned, or None if a value cannot be rebuilt.
+
+    If the result is None, use `diagnose`.
 
     Args:
         workers: the ranks.
-        values: their return values, by rank.
-        progress: their last reports, by rank.
-        log_dir: the folder of the log files; empty without log files.
+        values: the return value of each rank.
+        progress: the last report of each rank.
+        log_dir: the folder of the log files. The text is empty if there are no log files.
     """
     if any(loaded.error is not None for loaded in values.values()):
         return None
@@ -175,9 +177,9 @@ def build_success(
 
 
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
-    """Return which ranks did not fit in their collectives.
+    """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    The verdict that has ended the attempt stays. What the ranks answer at the end can only add ranks to it.
+    If a verdict has ended the attempt, it stays. The last answers of the ranks can only add ranks to this verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -185,12 +187,12 @@ def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict |
 
 
 def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectives]:
-    """Return what each rank has answered; ranks that have not answered are missing."""
+    """Return a dict from each rank that has reported its collectives to its report."""
     return {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """Let each rank that has lost a peer wait in its last collective. The recorder calls one that has failed completed."""
+    """Mark the last collective of each rank that has lost a peer as WAITING, since torch marks it as completed."""
     for rank, observed in attempt.ranks.items():
         answer = observed.collectives
         lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
@@ -262,15 +264,15 @@ def _get_peer_error(attempt: AttemptObservations, rank: int) -> PeerErrorKind | 
 
 
 def _was_reported(failure: ProcessFailure) -> bool:
-    """Whether the failure's time does not depend on when the watcher noticed a death."""
+    """Return whether the time of the failure does not depend on when the watcher noticed a death."""
     return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
 
 
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
-    """Whether the collectives that did not fit are the root cause: no rank has failed for a reason of its own.
+    """Return whether the collectives that did not fit are the root cause, because no rank has failed for its own reason.
 
-    gloo ends a rank by abort() if its peers send another number of bytes. That is a consequence of a mismatch. A rank that
-    is only late cannot break a connection. So it is a cause only if other ranks have timed out.
+    gloo ends a rank by abort() if its peers send another number of bytes. Such an end is a consequence of a mismatch. A rank
+    that is only late cannot break a connection. So such a rank is the cause only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -284,7 +286,7 @@ def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: Col
 
 
 def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
-    """Return all failures: those that there were as secondary ones, and the ranks to blame."""
+    """Return all failures: the known failures, which are now secondary, and the failures of the ranks to blame."""
     blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
     latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
     at = latest if attempt.stopped_at is None else attempt.stopped_at
@@ -298,7 +300,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return the collective that each rank waited in, or else its last one; of the ranks that have answered."""
+    """Return for each rank that has answered the collective in which it waited, or else its last collective."""
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()
@@ -326,7 +328,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return the hangs of the silent ranks, at the time of the last heartbeat, and of the ranks for which they waited.
+    """Return the hangs of the silent ranks (at their last heartbeat), and of the ranks for which silent ranks waited.
 
     A rank that waits for another rank is its victim, even if the other rank sent heartbeats.
     """
@@ -353,9 +355,9 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 
 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
-    """Whether the rank was running when the watcher stopped the ranks.
+    """Return whether the rank was running when the watcher stopped the ranks.
 
-    A silent rank counts even if it has returned since: its silence is the reason for the stop.
+    A silent rank counts even if it has returned meanwhile, because its silence is the reason for the stop.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False
@@ -364,7 +366,7 @@ def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) ->
 
 
 def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
-    """Return a sort key. The failure with the smallest key is the root cause: see the head of this module."""
+    """Return a sort key. The failure with the smallest key is the root cause. The module's docstring has the rules."""
     at, failure = timed
     lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
     return not is_before_stop(attempt, at - lag), failure.is_secondary, at
@@ -397,7 +399,7 @@ def _get_reason(
     states: Mapping[int, WorkerState],
     verdict: CollectiveVerdict | None,
 ) -> str:
-    """Return what ended the attempt, if it was not the failure of a rank."""
+    """Return a sentence on what ended the attempt. The text is empty if it was the failure of a rank."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:

@@ -1,7 +1,7 @@
 """Builds the ProcessFailure of one rank from what the watcher observed of it. Runs in the caller's thread.
 
-`find_failure` is the entry point. diagnose.py decides which failure is the root cause, and which is a consequence of another
-one. Here, a failure is marked as secondary only if it is certain that a lost or late peer caused it (peer_errors.py).
+`find_failure` is the entry point. diagnose.py decides which failure is the root cause, and which failures are consequences.
+This module marks a failure as secondary only if a lost or late peer has certainly caused it (peer_errors.py).
 """
 
 import signal
@@ -29,25 +29,25 @@ CRASH_SIGNALS = frozenset(
 
 
 def may_be_oom_kill(observed: RankObservations) -> bool:
-    """Whether a SIGKILL that the watcher did not send ended this rank."""
+    """Return whether this rank was ended by a SIGKILL that the watcher did not send."""
     return observed.exit_code == -signal.SIGKILL and signal.SIGKILL not in observed.signals_sent
 
 
 def is_crash(exit_code: int | None) -> bool:
-    """Whether a process ended by a signal that the CPU or the process itself raised on an error, such as SIGSEGV."""
+    """Return whether a process was ended by a signal that reports an error of the process, such as SIGSEGV."""
     return -(exit_code or 0) in CRASH_SIGNALS
 
 
 def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
-    """Whether this time is before the watcher began to stop the ranks."""
+    """Return whether this time is before the watcher began to stop the ranks."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Whether this rank returned in time.
+    """Return whether this rank returned in time.
 
-    A value that was returned after the watcher began to stop the ranks does not count: the function may have ended because
-    of the signal. After a timeout, a value that the watcher had not received in time does not count either.
+    A value that was returned after the watcher began to stop the ranks does not count, because the function may have ended
+    by the signal. After a timeout, a value that the watcher received too late does not count either.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -85,7 +85,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    """Return the kind of peer error of a rank that has died. None: the death may be the rank's own failure."""
+    """Return the kind of peer error of a rank that has died, or None if the death may be the rank's own failure."""
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
     backend = collective.backend if collective is not None and is_waiting else ""
@@ -105,7 +105,7 @@ def build_mismatch(
 ) -> TimedFailure:
     """Build the failure of a rank that called another collective than its peers.
 
-    `before` is what happened to the rank because of that. Its exception, its exit code and its stack are kept.
+    `before` is the failure of the rank that followed from the mismatch. Its exception, exit code and stack are kept.
     """
     if before is None:
         return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)
@@ -116,7 +116,7 @@ def build_mismatch(
 def build_unloadable_value(
     attempt: AttemptObservations, observed: RankObservations, at: float, error: BaseException
 ) -> TimedFailure:
-    """Build the failure of a rank whose return value the caller could not receive or rebuild, for this reason."""
+    """Build the failure of a rank whose return value the caller could not receive or rebuild. `error` is the reason."""
     plain = ExceptionEncoder(error).plain()
     return _build(
         attempt,
@@ -155,9 +155,10 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 
 
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
-    """Whether the watcher did not cause this death. While it stops the ranks: a crash, or a SIGKILL that it did not send.
+    """Return whether the watcher did not cause this death.
 
-    A signal that stops the run may have reached the ranks, too: some schedulers send it to all processes.
+    While the watcher stops the ranks, this holds for a crash, and for a SIGKILL that the watcher did not send.
+    A signal that stops the run may have reached the ranks, too, since some schedulers send it to all processes.
     """
     if is_before_stop(attempt, at):
         return True
@@ -193,7 +194,7 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 
 
 def _get_exit_status(code: object) -> int:
-    """Return the status that a shell shows for sys.exit(code), but 1 instead of 0: sys.exit(256) is no success."""
+    """Return the status that a shell shows for sys.exit(code). Return 1 instead of 0, since sys.exit(256) is no success."""
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 

@@ -1,6 +1,7 @@
 """What the watcher observed of each rank and of an attempt. Data only.
 
-The event loop writes it, in the watcher thread. The diagnosis reads it, in the caller's thread, when the attempt has ended.
+The event loop writes this data in the watcher thread. When the attempt has ended, the diagnosis reads it in the caller's
+thread.
 All times are seconds of CLOCK_MONOTONIC.
 """
 
@@ -28,22 +29,22 @@ class RankObservations:
     pid: int | None = None
     was_ready: bool = False
     raised_at: float | None = None
-    """When the rank's function raised, by the rank's FAILING message. The exception itself follows in `answer`."""
+    """When the rank's function raised, from the rank's FAILING message. The exception itself is in `answer`."""
     answer: Message | None = None
     """The message RETURNED, RAISED or LOAD_FAILED."""
     answer_received_at: float | None = None
-    """When the watcher received `answer`. This is later than the time stamp of the message."""
+    """When the watcher received `answer`. This time is later than the time stamp of the message."""
     details: bytes = b""
     """The pickled parts of a reported exception."""
     local_variables: bytes = b""
-    """The texts of local variables, if they were asked for."""
+    """The texts of local variables, with the option `capture_locals`."""
     died_at: float | None = None
     exit_code: int | None = None
-    """As in multiprocessing: negative for a signal. None: not known."""
+    """The exit code as in multiprocessing, which is negative after a signal. It is None if it is unknown."""
     oom_proof: str = ""
     """Text that proves that the kernel's out-of-memory killer killed the rank."""
     oom_hint: str = ""
-    """Text that makes this likely, if there is no proof."""
+    """Text that makes the out-of-memory killer a likely cause, if there is no proof."""
     stacks: str = ""
     """The stacks of all threads just before the watcher stopped the rank, in faulthandler's format, with source lines."""
     crash_stack: str = ""
@@ -56,29 +57,29 @@ class RankObservations:
     """Whether the watcher sent a signal that asks for stacks. If the rank executes another program at that moment, the
     signal kills that program."""
     is_dump_for_report: bool = False
-    """Whether the watcher asked because it stops the rank. False: only a StacksRequest has asked."""
+    """Whether the watcher asked for stacks because it stops the rank. It is False if only a StacksRequest has asked."""
     collectives: RankCollectives | None = None
-    """The rank's latest collectives, when the first sign of a failure came, or when the rank raised. None: it was not asked,
-    or did not answer."""
+    """The rank's latest collectives at the first sign of a failure, or when the rank raised. It is None if the rank was not
+    asked or did not answer."""
     collectives_at: float = 0.0
-    """When they were read."""
+    """When `collectives` was read."""
     wants_collectives: bool = False
-    """Whether the rank's next answer belongs here."""
+    """Whether the rank's next answer must be stored in `collectives`."""
     process_state: str = ""
     """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
     """The last heartbeat and the last `mpwatch.report()`."""
     stopped_step: int | None = None
-    """The step at which `should_stop` told the rank to stop. None: it did not."""
+    """The step at which `should_stop` has returned True in the rank, or None if it has not."""
     signals_sent: set[int] = field(default_factory=set)
     """The signals that the watcher sent to the rank."""
     first_signal_at: float = 0.0
-    """When the watcher sent the first of them."""
+    """When the watcher sent the first signal to the rank."""
 
     def add_collectives(self, answer: RankCollectives) -> None:
-        """Keep what the rank has called. A later answer counts only if the rank has called more.
+        """Store the rank's collectives. A later answer replaces an earlier one only if the rank has called more collectives.
 
-        An earlier answer may have the line that waits for a call. When the call has failed, no line waits.
+        An earlier answer may have the source line that waits for a call. When the call has failed, no line waits any more.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -107,13 +108,13 @@ class AttemptObservations:
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None
-    """The signal to the host program that stopped the run, or that would have done the same."""
+    """The signal to the calling program that stopped the run, or a signal with the same effect as the real cause."""
     interrupt_cause: InterruptCause = InterruptCause.SIGNAL
     """Why the run was stopped, if there is a `signum`."""
     stop_cause: str = ""
-    """What has asked the ranks to save and return. Empty: nothing has."""
+    """What has asked the ranks to save and return. The text is empty if no stop was requested."""
     stop_timeout: float | None = None
-    """The limit for that, if the ranks have exceeded it."""
+    """The time limit for the ranks to return after that request, if they have exceeded it."""
     log_dir: str = ""
     collective_verdict: CollectiveVerdict | None = None
     """The verdict on the ranks' collectives that has ended the attempt."""
@@ -126,12 +127,12 @@ class AttemptObservations:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt: how often these ranks had been started before."""
+        """The number of this attempt, which is the number of earlier starts of these ranks."""
         return next(iter(self.ranks.values())).worker.restart_count
 
     @property
     def healthy_seconds(self) -> float:
-        """The time from when all ranks were ready to the failure."""
+        """How long all ranks had been ready before the failure, in seconds."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
     def collect_stderr(self) -> None:
@@ -142,7 +143,8 @@ class AttemptObservations:
     def drop_payloads(self) -> None:
         """Free the bodies of the ranks' answers, which may be large.
 
-        The observations may live much longer than the attempt. Kind and time of each answer stay: the live view needs them.
+        The observations may live much longer than the attempt. The live view needs the kind and time of each answer, so they
+        stay.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:
@@ -150,7 +152,7 @@ class AttemptObservations:
 
 
 def make_progress(heartbeat: HeartbeatSample, run_started_at: float) -> Progress | None:
-    """Return the last report, with its time counted from the start of the run. None: there was none."""
+    """Return the last report, with its time counted from the start of the run. Return None if there was no report."""
     if heartbeat.report is None:
         return None
     at, step, total, metrics = heartbeat.report

@@ -2,16 +2,16 @@
 
 A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
 
-1. The kernel's log, /dev/kmsg. It names the pid of each process that the OOM killer killed. If the log can be read, it alone
-   decides: the OOM killer has killed the suspects that the log names, and no other ones. The log can be read only with the
-   necessary rights, and only if this process sees the kernel's own pids. In most containers it cannot be read.
-2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. It is used if the log
-   cannot be read:
-   - the counter rose by at least the number of suspects of one wake-up: proof for each of them;
-   - it rose by less: the OOM killer is likely the cause;
-   - there is no such counter, but the one of the whole machine (/proc/vmstat) rose: likely.
+1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If the log can be read, only the
+   log decides: the OOM killer has killed exactly the suspects that the log names. The log can be read only with the
+   necessary rights, and only if this process sees the kernel's own pids. In most containers the log cannot be read.
+2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. The counter is used if
+   the log cannot be read:
+   - If the counter rose by at least the number of suspects of one wake-up, this is the proof for each suspect.
+   - If the counter rose by less, the OOM killer is the likely cause.
+   - If only the counter of the whole machine (/proc/vmstat) exists and rose, the OOM killer is the likely cause.
 
-Kills that the counter shows beyond the suspects were of other processes of the memory cgroup, such as a DataLoader's worker.
+If the counter shows more kills than suspects, other processes of the memory cgroup were killed, such as DataLoader workers.
 """
 
 import os
@@ -32,7 +32,7 @@ KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+
 
 
 class OomDetector:
-    """Compares the evidence of OOM kills with that of an earlier moment.
+    """Compares the evidence of OOM kills with the evidence at an earlier moment.
 
     Use it as a context manager, and enter it before the ranks are started.
     """
@@ -55,7 +55,7 @@ class OomDetector:
         self._stack.close()
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Record the suspects of one wake-up, and what the counters show now.
+        """Record the suspects of one wake-up, and the present values of the counters.
 
         Call this right after the deaths, so that the rise of the counters belongs to these ranks.
         """
@@ -108,7 +108,7 @@ def _describe_rise(file: str, times: int) -> str:
 
 
 def _open_log() -> int | None:
-    """Open the kernel's log at its end. Return None if it cannot be read, or if this process does not see its pids."""
+    """Open the kernel's log at its end. Return None if it cannot be read, or if this process does not see the log's pids."""
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
             return None

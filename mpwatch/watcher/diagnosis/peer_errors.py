@@ -2,9 +2,9 @@
 
 The patterns are data, in the table below. Pure.
 
-Such a failure is secondary even if it comes first: a rank that is about to fail often closes its connections before.
-The texts of gloo, TCPStore and sockets were observed in runs. Those of NCCL were read in its sources. Those of UCC and MPI
-are untested.
+Such a failure is secondary even if it comes first, because a rank that is about to fail often closes its connections before.
+The texts of gloo, TCPStore and sockets were observed in runs. The texts of NCCL were read in its sources. The texts of UCC
+and MPI are untested.
 """
 
 import re
@@ -103,9 +103,9 @@ HINT_WORDS = re.compile(
 
 
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
-    """Return the most certain kind of peer error in a reported exception and its causes; None if there is none.
+    """Return the most certain kind of peer error in a reported exception and its causes, or None if there is no peer error.
 
-    This reads class names and texts only. It unpickles nothing.
+    This function reads only class names and texts. It unpickles nothing.
     """
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
@@ -115,10 +115,10 @@ def classify_death(exit_code: int | None, stderr: str, crash_stack: str, backend
     """Return the kind of peer error if a backend of torch.distributed has ended the rank by abort(), else None.
 
     Args:
-        exit_code: of the rank; negative if a signal killed it.
-        stderr: its last lines of stderr. Empty if the watcher does not read stderr.
-        crash_stack: what faulthandler wrote. Empty if it wrote nothing.
-        backend: of the collective in which the rank waited. Empty if it is not known to wait.
+        exit_code: the exit code of the rank, which is negative if a signal killed it.
+        stderr: the last lines of the rank's stderr. The text is empty if the watcher does not read stderr.
+        crash_stack: the text that faulthandler wrote, which may be empty.
+        backend: the backend of the collective in which the rank waited. The text is empty if no wait is known.
     """
     if exit_code != -signal.SIGABRT:
         return None

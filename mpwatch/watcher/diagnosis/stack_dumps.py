@@ -2,10 +2,11 @@
 
 The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
-- when the watcher asks for stacks: those of all threads and then STACKS_END, or that of the main thread, or both, mixed;
-- the stack of the crashing thread, on a crash.
+- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. faulthandler writes the
+  stack of the main thread. The pipe has one of these texts, or both of them mixed.
+- On a crash, faulthandler writes the stack of the crashing thread.
 
-All list the innermost frame first. The worker's side is worker/stack_dumps.py.
+All stacks list the innermost frame first. worker/stack_dumps.py is the code in the rank.
 
 Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
 """
@@ -44,34 +45,34 @@ class StackDumpParser:
         self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
     def feed(self, data: bytes) -> None:
-        """Add what was read from the pipe."""
+        """Add bytes that were read from the pipe."""
         self._data += data[: MAX_BYTES - len(self._data)]
 
     def mark_ready(self, main_thread: int) -> None:
-        """Note that the rank is ready: what came before is output of the interpreter, what follows are stacks."""
+        """Record that the rank is ready. Earlier text is output of the interpreter, and later text is stacks."""
         self.main_thread = main_thread
         self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
     def start_dump(self) -> None:
-        """Note that the watcher asks the rank for stacks: what follows is the answer."""
+        """Record that the watcher asks the rank for stacks. The text that follows is the answer."""
         self._dump_start = len(self._data)
         self.dump_count += 1
 
     def end_dump(self) -> None:
-        """Forget the requested stacks, but not the stack of a crash."""
+        """Delete the requested stacks, but not the stack of a crash."""
         crash = self._data.find(CRASH_HEAD.encode())
         del self._data[: crash if crash >= 0 else len(self._data)]
         self._dump_start = None
 
     def discard_dump(self) -> None:
-        """Forget the stacks of an earlier call. The output of the interpreter stays."""
+        """Delete the stacks of an earlier call. Keep the output of the interpreter."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None
 
     def is_dump_pending(self) -> bool:
-        """Return whether stacks were requested that have not come completely."""
+        """Return whether requested stacks have not come completely yet."""
         return self._dump_start is not None and not self.is_complete()
 
     def is_unanswered(self, request: int) -> bool:
@@ -79,7 +80,7 @@ class StackDumpParser:
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
-        """Return whether the requested stacks have come, as one of the two signal handlers writes them."""
+        """Return whether one of the two signal handlers has written the requested stacks completely."""
         if self._dump_start is None:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
@@ -88,7 +89,7 @@ class StackDumpParser:
 
     @property
     def dump(self) -> str:
-        """The requested stacks, that of the main thread first; as far as they have come, if they are not complete."""
+        """The requested stacks, as far as they have come. The stack of the main thread comes first."""
         python_stack, native_stack, others = self._split_dump()
         main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, f"Current thread 0x{self.main_thread:016x}", 1)
         return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others] if stack)
@@ -97,7 +98,7 @@ class StackDumpParser:
     def crash_stack(self) -> str:
         """The stack of the last crash, without mpwatch's frames. A child that the rank forked may have written it.
 
-        Python 3.14 and newer add the native frames. Here these are the ones between the crash and the interpreter.
+        Python 3.14 and newer add native frames. Of these, only the frames between the crash and the interpreter are kept.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -115,13 +116,13 @@ class StackDumpParser:
 
     @property
     def failed_startup_output(self) -> str:
-        """What the interpreter printed, if the rank never became ready; else empty."""
+        """The output of the interpreter, if the rank never became ready. Otherwise the text is empty."""
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split what has come since the request: the main thread as Python saw it, as faulthandler saw it, other threads.
+        """Split the text since the request: the main thread's stack by Python, its stack by faulthandler, other threads.
 
-        What follows a whole stack from faulthandler is left out: Python wrote it later, when the C code had ended.
+        Text after a whole stack from faulthandler is left out, because Python wrote it later, when the C code had ended.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -150,7 +151,7 @@ def _is_whole_native_stack(stack: str) -> bool:
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
-    """Cut the frames of mpwatch that called the function, and those of a signal handler that was still writing stacks.
+    """Remove the frames of mpwatch that called the function, and the frames of a signal handler that was writing stacks.
 
     A thread without other frames is left out.
     """
@@ -161,7 +162,7 @@ def cut_frames_of_mpwatch(stacks: str) -> str:
 def add_source_lines(stacks: str, started_at: float) -> str:
     """Add the line of source after each frame, if there is one.
 
-    Files that were changed after `started_at` (seconds since 1970) are left out: the rank runs an earlier version of them.
+    Files that were changed after `started_at` (seconds since 1970) are left out, since the rank runs an earlier version.
     """
     lines = []
     for line in stacks.splitlines():
@@ -181,16 +182,17 @@ def _cut_at_rank_main(block: str) -> str:
 
 
 def _cut_dump_handler(block: str) -> str:
-    """Return the stack without the innermost frames, those of the handler of PYTHON_DUMP_SIGNAL and what it calls."""
+    """Return the stack without its innermost frames, which belong to the handler of PYTHON_DUMP_SIGNAL."""
     lines = block.splitlines()
     handler = max((number for number, line in enumerate(lines) if DUMP_HANDLER_FRAME.search(line)), default=0)
     return "\n".join([*lines[:1], *lines[handler + 1 :]])
 
 
 def _find_crashed_native_frames(native_stack: str) -> list[str]:
-    """Return the frames between the crash and the interpreter; none if the interpreter itself has crashed.
+    """Return the frames between the crash and the interpreter. The list is empty if the interpreter itself has crashed.
 
-    First come frames of the interpreter, whose signal handler writes the stack, and one of libc, which called the handler.
+    The stack begins with frames of the interpreter, whose signal handler writes the stack. A frame of libc follows, which
+    has called the handler.
     """
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""
@@ -202,7 +204,7 @@ def _read_source_line(file: str, line: int, started_at: float) -> str:
     try:
         if os.path.exists(file) and os.path.getmtime(file) > started_at:
             return ""
-        linecache.checkcache(file)  # the file may have changed since the host program read it
+        linecache.checkcache(file)  # the file may have changed since the calling program read it
         return linecache.getline(file, line).strip()
     except (ValueError, OSError):  # a name that no file can have, or a file that was removed at this moment
         return ""

@@ -1,10 +1,10 @@
-"""Finds the ranks that keep the others waiting in a collective, from the stacks of all ranks at one moment. Pure.
+"""Finds the ranks that keep other ranks waiting in a collective, from the stacks of all ranks at one moment. Pure.
 
-A rank that waits in a collective is the victim of a rank that is not in it. A rank is blamed only if that is certain: at
-least one rank must be in a collective, and the blamed rank
+A rank that waits in a collective is the victim of a rank that is not in this collective. A rank is blamed only if another
+rank is in a collective and one of these facts is certain:
 
-- was certainly outside of any collective, or
-- was in another collective than the majority.
+- The blamed rank was outside of any collective.
+- The blamed rank was in another collective than the majority.
 """
 
 import re
@@ -31,7 +31,7 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks for which the others wait. Empty if that is not certain."""
+    """Return the ranks for which the other ranks wait. The set is empty if these ranks are not certain."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -44,10 +44,10 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks to blame for the silent ranks. Empty if that is not certain.
+    """Return the ranks to blame for the silent ranks. The set is empty if these ranks are not certain.
 
-    A silent rank is blamed rather than one that sends heartbeats. The latter is blamed only if all silent ranks wait in the
-    same collective.
+    Silent ranks are blamed first. A rank that sends heartbeats is blamed only if all silent ranks wait in the same
+    collective.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -63,17 +63,17 @@ def find_ranks_outside_collectives(running: Mapping[int, RankObservations]) -> s
 
 
 def is_in_collective(observed: RankObservations) -> bool:
-    """Whether the rank certainly waited for peers."""
+    """Return whether the rank certainly waited for peers."""
     return bool(_get_collective(observed))
 
 
 def get_stacks_or_state(observed: RankObservations) -> str:
-    """Return the stacks of the rank, or the reason why it wrote none. Empty if neither is known."""
+    """Return the stacks of the rank, or the reason why it wrote no stacks. The text is empty if neither is known."""
     return observed.stacks or describe_blocked_process(observed) or ("" if observed.was_ready else "starting")
 
 
 def describe_blocked_process(observed: RankObservations) -> str:
-    """Return why the rank's process can write no stacks at this moment; empty if it can."""
+    """Return why the rank's process cannot write stacks at this moment. The text is empty if it can."""
     return BLOCKED_STATES.get(observed.process_state, "")
 
 
@@ -91,12 +91,12 @@ def _is_outside_collectives(observed: RankObservations) -> bool:
 
 
 def _get_collective(observed: RankObservations) -> str:
-    """Return the function of torch.distributed that the main thread was in; empty if it was in none."""
+    """Return the torch.distributed function in which the main thread was, or an empty text if there is no such function."""
     return _find_collective(observed.stacks)
 
 
 def _find_collective(stacks: str) -> str:
-    """Return the function of torch.distributed that the first of these threads was in; empty if it was in none."""
+    """Return the torch.distributed function in which the first of these threads was, or an empty text."""
     for frame in parse_frames(stacks):
         if any(part in frame.file for part in COLLECTIVE_FILES) and CHECKPOINT_FILES not in frame.file:
             return frame.function

@@ -1,9 +1,9 @@
-"""Which heartbeats are late, and which ranks were silent for too long: a part of the state machine. Pure.
+"""The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
 All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. The
-next one is due when a rank may have been silent for half of the limit, and more often while one is late.
+next reading is due when a rank may have been silent for half of the limit. Readings are more frequent while a rank is late.
 
-A rank that was silent for the whole limit has not failed yet: all heartbeats are read a second time a little later. A
+A rank that was silent for the whole limit does not fail at once. A little later, all heartbeats are read a second time. A
 rank that was only suspended has sent a heartbeat by then. Ranks that wait for a hanging rank are silent by then, too.
 
 A rank that has never sent a heartbeat has no limit.
@@ -22,8 +22,8 @@ class Heartbeats:
     """The heartbeats of all ranks during one call.
 
     Args:
-        limit: seconds that a rank may be silent after its first heartbeat; None: without limit.
-        now: seconds on the clock of all times here.
+        limit: seconds that a rank may be silent after its first heartbeat, or None for no limit.
+        now: the current time, in seconds on the clock of all times in this class.
     """
 
     def __init__(self, limit: float | None, now: float) -> None:
@@ -36,7 +36,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Count the silence of all ranks from now on: a debugger or Ctrl-Z has stopped them, or their peers."""
+        """Count the silence of all ranks from now on, because a debugger or Ctrl-Z has stopped some ranks."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False
@@ -45,8 +45,8 @@ class Heartbeats:
         self.silent_ranks.clear()
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
-        """Return the ranks, of these running ones, whose heartbeats must be read now."""
-        # A reading that comes so late means that neither the host program nor its ranks could run. No rank is to blame.
+        """Return those of the running `ranks` whose heartbeats must be read now."""
+        # If a reading comes so late, neither the calling program nor its ranks could run. No rank is to blame.
         was_suspended = now > self.due_at + SUSPENDED_SECONDS
         self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
         self._unread = set() if was_suspended else set(ranks)
@@ -55,7 +55,7 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Add the time of a rank's last heartbeat. Return True if all were read twice, and `silent_ranks` is certain."""
+        """Add the time of a rank's last heartbeat. Return True if a second reading has confirmed `silent_ranks`."""
         self._unread.discard(rank)
         if beat_at is not None:
             self._update(rank, beat_at, now)
@@ -70,7 +70,7 @@ class Heartbeats:
         return False
 
     def remove(self, rank: int) -> None:
-        """Remove a rank that is no longer running from the late ones."""
+        """Remove a rank that is no longer running from `late_ranks`."""
         self.late_ranks.pop(rank, None)
 
     def _update(self, rank: int, beat_at: float, now: float) -> None:

@@ -4,15 +4,16 @@
                --- time ----------> StateMachine.handle_deadline   ---> actions for the event loop
 
 transitions.py has the tables, the drawings and the rules. heartbeats.py is the part for `heartbeat_timeout`.
-The machine does not decide whether failed ranks are worth a restart: run_controller.py does.
+The machine does not decide whether failed ranks are restarted. run_controller.py decides that.
 
 Guarantees:
 
-- IDLE and RUNNING have a deadline only while ranks start, for a lease, and RUNNING for `timeout` and heartbeats.
-  AWAITING_DECISION has none: it lasts as long as the user code that decides. Every other stage before FINISHED has one.
+- The stages IDLE and RUNNING have a deadline only while ranks start, and for a lease. RUNNING also has deadlines for the
+  limits of the call and for heartbeats. AWAITING_DECISION has no deadline, because it lasts as long as the user code that
+  decides. Every other stage before FINISHED has a deadline.
 - In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
-  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all of them do so, all ranks stay.
-- In each call a rank is asked for its stacks at most once, stopped once, killed once and abandoned once.
+  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all other ranks do so, all ranks stay alive.
+- In each call, the machine asks a rank for its stacks, stops it, kills it and abandons it at most once each.
 - No report of a rank is lost.
 """
 
@@ -40,12 +41,12 @@ class StateMachine:
     """The state machine of one restart group, for all its generations and calls.
 
     Args:
-        ranks: global ranks of the group; empty if they are not known before the first Restart.
-        now: seconds on the clock of all later times.
-        grace_period: seconds between SIGTERM and SIGKILL, and for a rank to exit after it has returned.
+        ranks: global ranks of the group. There are none if the ranks are unknown before the first Restart.
+        now: the current time, in seconds on the clock of all later times.
+        grace_period: seconds between SIGTERM and SIGKILL. A rank has the same time to exit after it has returned.
         start_timeout: seconds for a rank to become ready.
-        heartbeat_timeout: seconds that a rank may be silent after its first heartbeat; None: without limit.
-        stop_timeout: seconds for the ranks to return after a stop was requested; None: without limit.
+        heartbeat_timeout: seconds that a rank may be silent after its first heartbeat, or None for no limit.
+        stop_timeout: seconds for the ranks to return after a stop was requested, or None for no limit.
         keep_ranks: whether the ranks stay after a call, for the next call.
         decide_after: the stop reasons after which the machine waits for Restart or DoNotRestart.
     """
@@ -110,7 +111,7 @@ class StateMachine:
 
     @property
     def deadline(self) -> float | None:
-        """The latest time to call `handle_deadline`. None: the machine waits only for user code."""
+        """The latest time to call `handle_deadline`. It is None while the machine waits only for user code."""
         if self._limits_suspended_at is not None and self.is_call_running():
             return self._lease_deadline if self._lease_deadline < math.inf else None
         call_deadline = min(self._timeout_at, self._stop_deadline)
@@ -124,7 +125,7 @@ class StateMachine:
 
     @property
     def _lease_deadline(self) -> float:
-        """When the lease requires the next step; infinite while there are no ranks."""
+        """When the lease requires that ranks are stopped or killed. It is infinite while there are no ranks."""
         if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf
         return self._lease.stop_at if self.is_call_running() else self._lease.kill_at
@@ -135,16 +136,16 @@ class StateMachine:
 
     @property
     def signum(self) -> int | None:
-        """The signal of the first interrupt of the call. None: it was not interrupted."""
+        """The signal of the first interrupt of the call, or None if the call was not interrupted."""
         return None if self._first_interrupt is None else self._first_interrupt.signum
 
     @property
     def interrupt_cause(self) -> m.InterruptCause:
-        """Why the call was interrupted, if it was."""
+        """The cause of the first interrupt of the call. This cause has no meaning if `signum` is None."""
         return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def are_limits_active(self) -> bool:
-        """Return whether a call is running, and its limits do not stand still."""
+        """Return whether a call is running and its limits are not suspended."""
         return self.is_call_running() and self._limits_suspended_at is None
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -187,7 +188,7 @@ class StateMachine:
         return self._on_rank_event(event, before, now)
 
     def handle_deadline(self, now: float) -> list[Action]:
-        """Return the actions that follow from the deadline; none if it has not come yet."""
+        """Return the actions that are due at the deadline. The list is empty before the deadline."""
         if self.deadline is None or now < self.deadline:
             return []
         if now >= self._lease_deadline:
@@ -215,7 +216,7 @@ class StateMachine:
         return [m.ReadHeartbeat(rank) for rank in self.heartbeats.begin_reading(running, now)]
 
     def _on_limits(self, event: m.SuspendLimits | m.ResumeLimits, now: float) -> None:
-        """Let the limits of the call stand still, or go on by the time that is left of them."""
+        """Suspend the limits of the call, or continue them with the time that was left."""
         suspended_at = self._limits_suspended_at
         if isinstance(event, m.SuspendLimits):
             self._limits_suspended_at = now if suspended_at is None else suspended_at
@@ -229,7 +230,10 @@ class StateMachine:
             self.heartbeats.restart(now)
 
     def _on_resumed(self, event: m.Resumed, now: float) -> None:
-        """Shift all deadlines by the time for which the ranks were suspended. The other nodes have not waited: no Lease."""
+        """Shift all deadlines by the time for which the ranks were suspended.
+
+        A Lease is not shifted, since the other nodes have not waited.
+        """
         seconds = now - event.suspended_at
         self._timeout_at += seconds
         self._stop_deadline += seconds
@@ -243,7 +247,7 @@ class StateMachine:
     # --- starting calls and generations
 
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
-        """Give ranks of a WorkerGroup to another machine. Both machines are idle, or `other` has no ranks yet."""
+        """Move ranks of a WorkerGroup to another state machine. Both machines are idle, or `other` has no ranks yet."""
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
         other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at
@@ -294,7 +298,7 @@ class StateMachine:
             self._await_root_cause(now)
             return []
         if self.stage is RunStage.TERMINATING:
-            # The rank missed SIGTERM, or handled it: its function has ended nevertheless, and now the rank can exit.
+            # The rank missed or handled SIGTERM. Its function has ended now, so the rank can exit.
             return (
                 [m.RequestExit(event.rank)]
                 if before is RankPhase.TERMINATING and not isinstance(event, m.DetailsReceived)
@@ -322,7 +326,7 @@ class StateMachine:
         return actions
 
     def _on_rank_lost(self, now: float) -> list[Action]:
-        """A rank has exited that had neither returned nor reported a failure."""
+        """Stop the other ranks, because a rank has exited without having returned or reported a failure."""
         if self.stop_reason is None:
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         return self._terminate(now, self.stop_reason)
@@ -362,7 +366,7 @@ class StateMachine:
         return self._shut_down(now, StopReason.SUCCEEDED)
 
     def _become_idle(self, now: float) -> list[Action]:
-        """Keep the ranks for the next call, or let them exit if one of them has exited since it returned."""
+        """Keep the ranks for the next call. If a rank has exited after it returned, ask the other ranks to exit."""
         if self.stop_reason is None:
             self.stop_reason = StopReason.FAILED if self.stage is RunStage.AWAITING_ROOT_CAUSE else StopReason.SUCCEEDED
         self.phase_table.move_all(RankPhase.RETURNED, to=RankPhase.READY)
@@ -382,14 +386,14 @@ class StateMachine:
         return self._terminate(now, self.stop_reason or StopReason.INTERRUPTED) if is_running else []
 
     def _on_abort(self, now: float) -> list[Action]:
-        """Stop ranks that are running or idle. Ranks that have all returned may exit."""
+        """Stop ranks that are running or idle. If all ranks have returned already, let them exit by themselves."""
         self._may_restart = False
         if self.is_call_running():
             return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
         return self._on_shutdown(now) if self.stage is RunStage.IDLE else []
 
     def _shut_down(self, now: float, stop_reason: StopReason) -> list[Action]:
-        """Ask all ranks that have returned or are ready to exit, and wait until they have."""
+        """Ask all ranks in the phases RETURNED and READY to exit, and wait for their exits."""
         self.stage = RunStage.SHUTTING_DOWN
         self.stop_reason = stop_reason
         self._stage_deadline = now + max(self._grace_period, m.EXIT_SECONDS)
@@ -401,9 +405,9 @@ class StateMachine:
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
         """Stop the ranks at the first signal, when their stacks have come. Kill them at the second one.
 
-        A signal also kills ranks that are being stopped already. But if other nodes have ended the attempt, a first signal
-        leaves the ranks their grace period: those nodes may have received the same signal a moment before.
-        The host's own handler gets the signal after the run, even if this method does nothing.
+        A signal also kills ranks that are already being stopped. But if other nodes have ended the attempt, the first signal
+        leaves the ranks their grace period. Those nodes may have received the same signal a moment before.
+        The calling program's own handler gets the signal after the run, even if this method does nothing.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -422,9 +426,10 @@ class StateMachine:
         )
 
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
-        """Note that the ranks are asked to return. They are not restarted any more.
+        """Record that the ranks are asked to return. The ranks will not be restarted.
 
-        If there are no ranks, this is the end. On several nodes the job decides that, so the leader's request ends nothing.
+        If there are no ranks, the machine finishes. The leader's request does not finish it, since all nodes together decide
+        that.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -435,7 +440,7 @@ class StateMachine:
             self._stop_deadline = now + self._stop_timeout
 
     def _on_stop_timeout(self, now: float) -> list[Action]:
-        """Stop ranks that have not returned in time: as the signal that has asked them does, or as the timeout does."""
+        """Stop ranks that have not returned in time. The call is interrupted if a signal has asked, else it times out."""
         assert self.stop_request is not None
         self.is_stop_overdue = True
         if self.stop_request.signum is None:
@@ -444,7 +449,7 @@ class StateMachine:
         return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
 
     def _interrupt_calls(self, now: float) -> list[Action]:
-        """Interrupt the functions of all ranks of a WorkerGroup. Ranks that answer within the grace period stay."""
+        """Interrupt the functions of all ranks of a WorkerGroup. Ranks that answer within the grace period stay alive."""
         self.stage = RunStage.AWAITING_ROOT_CAUSE
         self._stage_deadline = now + max(self._grace_period, m.MIN_GRACE_SECONDS)
         ranks = self.phase_table.ranks_in(RankPhase.RUNNING)
@@ -463,8 +468,8 @@ class StateMachine:
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
 
-        Ranks that have returned are asked for their collectives, unless the run is interrupted: the others may have failed
-        because they waited for one of these.
+        Unless the run is interrupted, ranks that have returned are asked for their collectives. Other ranks may have failed
+        because they waited for a rank that has returned.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
@@ -482,14 +487,14 @@ class StateMachine:
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Stop all ranks if no more stacks are expected.
 
-        While stacks are dumped, every event of a rank except a heartbeat comes here. The machine
+        While stacks are dumped, this method handles every event of a rank except a heartbeat. The machine
         does not wait for the stacks of a rank that has returned, failed or exited.
         """
         self._dumping.discard(rank)
         return [] if self._dumping else self._stop(now)
 
     def _stop(self, now: float) -> list[Action]:
-        """Stop the ranks, now that their stacks have come: as Ctrl-C does, if that is the reason."""
+        """Stop the ranks after their stacks have come. If Ctrl-C is the reason, running ranks get SIGINT."""
         if self.stop_reason is not StopReason.INTERRUPTED or self.signum != signal.SIGINT:
             return self._terminate(now, self.stop_reason)
         counts = self.phase_table.counts
@@ -500,9 +505,9 @@ class StateMachine:
     def _terminate(
         self, now: float, stop_reason: StopReason | None, signum_for_running: int = signal.SIGTERM
     ) -> list[Action]:
-        """Send SIGTERM to all ranks that are alive; running ranks get `signum_for_running` instead.
+        """Send SIGTERM to all ranks that are alive. Running ranks get `signum_for_running` instead.
 
-        SIGCONT follows, since a stopped process (SIGSTOP) handles no signal except SIGKILL until then.
+        SIGCONT follows, since a process that SIGSTOP has stopped handles no signal except SIGKILL before it continues.
         """
         self.stage = RunStage.TERMINATING
         self.stop_reason = stop_reason
@@ -544,7 +549,7 @@ class PhaseTable:
     def apply(self, event: RankEvent) -> RankPhase:
         """Move the rank to the phase that TRANSITIONS gives for this event. Return the phase before.
 
-        Raises IllegalEventError if TRANSITIONS has none.
+        Raises IllegalEventError if TRANSITIONS has no entry for the event in this phase.
         """
         before = self.phases[event.rank]
         try:
@@ -573,7 +578,7 @@ class PhaseTable:
         self.phases[rank] = phase
 
     def add(self, rank: int, phase: RankPhase) -> None:
-        """Add a rank, which comes from another table."""
+        """Add a rank that comes from another table."""
         self.phases[rank] = phase
         self.counts[phase] += 1
 

@@ -5,11 +5,11 @@ Read this file first. state_machine.py applies it, and nothing else changes the 
 Rules:
 
 1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
-2. An event that is not in the table raises IllegalEventError with the event and the phase. It is a bug in mpwatch.
-3. All ranks of a restart group together are in one `RunStage`, and have one StateMachine. Its methods change the stage, as
-   in the second drawing.
-4. Each event of a rank carries a `generation`: which start of the rank it belongs to, from 0. The machine ignores events of
-   an earlier generation, since that process no longer matters.
+2. An event that is not in the table raises IllegalEventError with the event and the phase. This error is a bug in mpwatch.
+3. All ranks of a restart group together are in one `RunStage`, and have one StateMachine. The methods of the StateMachine
+   change the stage, as in the second drawing.
+4. Each event of a rank carries a `generation`, which counts the starts of the rank from 0. The machine ignores events of an
+   earlier generation, since they come from a process that no longer matters.
 5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
 
 Theory of operation. The event loop turns each message, exit, signal and command into an `Event`, and passes it to
@@ -36,15 +36,15 @@ The stages of a run:
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
-        (and the collectives of ranks that have returned: SIGTERM would end such a rank before it can answer)
+        (ranks that have returned send their collectives, since after SIGTERM they could not answer)
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
     each stage above --- Interrupted ---> TERMINATING        (except SIGINT in IDLE, and the first one in RUNNING)
 
-    the end is FINISHED; or AWAITING_DECISION, if the ranks may be restarted
+    the end is AWAITING_DECISION if the ranks may be restarted, and FINISHED otherwise
     AWAITING_DECISION --- Restart ---> RUNNING, in the next generation
     AWAITING_DECISION --- DoNotRestart, Interrupted, Shutdown or Abort ---> FINISHED
 
-Ranks of a WorkerGroup (`keep_ranks`) stay after a call, which changes this:
+Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions are different:
 
     RUNNING --- every rank has returned ---> IDLE
     RUNNING --- a rank raises ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
@@ -53,9 +53,9 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, which changes this:
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-A WorkerGroup has a machine for each call that runs, with the ranks of that call, and one for all ranks without a call.
+A WorkerGroup has one machine for the ranks of each running call, and another machine for all ranks without a call.
 
-Resumed changes no stage: it shifts the deadline of every stage, except that of a Lease.
+The event Resumed changes no stage. It shifts the deadline of every stage, but not the times of a Lease.
 
 In a job of several nodes the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
 """
@@ -74,7 +74,7 @@ CONFIRM_SECONDS = 1.0  # at most, and a tenth of the limit: from the first to th
 
 
 class RankPhase(Enum):
-    """Where one rank is."""
+    """The phase of one rank."""
 
     __hash__ = object.__hash__  # Enum.__hash__ is written in Python, and the machine looks up phases all the time
 
@@ -92,12 +92,12 @@ class RankPhase(Enum):
 
 
 class RunStage(Enum):
-    """Where the ranks of one restart group are together."""
+    """The stage of all ranks of one restart group together."""
 
     IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()
-    # A rank has raised, and its report or the root cause may still come. In a WorkerGroup: some ranks have answered, and the
-    # others have a limited time to do so, also after Ctrl-C.
+    # A rank has raised, and its report or the root cause may still come. In a WorkerGroup, after a failure or Ctrl-C, the
+    # ranks that have not answered yet have a limited time to do so.
     AWAITING_ROOT_CAUSE = auto()
     DUMPING_STACKS = auto()  # the ranks that are running send their stacks before they are stopped
     SHUTTING_DOWN = auto()  # all ranks have returned, and were asked to exit
@@ -113,7 +113,7 @@ class StopReason(Enum):
     FAILED = auto()
     TIMED_OUT = auto()
     INTERRUPTED = auto()  # by a signal to the watcher, by a Shutdown during a call, or since another restart group failed
-    CANCELLED_BY_JOB = auto()  # other nodes have ended the attempt, or this node has not heard of them for too long
+    CANCELLED_BY_JOB = auto()  # other nodes have ended the attempt, or this node has not heard from them for too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class RankEvent:
 
 @dataclass(frozen=True, slots=True)
 class Ready(RankEvent):
-    """The rank can be called."""
+    """The rank is ready for a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +153,12 @@ class DetailsReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class StackDumped(RankEvent):
-    """The rank has sent what DumpStacks or RequestCollectives has asked for, or cannot send it."""
+    """The rank has answered DumpStacks or RequestCollectives, or cannot answer it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRead(RankEvent):
-    """The answer to ReadHeartbeat: the time of the rank's last heartbeat, or None if it has never sent one."""
+    """The answer to ReadHeartbeat: the time of the rank's last heartbeat, or None if there was no heartbeat yet."""
 
     beat_at: float | None = None
 
@@ -181,7 +181,7 @@ class DoNotRestart(RankEvent):
 
 
 class InterruptCause(Enum):
-    """Why the ranks are stopped as by a signal."""
+    """The cause of an `Interrupted` event."""
 
     SIGNAL = "this process received a signal"
     STOP = "the caller called stop()"
@@ -192,7 +192,7 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The watcher has received a signal, or the caller wants what such a signal does."""
+    """The watcher has received a signal, or another `cause` has the same effect as a signal."""
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -200,10 +200,10 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The ranks are asked to save and return: `should_stop` becomes True at a step that the ranks agree on."""
+    """The ranks are asked to save and return. `should_stop` becomes True at a step that all ranks agree on."""
 
     cause: str  # such as "SIGUSR1"
-    signum: int | None = None  # the signal to the host program that has asked; None: it was something else
+    signum: int | None = None  # the signal to the calling program that has caused the request; None if there was no signal
     is_from_job: bool = False  # on several nodes: whether the leader has passed the request on to all nodes
 
 
@@ -222,41 +222,41 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ranks outside this machine are lost: the run has failed, or other ranks of a WorkerGroup have ended."""
+    """Ranks of another state machine are lost. So the run has failed, or other ranks of a WorkerGroup have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspendLimits:
-    """A prompt of a debugger is open: `timeout`, `heartbeat_timeout` and the other limits of the call stand still."""
+    """A debugger's prompt is open, so `timeout`, `heartbeat_timeout` and the other limits of the call are suspended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """No prompt is open any more: the limits go on."""
+    """No debugger's prompt is open any more, so the limits of the call continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The ranks go on, which were suspended together with the watcher. No limit counts the time since `suspended_at`."""
+    """The ranks continue after a suspension together with the watcher. Limits do not count the time since `suspended_at`."""
 
     suspended_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """Other nodes have ended the attempt, or this node has not heard of them for too long."""
+    """Other nodes have ended the attempt, or this node has not heard from them for too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivesMismatched:
-    """Ranks have called different collectives with the same number, so the call can never end."""
+    """Ranks have called different collectives with the same sequence number, so the call can never end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """In a job of several nodes: how long this node may keep its ranks without hearing from the other nodes.
+    """How long a node of a job may keep its ranks without hearing from the other nodes.
 
-    Each contact with the other nodes renews the lease. When it has run out, the other nodes go on without this node.
+    Each contact with the other nodes renews the lease. When the lease has run out, the other nodes go on without this node.
     """
 
     stop_at: float = math.inf  # when the ranks must be stopped
@@ -297,7 +297,7 @@ class CallRank:
 
 @dataclass(frozen=True, slots=True)
 class RequestExit:
-    """Ask the rank to exit as any program does."""
+    """Ask the rank to exit normally, without a signal."""
 
     rank: int
 
@@ -325,7 +325,7 @@ class ReadHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the rank's process group; SIGINT to the rank's process alone."""
+    """Send a signal to the rank's process group. SIGINT goes only to the rank's own process."""
 
     rank: int
     signum: int
@@ -342,7 +342,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event that is not legal in the present phase or stage. It is a bug in mpwatch."""
+    """An event is not legal in the present phase or stage. Such an event is a bug in mpwatch."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

@@ -1,17 +1,17 @@
-"""Looks every few seconds whether the ranks' collectives fit together. Runs in the watcher thread.
+"""Checks every few seconds whether the ranks' collectives fit together. Runs in the watcher thread.
 
     CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdicts
         MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
-        the same if the absent ranks have returned ---> CollectivesMismatched
+        as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch must be found twice, since ranks that exchange bytes of another type may be about to succeed. A wait is measured
-by the checks that have found it. So the time does not count in which the program was stopped, or a prompt was open.
+A mismatch must be found twice, since a collective may still succeed although the data types of its ranks differ. A wait is
+measured by the checks that have found it. So time in which the program was stopped or a prompt was open does not count.
 
-On several nodes, only a mismatch among ranks of this node is found here. The leader compares the ranks of all nodes. If a
-rank has called no collective for `stall_after`, the leader gets what all ranks of this node have called.
+On several nodes, this module finds only a mismatch among ranks of its own node. The leader compares the ranks of all nodes.
+If a rank has called no collective for `stall_after`, the leader gets the collectives of all ranks of this node.
 
-Nothing is checked while no call runs, while a prompt of a debugger is open, and before two ranks have a process group.
+There are no checks while no call runs, while a debugger's prompt is open, or before two ranks have a process group.
 """
 
 import time
@@ -35,7 +35,7 @@ from mpwatch.wire.messages import MessageKind
 CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 MIN_CHECK_SECONDS = 0.05  # between two checks, at least
-MAX_GAP_PERIODS = 1.5  # a check that comes later, in periods of the checks, was delayed: the time between does not count
+MAX_GAP_PERIODS = 1.5  # in periods of the checks; if a check comes later than that, the rest of the time does not count
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
@@ -44,21 +44,22 @@ StallCallback = Callable[[Mapping[int, RankCollectives], list[int]], object]  # 
 
 
 class CollectiveMonitor:
-    """The checks during the calls of a run, or of a WorkerGroup.
+    """Checks the collectives during the calls of a run or a WorkerGroup.
 
     Attributes:
-        final_verdict: the verdict that has ended the call. None: no verdict has.
+        final_verdict: the verdict that has ended the call, or None if no verdict has ended it.
 
     Args:
-        list_handles: returns the ranks that are checked.
-        stall_after: the option, in seconds; None: never check.
-        deferred_log: where the warning goes.
-        is_called: returns whether a rank is one of the call. The other ranks may return later than the call.
-        is_checking: returns whether a call is running, and no limit stands still.
+        list_handles: returns the handles of the ranks that are checked.
+        stall_after: the option, in seconds. If it is None, nothing is checked.
+        deferred_log: receives the warnings.
+        is_called: returns whether a rank takes part in the call. Other ranks may return later than the call.
+        is_checking: returns whether a call is running and its limits are not suspended.
         call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
         end_call: passes an event to the state machines.
-        on_stall: called on several nodes when other ranks of this node have stalled than before. It gets what they have
-            called, or nothing if all go on, and the ranks that have returned. None: there is one node.
+        on_stall: is called on several nodes when the stalled ranks of this node have changed. It gets the collectives of all
+            ranks, which are empty if no rank is stalled, and the ranks that have returned. `on_stall` is None on a single
+            node.
         may_call_again: whether the ranks stay for further calls.
         clock: returns the time of CLOCK_MONOTONIC. A test can replace it.
     """
@@ -99,13 +100,13 @@ class CollectiveMonitor:
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
-        """Check from now on, since a rank has a process group."""
+        """Begin the checks, because a rank has a process group now."""
         if not self._is_started and self._stall_after is not None:
             self._is_started = True
             self._check_later()
 
     def begin_call(self) -> None:
-        """Forget what was found in earlier calls."""
+        """Delete the results of earlier calls."""
         self.final_verdict = self._last_mismatch = None
         self._asked.clear()
         self._answers.clear()
@@ -115,7 +116,7 @@ class CollectiveMonitor:
         self._called_at = self._clock()
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Add the answer of a rank; None if it has closed its socket."""
+        """Add the answer of a rank. The answer is None if the rank has closed its socket."""
         if handle in self._asked:
             self._asked.discard(handle)
             if answer is not None:
@@ -137,7 +138,7 @@ class CollectiveMonitor:
             self._check()
 
     def close(self) -> None:
-        """Check nothing any more."""
+        """End the checks."""
         self._is_closed = True
 
     def _check(self) -> None:
@@ -179,7 +180,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Count for how many seconds ranks have waited, as far as the checks have seen it."""
+        """Compute how many seconds each wait has lasted between the checks that have found it."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -219,5 +220,8 @@ class CollectiveMonitor:
             self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Whether ranks that have returned will never join. In a later call they may, if no rank waits for them now."""
+        """Return whether ranks that have returned will never join.
+
+        In a later call of a WorkerGroup, they may still join a collective that does not block its ranks now.
+        """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

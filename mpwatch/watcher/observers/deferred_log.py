@@ -1,7 +1,7 @@
-"""Log records of a run: queued in the watcher thread or the output thread, logged in the caller's thread.
+"""A queue of log records: the watcher thread and the output thread add records, and the caller's thread logs them.
 
-A logging handler is user code. It may wait for a lock that the caller holds, which delays only the caller's thread. What it
-raises is ignored, except what ends the run.
+A logging handler is user code. It may wait for a lock that the caller holds, but this delays only the caller's thread.
+Exceptions of a logging handler are ignored, except those that end the run.
 """
 
 import logging
@@ -21,11 +21,11 @@ class DeferredLog:
         self._records: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def warning(self, text: str, *args: object) -> None:
-        """Queue a warning. Any thread may call it."""
+        """Queue a warning. Any thread may call this method."""
         self._queue(logging.WARNING, text, args)
 
     def debug(self, text: str, *args: object) -> None:
-        """Queue a record that helps to find a bug in mpwatch. Any thread may call it."""
+        """Queue a record that helps to find a bug in mpwatch. Any thread may call this method."""
         self._queue(logging.DEBUG, text, args)
 
     @property
@@ -45,12 +45,12 @@ class DeferredLog:
 
 
 def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
-    """Log a record, in the caller's thread. Ignore what a logging handler raises, except what ends the run.
+    """Log a record in the caller's thread. Ignore exceptions of a logging handler, except those that end the run.
 
     Args:
-        level: of the logging module.
-        text: may have placeholders for `args`.
-        args: see `logging.log`.
+        level: a level of the logging module.
+        text: the message, which may have placeholders for `args`.
+        args: the values of the placeholders, as for `logging.log`.
         error: an exception to log with its traceback.
     """
     with ignore_user_errors():

@@ -1,9 +1,9 @@
-"""The events of a run: published in any thread, dispatched to the observers in the caller's thread.
+"""The events of a run: any thread publishes them, and the caller's thread dispatches them to the observers.
 
     watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
 
-An observer is user code. It may be slow, or wait for a lock that the caller holds. That delays only the caller's
-thread, not the ranks. An observer that raises is logged once and dropped, whatever it raises, except KeyboardInterrupt.
+An observer is user code. It may be slow, or wait for a lock that the caller holds. This delays only the caller's thread, not
+the ranks. If an observer raises any exception except KeyboardInterrupt, the exception is logged and the observer is removed.
 """
 
 import logging
@@ -56,12 +56,12 @@ class EventBus:
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
-        """Queue an event of these ranks, and wake up the caller's thread. Any thread may call it.
+        """Queue an event of these ranks, and wake up the caller's thread. Any thread may call this method.
 
         Args:
             kind: class of the event.
             ranks: the ranks of the event.
-            at: when it happened, in seconds of CLOCK_MONOTONIC; None: now.
+            at: when the event happened, in seconds of CLOCK_MONOTONIC. None means now.
             attempt: number of the attempt.
             details: the other fields of the event.
         """
@@ -83,7 +83,7 @@ class EventBus:
 
         Args:
             spec: options of the run or the WorkerGroup.
-            fn: name of the function; empty for a WorkerGroup, which can be called several times.
+            fn: name of the function. It is empty for a WorkerGroup, which can call several functions.
         """
         assert isinstance(spec.nprocs, int)  # see GroupSpec
         self._has_started = True
@@ -103,8 +103,8 @@ class EventBus:
     def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
         """Publish that the run has ended, and dispatch all events.
 
-        Only the first call publishes. A second call comes from the handling of an exception that was raised during the first
-        one. It dispatches the events that are left.
+        Only the first call publishes the event. A second call follows if an exception has interrupted the first call. The
+        second call dispatches the events that are left.
         """
         if self._has_started and not self._has_ended:
             if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call
@@ -121,7 +121,10 @@ class EventBus:
             self.dispatch()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state of all ranks together, and publish StateChanged if it is a new one. Raises ValueError."""
+        """Set the state of all ranks together. Publish StateChanged if the state is new.
+
+        Raises ValueError if the transition to this state is not legal.
+        """
         if after is not self.state:
             check_transition(self.state, after)
             before, self.state = self.state, after  # first: after an exception here, no second final state can follow
@@ -137,7 +140,7 @@ class EventBus:
         return bool(self._queue)
 
     def dispatch(self) -> None:
-        """Call the observers for each queued event. Only the caller's thread may call it."""
+        """Call the observers for each queued event. Only the caller's thread may call this method."""
         while self._queue:
             event = self._queue.popleft()
             if self._keep_events and not isinstance(event, Progressed):

@@ -1,6 +1,6 @@
-"""Publish the reports of the ranks while they run, for observers that ask for them. Runs in the caller's thread.
+"""Publish the progress reports of running ranks for observers that ask for them. Runs in the caller's thread.
 
-ViewDriver updates it like a live view: it requests the statuses of the ranks from the watcher thread.
+ViewDriver updates ProgressEvents like a live view. It requests the statuses of the ranks from the watcher thread.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class ProgressEvents:
     """A View (view_driver.py) that shows nothing, and publishes each new report.
 
     Args:
-        event_bus: of the run or the WorkerGroup.
+        event_bus: the event bus of the run or the WorkerGroup.
     """
 
     period = 0.25
@@ -41,7 +41,7 @@ class ProgressEvents:
                 )
 
     def pause(self) -> None:
-        """Do nothing: it shows nothing."""
+        """Do nothing, since this view shows nothing."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
         """Publish the reports that have come since the last `show`, at the end of the call."""

@@ -1,11 +1,11 @@
-"""Answers requests for the stacks and collectives of all ranks while these go on. Runs in the watcher thread.
+"""Answers requests for the stacks and collectives of all ranks while the ranks go on. Runs in the watcher thread.
 
     any thread --- StacksRequest ---> `begin` asks each rank by a signal (rank_handle.py), and over its request socket
-                                      `add_stacks`, `add_collectives`: those of a rank have come
+                                      `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-The state machine asks for them, too, when it stops the ranks, and the CollectiveMonitor asks for collectives. If two ask at
-the same time, one answer is for both.
+The state machine also asks for stacks and collectives when it stops the ranks. The CollectiveMonitor asks for collectives.
+If two of them ask a rank at the same time, both use the same answer.
 """
 
 import time
@@ -40,13 +40,13 @@ WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, Ran
 
 
 class StackRequests:
-    """The requests that are not answered yet.
+    """The requests for stacks that are not answered yet.
 
     Args:
         pool: the processes of the ranks.
-        commands: whose caller is woken up by an answer.
-        ask: asks a rank for its stacks. Return False if the rank cannot send them.
-        format_stacks: returns the stacks that a rank has sent.
+        commands: the command queue. An answer wakes up its callers.
+        ask: asks a rank for its stacks. Returns False if the rank cannot send them.
+        format_stacks: returns the stacks that a rank has sent, as text.
         call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
     """
 
@@ -72,7 +72,7 @@ class StackRequests:
         self._returned: list[int] = []  # ranks that had returned
 
     def begin(self, request: StacksRequest, groups: Sequence[RestartGroup]) -> None:
-        """Ask all ranks for their stacks, unless they have been asked by an earlier request."""
+        """Ask all ranks for their stacks, unless the ranks are still answering an earlier request."""
         self._requests.append(request)
         if len(self._requests) > 1:
             return
@@ -99,13 +99,13 @@ class StackRequests:
             self._answer()
 
     def add_stacks(self, handle: RankHandle) -> None:
-        """Note that the stacks of a rank have come, or will not come, since the rank has exited."""
+        """Use the stacks of a rank that has sent them or has exited."""
         if handle in self._asked:
             self._take(handle)
             self._answer_if_complete()
 
     def add_collectives(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Note that the collectives of a rank have come. None: they will not come."""
+        """Use the collectives of a rank. The answer is None if the rank cannot send them."""
         if handle in self._asked_for_collectives:
             self._asked_for_collectives.discard(handle)
             if answer is not None:
@@ -124,7 +124,7 @@ class StackRequests:
             handle.stack_parser.end_dump()
 
     def _answer(self) -> None:
-        """Answer all requests. What has not come by now is missing."""
+        """Answer all requests. Stacks and collectives that have not come by now are missing in the answers."""
         for handle in list(self._asked):
             self._take(handle)
         self._asked_for_collectives.clear()

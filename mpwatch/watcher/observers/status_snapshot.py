@@ -1,8 +1,8 @@
 """The status of each rank at one moment: state, heartbeat, last report, and memory and CPU time from the kernel.
 
-`current_statuses` runs in the watcher thread, which owns this data, when the caller's thread posts a StatusRequest. It takes
-some tens of microseconds for each rank, and changes nothing. `final_statuses` runs in the caller's thread when the call is
-over, and uses what was observed.
+When the caller's thread posts a StatusRequest, `current_statuses` runs in the watcher thread, which owns this data. This
+takes some tens of microseconds for each rank, and changes nothing. When the call is over, `final_statuses` runs in the
+caller's thread, and uses the observations of the ranks.
 """
 
 import math
@@ -19,7 +19,7 @@ from mpwatch.watcher.restarts.restart_group import RestartGroup
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.shared_memory import HeartbeatSample
 
-# The states of ranks that have not answered. The state of the others follows from the answer, or from the exit.
+# The states of ranks that have not answered. The state of every other rank follows from its answer or its exit.
 STATES = {
     RankPhase.STARTING: WorkerState.INIT,
     RankPhase.READY: WorkerState.INIT,
@@ -66,7 +66,7 @@ def _final_status(observed: RankObservations, stopped_at: float | None, now: flo
 
 
 def _final_state(observed: RankObservations, stopped_at: float | None) -> WorkerState:
-    """Return the state of a rank that has answered or exited. A failure after the signal to stop does not count as one."""
+    """Return the state of a rank that has answered or exited. A failure after the signal to stop does not count."""
     answer = observed.answer
     if answer is not None and answer.kind is MessageKind.RETURNED:
         return WorkerState.SUCCEEDED

@@ -1,4 +1,4 @@
-"""Which exceptions of observers, views and logging handlers end the run. All others are logged or ignored."""
+"""Decides which exceptions of observers, views and logging handlers end the run. All other exceptions are ignored."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 @contextmanager
 def ignore_user_errors() -> Iterator[None]:
-    """Ignore what is raised in the `with` block, even SystemExit, except what ends the run."""
+    """Ignore all exceptions in the `with` block, even SystemExit, except those that end the run."""
     try:
         yield
     except ENDS_RUN:

@@ -1,12 +1,13 @@
-"""The driver of the live view. It runs in the caller's thread while that waits for a call, if there is a view.
+"""The driver of the live view. It runs in the caller's thread while this thread waits for a call.
 
     caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A view in a terminal reserves some rows. The guardian knows what text gives them back, in case the watcher is killed.
+A view in a terminal reserves some rows. If the watcher is killed, the guardian writes a text that releases these rows.
 
-A view runs code of others (rich, IPython), and writes to a terminal that may be slow or gone. A view that raises is logged
-once and dropped. It never fails a run. Without a view there are no requests and no wake-ups.
+A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
+exception, it is logged and the view is removed. A view never makes a run fail. Without a view there are no requests and no
+wake-ups.
 """
 
 import logging
@@ -27,35 +28,35 @@ MAX_CLOSES = 2
 
 
 class View(Protocol):
-    """A display of the ranks, from the start of a call to its end. Each method may raise anything."""
+    """A display of the ranks during one call. Each method may raise any exception."""
 
     @property
     def period(self) -> float:
-        """Seconds to the next update; infinite: the view needs no more updates."""
+        """The seconds until the next update. The value is infinite if the view needs no more updates."""
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of a terminal, and the bytes that restore it; None: there is nothing to restore."""
+        """The path of a terminal and the bytes that restore it, or None if there is nothing to restore."""
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """Show the present statuses, which are sorted by rank."""
 
     def pause(self) -> None:
-        """Leave the terminal to others until the next `show`."""
+        """Leave the terminal to other output until the next `show`."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Show the final statuses, sorted by rank; they are empty if they are not known. It may be called twice."""
+        """Show the final statuses, sorted by rank. The list is empty if they are unknown. The view may be closed twice."""
 
 
 MakeView = Callable[[], View | None]
 
 
 def no_view() -> None:
-    """Return None: a MakeView for calls without a view."""
+    """Return None. This is the MakeView for calls without a view."""
 
 
 class ViewDriver:
-    """The driver of the view of one call. Only the caller's thread uses it. Its methods raise only what ends the run."""
+    """Updates the view of one call, in the caller's thread. The methods raise only exceptions that end the run."""
 
     def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
         self._commands = commands
@@ -68,13 +69,13 @@ class ViewDriver:
         self._guard(lambda: self._open_view(make_view))
 
     def seconds_to_next_update(self) -> float | None:
-        """Return how long the caller's thread may sleep; None: until a wake-up, such as the answer to a request."""
+        """Return how long the caller's thread may sleep. None means until a wake-up, such as the answer to a request."""
         if self._view is None or self._request is not None or self._due_at == math.inf:
             return None
         return max(0.0, self._due_at - time.monotonic())
 
     def update(self) -> None:
-        """Show the statuses that have come, or request them if an update is due."""
+        """Show the statuses if they have come. Request new statuses if an update is due."""
         if self._view is None:
             return
         if self._request is None:
@@ -88,7 +89,7 @@ class ViewDriver:
             self._guard(lambda: self._show(shown))
 
     def pause(self) -> None:
-        """Give back the rows of the terminal to a debugger's prompt or a shell. The next update draws the view again."""
+        """Release the rows of the terminal for a debugger's prompt or a shell. The next update draws the view again."""
         view = self._view
         if view is not None:
             self._guard(view.pause)
@@ -100,10 +101,10 @@ class ViewDriver:
             self._due_at = 0.0
 
     def close(self) -> None:
-        """Close the view, since the call is over or an exception ends it.
+        """Close the view, because the call is over or an exception has ended the call.
 
-        It is called again if an exception, such as KeyboardInterrupt, interrupts it. The second call closes the view once
-        more, because the terminal must be restored. A third call does not, because the view itself may be what raises.
+        If an exception such as KeyboardInterrupt interrupts `close`, it is called again. The second call closes the view
+        once more, because the terminal must be restored. A third call does not, because the view itself may have raised.
         """
         view = self._view
         self._close_count += 1
@@ -130,14 +131,14 @@ class ViewDriver:
             self._due_at = time.monotonic() + self._view.period
 
     def _post_restore(self, view: View) -> None:
-        """Send the guardian what restores the terminal, if that has changed."""
+        """Send the guardian the bytes that restore the terminal, if they have changed."""
         terminal_restore = view.terminal_restore
         if terminal_restore != self._posted_restore:
             self._posted_restore = terminal_restore
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If it raises, drop the view and log a warning. If the run ends for it, the view can only be closed."""
+        """Call `do`. If it raises, remove the view and log a warning. If the exception ends the run, only raise it again."""
         try:
             do()
         except ENDS_RUN:

@@ -1,12 +1,12 @@
 r"""Assemble the bytes of one stream into lines as a terminal would show them. Pure.
 
 A progress bar is one line that is written many times. Each update starts with a carriage return ("\r"), which moves the
-cursor back to the start of the line. Of such a line, only the text after the last carriage return is kept:
+cursor back to the start of the line. Only the text after the last carriage return of a line is kept:
 
     "10%\r20%\r30%\n"    becomes    "30%\n"
 
 Escape sequences that move the cursor or erase text are removed. The multiplexer shows the lines of several ranks below each
-other, and such a sequence would damage the lines of other ranks. Colours stay.
+other, and such a sequence would damage the lines of other ranks. Escape sequences for colours are kept.
 """
 
 import re
@@ -18,13 +18,13 @@ CURSOR_CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")  # move the curso
 
 
 class LineAssembler:
-    """The lines of one stream of one rank."""
+    """Assembles the lines of one stream of one rank."""
 
     def __init__(self) -> None:
         self._unfinished = b""  # the line without a newline so far
 
     def feed(self, data: bytes) -> bytes:
-        """Add what the stream has received. Return the lines that are now complete, each with its newline."""
+        """Add bytes that the stream has received. Return the lines that are now complete, each with its newline."""
         end = data.rfind(b"\n") + 1
         complete = b"".join((self._unfinished, memoryview(data)[:end])) if end else b""
         self._unfinished = _remove_overwritten(data[end:] if end else self._unfinished + data)
@@ -37,7 +37,7 @@ class LineAssembler:
         return self._unfinished.rstrip(b"\r")
 
     def flush(self) -> bytes:
-        """End the unfinished line and return it with a newline. Empty if there is no text on it."""
+        """End the unfinished line and return it with a newline. Return empty bytes if the line has no text."""
         line, self._unfinished = self.unfinished_line, b""
         return line + b"\n" if line else b""
 
@@ -51,7 +51,7 @@ def add_prefix(lines: bytes, prefix: bytes) -> bytes:
 
 
 def _remove_overwritten(text: bytes) -> bytes:
-    """Keep only what stays visible. Searching for a single byte first takes a hundredth of the time of the expressions."""
+    """Keep only the text that stays visible. The search for one byte is a hundred times faster than the expressions."""
     if b"\x1b" in text:
         text = CURSOR_CONTROLS.sub(b"", text)
     if b"\r" in text:

@@ -1,4 +1,4 @@
-"""Merge the output of several ranks into the caller's stdout and stderr. Pure: no clock, no pipe.
+"""Merge the output of several ranks into the caller's stdout and stderr. This module has no clock and no pipe.
 
 There are two modes:
 
@@ -6,12 +6,12 @@ There are two modes:
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
 A call may start without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints meanwhile,
-line mode begins; if not, passthrough mode. When a second rank prints later, passthrough mode changes to line mode. Line mode
-stays until the end of the call.
+line mode begins. Otherwise passthrough mode begins. When a second rank prints later, passthrough mode changes to line mode.
+Line mode stays until the end of the call.
 
-A progress bar in line mode: LineAssembler keeps only the latest update of the unfinished line. That update is shown, as a
-line of its own, every SHOW_SECONDS if it has changed. The last update is shown as soon as the line ends
-with a newline, the stream ends, or the call ends (`flush`).
+In line mode, LineAssembler keeps only the latest update of a progress bar. Every SHOW_SECONDS, this update is shown as a
+separate line if it has changed. The last update is shown as soon as the line ends with a newline, the stream ends, or the
+call ends (`flush`).
 """
 
 import math
@@ -30,7 +30,7 @@ class RankStream:
     Args:
         rank: the global rank.
         stream: "stdout" or "stderr".
-        make_prefix: returns the prefix of a line that is shown now; it may contain the time.
+        make_prefix: returns the prefix of a line that is shown now. The prefix may contain the time.
     """
 
     def __init__(self, rank: int, stream: str, make_prefix: Callable[[], bytes]) -> None:
@@ -51,13 +51,13 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the unfinished line as a line. Empty if it has not changed since it was shown."""
+        """Return the unfinished line with a newline. Return empty bytes if it has not changed since it was last shown."""
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
 
     def discard_unfinished_line(self) -> None:
-        """Forget the unfinished line: the next byte begins a new line."""
+        """Drop the unfinished line. The next byte begins a new line."""
         self.assembler.flush()
         self.shown, self.due_at = b"", math.inf
 
@@ -66,8 +66,8 @@ class OutputMultiplexer:
     """Merges the output of one call of the ranks.
 
     Args:
-        is_line_mode: begin in line mode, even if only one rank prints.
-        has_several_ranks: whether more than one rank can be shown. If not, passthrough mode needs no waiting time.
+        is_line_mode: whether to begin in line mode, even if only one rank prints.
+        has_several_ranks: whether more than one rank can be shown. If not, passthrough mode begins without waiting.
     """
 
     def __init__(self, *, is_line_mode: bool, has_several_ranks: bool) -> None:
@@ -86,7 +86,7 @@ class OutputMultiplexer:
         return min(self._choose_mode_at, *(rank_stream.due_at for rank_stream in self._rank_streams), math.inf)
 
     def feed(self, rank_stream: RankStream, data: bytes, now: float) -> None:
-        """Add what a rank has written to a stream."""
+        """Add bytes that a rank has written to a stream."""
         if not self._is_line_mode and self._only_rank not in (None, rank_stream.rank):
             self._change_to_line_mode()
         self._rank_streams[rank_stream] = None
@@ -99,7 +99,7 @@ class OutputMultiplexer:
             self._write(rank_stream.stream, data)
 
     def write_due(self, now: float) -> None:
-        """Write what waited for a time that has come: output held back, and updates of unfinished lines."""
+        """Write everything that is due now: output that was held back, and updates of unfinished lines."""
         if self._choose_mode_at <= now:
             self._choose_mode(now)
         for rank_stream in self._rank_streams:
@@ -107,7 +107,7 @@ class OutputMultiplexer:
                 self._write_update(rank_stream)
 
     def flush(self, now: float) -> None:
-        """Write everything, unfinished lines included. The ranks have answered or ended and print no more for now."""
+        """Write everything, even unfinished lines. The ranks have answered or ended, and print nothing more for now."""
         self._choose_mode(now)
         for rank_stream in self._rank_streams:
             self._end_line(rank_stream)
@@ -121,7 +121,7 @@ class OutputMultiplexer:
             self._end_line(rank_stream)
 
     def take_pending(self) -> list[tuple[str, bytes]]:
-        """Return, and forget, what is to be written now: pairs of the caller's stream and bytes, in order."""
+        """Return and remove the output to write now. It is a list of pairs: the caller's stream, and the bytes for it."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -134,7 +134,7 @@ class OutputMultiplexer:
             self._choose_mode(now)
 
     def _choose_mode(self, now: float) -> None:
-        """Choose a mode by the ranks that have printed so far, and write what was held back."""
+        """Choose a mode by the ranks that have printed so far, and write the output that was held back."""
         held_back, self._held_back, self._choose_mode_at = self._held_back, [], math.inf
         if len({rank_stream.rank for rank_stream, data in held_back if data}) > 1:
             self._is_line_mode = True
@@ -147,7 +147,7 @@ class OutputMultiplexer:
                 self.end_stream(rank_stream)
 
     def _change_to_line_mode(self) -> None:
-        """A second rank prints. The first rank's unfinished line ends here, and is shown again when it is complete."""
+        """Begin line mode, since a second rank prints. The first rank's unfinished line is shown again when complete."""
         self._is_line_mode = True
         for rank_stream in self._rank_streams:
             rank_stream.shown = rank_stream.assembler.unfinished_line

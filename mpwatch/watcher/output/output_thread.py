@@ -1,7 +1,7 @@
 """The output thread: reads the ranks' pipes, writes the log files, and writes to the caller's streams.
 
-Only this thread does so. Other threads give it jobs (`post`); it runs jobs and reads pipes one after another, so it needs no
-locks. One portion of bytes goes this way:
+No other thread does this work. Other threads give jobs to this thread (`post`). The output thread runs jobs and reads pipes
+one after another, so it needs no locks. The bytes from a pipe take this way:
 
     OutputPipe.read --> StderrTail.feed (stderr) --> log file --> OutputMultiplexer.feed --> Sink.write (the caller's stream)
 """
@@ -35,11 +35,11 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 
 
 class OutputThread:
-    """`start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close` are called by other threads.
+    """The output thread, and the methods with which other threads use it.
 
-    All other methods run in the output thread, most of them as posted jobs. After `stop_when_drained` the thread ends and
-    releases its resources by itself, because a Ctrl-C may keep the caller from calling `close`. The constructor raises
-    LaunchError.
+    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. All other methods
+    run in the output thread, most of them as posted jobs. After `stop_when_drained`, the thread ends and releases its
+    resources by itself, because a Ctrl-C may prevent the call of `close`. The constructor raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -80,36 +80,36 @@ class OutputThread:
             self._thread = thread
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have the output thread run this job after the jobs posted before."""
+        """Make the output thread run this job after all jobs that were posted before."""
         self._jobs.append(job)
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """Stop reading the pipes and writing, except in `drain_all`; or go on."""
+        """If `is_held`, stop reading the pipes and writing output, except in `drain_all`. Otherwise continue."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """Wait until all that the ranks have written by now has reached its files and streams.
+        """Wait until everything that the ranks have written so far has reached its files and streams.
 
-        Returns False if it was not finished after so many seconds. None: no limit.
+        Return False if this takes longer than `timeout` seconds. There is no limit if `timeout` is None.
         """
         return not self.has_output() or self._wait_for(
             partial(self._drain_all, with_unfinished_lines=with_unfinished_lines), timeout
         )
 
     def has_output(self) -> bool:
-        """Return whether there may be output to drain: in a pipe, or read and not yet written."""
+        """Return whether there may be output that is still in a pipe, or that was read but not written yet."""
         poll = select.poll()
         for pipe in list(self._pipes.values()):
             if pipe.is_polled:
                 poll.register(pipe.fd, select.POLLIN)
-        # In this order: what is no longer in a pipe was read by the output thread, which has first noted that.
+        # The order matters: the output thread sets `_is_drained` to False before it reads bytes from a pipe.
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Like `drain_all`, but only for ranks for which `end_pipes` was posted. Unfinished lines of others stay unfinished.
+        """Do what `drain_all` does, but only for ranks whose `end_pipes` was posted. Keep unfinished lines of other ranks.
 
-        `end_pipes` is a job and drains the pipes, so it is enough to wait until the jobs posted so far are done.
+        The job `end_pipes` drains the pipes, so it is enough to wait until all jobs that were posted so far are done.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -123,11 +123,11 @@ class OutputThread:
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Have the thread drain all pipes and end. All ranks have ended, and no more will be started. Does not wait."""
+        """Make the thread drain all pipes and end, but do not wait for that. All ranks have ended, and none will start."""
         self.post(self._drain_and_stop)
 
     def close(self) -> None:
-        """End the thread and release its resources. Waits LAST_DRAIN_SECONDS at most for a reader, and only once."""
+        """End the thread and release its resources. Wait for a slow reader only once, and at most LAST_DRAIN_SECONDS."""
         if self._thread is None:
             self._release()
             return
@@ -146,7 +146,7 @@ class OutputThread:
     # --- jobs
 
     def start_call(self, multiplexer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
-        """Use this multiplexer and these sinks for what comes now. First write out what has come since the last call."""
+        """Use this multiplexer and these sinks for the output of a new call. Before that, write out all earlier output."""
         self._multiplexer.flush(time.monotonic())
         self._write_to_sinks()
         self._close_sinks()
@@ -162,11 +162,11 @@ class OutputThread:
                 pipe.is_polled = True
 
     def end_pipes(self, pipes: Sequence[OutputPipe], startup_output: bytes) -> None:
-        """Drain and close the pipes of a rank that has ended, and whose process group has ended.
+        """Drain and close the pipes of a rank that has ended together with its process group.
 
         Args:
             pipes: all pipes of the rank.
-            startup_output: what the interpreter printed and the rank did not write to its stderr itself.
+            startup_output: the output of the interpreter that the rank did not write to its stderr itself.
         """
         open_pipes = [pipe for pipe in pipes if self._pipes.get(pipe.fd) is pipe]  # none after an error of this thread
         for pipe in open_pipes:
@@ -234,9 +234,9 @@ class OutputThread:
             self._wait_for_batch()
 
     def _wait_for_batch(self) -> None:
-        """Let output accumulate after a small read. Jobs are run at once.
+        """Let output accumulate after a small read. Run jobs at once.
 
-        A rank that prints line by line would wake this thread for each line, which costs both more than the printing.
+        Otherwise a rank that prints line by line would wake this thread for each line, and lose more time than by printing.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -247,13 +247,13 @@ class OutputThread:
             self._jobs.popleft()()
 
     def _drain(self, pipe: OutputPipe) -> None:
-        """Read what is in the pipe now. The limit is for a helper of the rank that never stops writing."""
+        """Read the bytes that are in the pipe now, up to a limit, because a child of the rank may never stop writing."""
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(pipe):
                 break
 
     def _read(self, pipe: OutputPipe) -> int:
-        """Read and distribute one portion. Return the number of bytes; 0 if there were none."""
+        """Read and distribute one portion of bytes. Return the number of bytes, which may be 0."""
         self._is_drained = False
         data = pipe.read(READ_SIZE) if pipe.is_polled else None
         if data:
@@ -272,7 +272,7 @@ class OutputThread:
             self._write_to_sinks()
 
     def _stop_polling(self, pipe: OutputPipe) -> None:
-        """Every writer has closed the pipe. It is kept because startup output may still follow for this stderr."""
+        """Stop polling a pipe that all writers have closed. Keep it, since startup output may follow for this stderr."""
         if pipe.is_polled:
             pipe.is_polled = False
             self._selector.unregister(pipe.fd)
@@ -291,7 +291,7 @@ class OutputThread:
                 self._call_sink(stream, partial(sink.write, data))
 
     def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
-        """Write or flush. The reader of the caller's stream may be gone, and a user's stream object may raise anything."""
+        """Call a method of a sink. If it fails in any way, log a warning and write nothing more to this stream."""
         if stream in self._broken_sinks:
             return
         try:

@@ -16,7 +16,7 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 
 
 class StdioFds:
-    """The descriptors that become the stdout and stderr of one rank's process. None: the rank inherits the caller's own."""
+    """The descriptors that become the stdout and stderr of one rank. None means that the rank inherits the caller's."""
 
     def __init__(self) -> None:
         self.stdout: int | None = None
@@ -26,11 +26,11 @@ class StdioFds:
 
     @property
     def is_captured(self) -> bool:
-        """Whether stdout, stderr or both are not the caller's own."""
+        """Whether at least one of stdout and stderr is not inherited from the caller."""
         return (self.stdout, self.stderr) != (None, None)
 
     def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """Write what the interpreter printed, if the rank never ran to do so. Only where stderr goes directly to a file."""
+        """Append output of the interpreter that the rank has not written itself, if stderr goes directly to a file."""
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.
             with suppress(OSError), open(self.stderr_tail.direct_file, "ab") as file:
@@ -38,14 +38,14 @@ class StdioFds:
 
 
 class OutputPipe:
-    """The watcher's end of the pipe of one stream, and where its bytes go. Owns both descriptors. Used by the output thread.
+    """The owner of the watcher's end of one stream's pipe, and of the stream's log file. Only the output thread uses it.
 
     Args:
         fd: the end of the pipe to read from.
-        file_fd: the log file; None if there is none.
+        file_fd: the descriptor of the log file, or None if there is no log file.
         path: the path of the log file.
-        rank_stream: the stream in the multiplexer; None if it is not shown to the caller.
-        stderr_tail: None for stdout.
+        rank_stream: the stream in the multiplexer, or None if the stream is not shown to the caller.
+        stderr_tail: keeps the last lines of stderr. It is None for stdout.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class OutputPipe:
         self.is_polled = False  # False before it is registered, and after its end was read
 
     def read(self, size: int) -> bytes | None:
-        """Return what is in the pipe. None if there is nothing now; empty if there is nothing and no process can write."""
+        """Return bytes from the pipe, or None if it is empty now. Return empty bytes if no process can write any more."""
         try:
             return os.read(self.fd, size)
         except BlockingIOError:
             return None
 
     def close_file(self) -> None:
-        """Close the log file. Later output does not go there."""
+        """Close the log file. Later output is not written to it."""
         file_fd, self.file_fd = self.file_fd, None
         if file_fd is not None:
             os.close(file_fd)

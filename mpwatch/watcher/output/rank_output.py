@@ -20,12 +20,12 @@ Owners:
     RankHandle                                the StdioFds of its rank, with the StderrTail
 
 Guarantees:
-    - No line is lost, as long as the caller's streams take what is written.
+    - No line is lost, as long as the caller's streams accept everything that is written to them.
     - A slow reader of the caller's stdout or stderr delays the output thread, and then the ranks. It never delays the
       watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
-    - When `drain_all` has returned True, all that a rank wrote before it answered or died has arrived.
-    - Nothing waits for the end of a pipe, because a helper process of a rank may keep the pipe open.
-    - Memory is bounded: what was read is written before more is read.
+    - When `drain_all` has returned True, everything that a rank wrote before it answered or died has arrived.
+    - No thread waits for the end of a pipe, because a child process of a rank may keep the pipe open.
+    - The use of memory is bounded, because bytes are written before more bytes are read.
 """
 
 import platform
@@ -50,7 +50,7 @@ class RankOutput:
 
     Args:
         spec: where the output goes.
-        nprocs: the number of ranks; None if it is not known yet, before the rendezvous of several nodes.
+        nprocs: the number of ranks. It is None before the rendezvous of several nodes, when the number is still unknown.
         deferred_log: receives a warning when output cannot be written.
     """
 
@@ -64,12 +64,14 @@ class RankOutput:
 
     @property
     def is_read(self) -> bool:
-        """Whether the watcher reads a stream of a rank."""
+        """Whether the watcher reads at least one stream of a rank."""
         return self._output_thread is not None
 
     def use_current_streams(self) -> None:
-        """Begin a call: write what ranks print from now on to the streams of the LogSpec, or else to the present sys.stdout
-        and sys.stderr; in a notebook, to the cell that runs now.
+        """Begin a call: write the later output of the ranks to the streams of the LogSpec.
+
+        Without such streams, write it to the present sys.stdout and sys.stderr. In a notebook these show it in the cell that
+        runs now.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -84,7 +86,7 @@ class RankOutput:
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
         """Open stdout and stderr for a rank that is about to be started, and begin to read them.
 
-        Raises LaunchError, OSError, and RuntimeError if the output thread cannot be started.
+        Raises LaunchError and OSError. Raises RuntimeError if the output thread cannot be started.
 
         Args:
             worker: the rank.
@@ -97,31 +99,31 @@ class RankOutput:
         return stdio
 
     def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
-        """Drain and close the streams of a rank that is dead, as is its process group.
+        """Drain and close the streams of a rank that is dead together with its process group.
 
         Args:
             stdio: the streams of the rank.
-            startup_output: what the interpreter printed and the rank did not write to its stderr itself.
+            startup_output: the output of the interpreter that the rank did not write to its stderr itself.
         """
         stdio.append_to_stderr_file(startup_output)
         if self._output_thread is not None:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """While a prompt of a debugger is open, write nothing but in `drain_all`. The ranks may have to wait for that."""
+        """If `is_held`, write output only in `drain_all`, since a debugger's prompt is open. The ranks may have to wait."""
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """Wait until all that the ranks have written by now has reached its files and streams.
+        """Wait until everything that the ranks have written so far has reached its files and streams.
 
-        Returns False if it was not finished after so many seconds. None: no limit.
+        Return False if this takes longer than `timeout` seconds. There is no limit if `timeout` is None.
         """
         thread = self._output_thread
         return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Like `drain_all`, but only for ranks that have ended. Unfinished lines of other ranks stay unfinished."""
+        """Do what `drain_all` does, but only for ranks that have ended. Keep the unfinished lines of other ranks."""
         return self._output_thread is None or self._output_thread.drain_ended_ranks(timeout)
 
     @property
@@ -130,11 +132,11 @@ class RankOutput:
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Have the output thread end when all is written. All ranks are dead and none will be started. Does not wait."""
+        """Make the output thread end when everything is written, but do not wait for that. No rank will run any more."""
         if self._output_thread is not None:
             self._output_thread.stop_when_drained()
 
     def close(self) -> None:
-        """End the output thread and release what it holds. All ranks are dead, or none was started."""
+        """End the output thread and release its resources. All ranks are dead, or no rank was started."""
         if self._output_thread is not None:
             self._output_thread.close()

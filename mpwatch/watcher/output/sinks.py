@@ -3,8 +3,8 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-A slow reader is waited for, and then the ranks wait, too. This wait can be ended (`stop_fd`): otherwise a run could not end
-while the reader, such as a pager, is stopped.
+If the reader of a stream is slow, the output thread waits for it, and then the ranks wait, too. `stop_fd` can end this wait.
+Otherwise a run could not end while the reader, such as a pager, is stopped.
 """
 
 import codecs
@@ -26,10 +26,10 @@ RAW_STREAMS = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
 class Sink(Protocol):
-    """One of the caller's streams. Used by the output thread."""
+    """One of the caller's streams. Only the output thread uses it."""
 
     def write(self, data: bytes) -> bool:
-        """Write all data. Return False if the wait for the reader was ended. Raises any exception of the stream."""
+        """Write all data. Return False if `stop_fd` ended the wait for the reader. Raises any exception of the stream."""
 
     def flush(self) -> None:
         """Flush the stream. Raises any exception of the stream."""
@@ -39,13 +39,13 @@ class Sink(Protocol):
 
 
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
-    """Return a sink for a stream of the caller. None if there is no stream or it is closed.
+    """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    Called by the caller's thread: a notebook's stream finds the cell it belongs to by the context of this thread.
+    The caller's thread calls this, because a notebook's stream finds its cell by the context of this thread.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
-        stop_fd: a descriptor that becomes readable when the sink is to stop waiting for the reader.
+        stop_fd: a descriptor that becomes readable when the sink must stop waiting for the reader.
     """
     if stream is None:
         return None
@@ -63,7 +63,7 @@ def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
 class _FileSink:
     """Writes bytes to the file, pipe or terminal behind the caller's stream.
 
-    The caller may write there at any time, too. To keep lines whole, each write ends at the end of a line and is small
+    The caller may also write to it at any time. To keep lines whole, each write ends at the end of a line and is small
     enough to be atomic. A pipe guarantees this for PIPE_BUF bytes. An empty pipe takes more in one piece.
     """
 
@@ -112,8 +112,8 @@ class _FileSink:
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
     """Return a second descriptor of the same file, whether writing to it can block, and how many bytes are written at once.
 
-    The caller's descriptor may be in blocking mode, and that mode is shared with other processes, so it stays unchanged. A
-    pipe or a terminal can be opened a second time in non-blocking mode where there is /proc. A socket cannot.
+    The caller's descriptor may be in blocking mode, and that mode is shared with other processes, so it stays unchanged.
+    Where there is /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
     # exception cannot leak the descriptor.

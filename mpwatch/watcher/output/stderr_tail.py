@@ -10,7 +10,7 @@ TAIL_LINES = 50  # C++ prints a stack of some twenty lines after the message of 
 
 
 class StderrTail:
-    """The end of the stderr of one process of a rank. The output thread feeds it, if stderr comes over a pipe."""
+    """Keeps the end of one rank's stderr. If stderr comes over a pipe, the output thread calls `feed`."""
 
     def __init__(self) -> None:
         self.log_files: dict[str, str] = {}  # paths of the log files, by stream
@@ -20,20 +20,20 @@ class StderrTail:
         self._call_offset = 0  # in `direct_file`: where the output of the current call begins
 
     def feed(self, data: bytes) -> None:
-        """Add what the rank has written to its stderr."""
+        """Add bytes that the rank has written to its stderr."""
         self._tail += data[-TAIL_BYTES:]
         if len(self._tail) > TAIL_BYTES or len(data) > TAIL_BYTES:
             self._tail, self._is_cut = self._tail[-TAIL_BYTES:], True
 
     def clear(self) -> None:
-        """Begin a new call: drop what was written in earlier calls."""
+        """Drop the stderr of earlier calls, since a new call begins."""
         self._tail, self._is_cut = b"", False
         if self.direct_file:
             with suppress(OSError):
                 self._call_offset = os.stat(self.direct_file).st_size
 
     def last_lines(self) -> str:
-        """Return the last lines as a terminal would show them. Empty if the rank inherited the caller's stderr."""
+        """Return the last lines as a terminal would show them. There are none if the rank inherited the caller's stderr."""
         tail, is_cut = self._tail, self._is_cut
         if self.direct_file:
             tail, is_cut = _read_tail(self.direct_file, self._call_offset)
@@ -43,7 +43,7 @@ class StderrTail:
 
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
-    """Return the last bytes that follow the offset, and whether bytes between the offset and these were left out."""
+    """Return the last bytes of the file after `offset`, and whether earlier bytes after `offset` were left out."""
     with suppress(OSError), open(path, "rb") as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(tail_offset)

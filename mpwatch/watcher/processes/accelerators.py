@@ -1,8 +1,8 @@
 """Finds out whether torch may find a GPU or another accelerator in a rank. Runs in the watcher.
 
-It reads files and does not import torch, which would take a second. It errs on one side only: if it finds no accelerator,
-torch finds none either. The GPU of a Mac does not count: no backend of torch.distributed supports it, so accelerate does not
-use it with several processes.
+This module reads files and does not import torch, because the import takes a second. This module may find an accelerator
+that torch cannot use. But if it finds no accelerator, torch finds none either. The GPU of a Mac does not count, because no
+backend of torch.distributed supports it, and accelerate does not use it with several processes.
 """
 
 import os
@@ -23,7 +23,7 @@ DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
 def find_torch_accelerators() -> set[str]:
-    """Return the kinds of accelerators that this machine may have and the installed torch can use: "gpu" and "other"."""
+    """Return the kinds of accelerators ("gpu", "other") that this machine may have and the installed torch can use."""
     builds = read_torch_builds()
     found = {"gpu"} if builds - {"xpu"} and may_have_gpus() else set()
     return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, DEVICE_PLUGINS)) else set())
@@ -36,7 +36,7 @@ def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
 
 
 def read_torch_builds() -> set[str]:
-    """Return the kinds of GPU that the installed torch was built for. If that is unknown, return NVIDIA's."""
+    """Return the kinds of GPU that the installed torch was built for. If they are unknown, return {"cuda"}."""
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:

@@ -1,10 +1,10 @@
-"""Chooses the CPUs of each rank of this machine, for the option `bind`. Pure: it reads no file. Runs in the watcher.
+"""Chooses the CPUs of each rank of this machine, for the option `bind`. This module reads no file. Runs in the watcher.
 
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
-"cores" and "numa" follow torch's `torch.numa.binding`, which torchrun uses. "numa" is its mode "node". "cores" splits whole
-cores, as its mode "exclusive" does. There are two differences. "cores" needs no GPU, and splits the CPUs of all NUMA nodes.
-If the NUMA node of a GPU is unknown, torch takes node 0, and mpwatch deals out all nodes.
+"cores" and "numa" follow torch's `torch.numa.binding`, which torchrun uses. "numa" is torch's mode "node". "cores" splits
+whole cores, as torch's mode "exclusive" does. There are two differences. First, "cores" needs no GPU, and splits the CPUs of
+all NUMA nodes. Second, if the NUMA node of a GPU is unknown, torch takes node 0, but mpwatch uses all nodes.
 """
 
 import math
@@ -21,7 +21,7 @@ from mpwatch.os_support.cpu_topology import Core
 
 
 class Binding(NamedTuple):
-    """The CPUs of a rank. If ranks are bound to the same CPUs, each one has an equal share of them."""
+    """The CPUs of a rank. If several ranks are bound to the same CPUs, each rank has an equal share of these CPUs."""
 
     cpus: frozenset[int]
     core_share: int
@@ -38,16 +38,18 @@ def bind_rank(
 ) -> Binding:
     """Return the CPUs of a rank.
 
-    If `bind` is a function, mpwatch does not know the sets of the other ranks. The rank then has its CPUs for itself.
+    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. Then mpwatch assumes that no other rank uses
+    the CPUs of this rank.
 
     Args:
         bind: the option.
         worker: the rank.
         cores: all cores that this process may use, in the order of `read_cores`.
-        gpu_nodes: the NUMA node of the GPU of each rank of this machine. None: it has no GPU, or the node is not known.
+        gpu_nodes: the NUMA node of the GPU of each rank of this machine. None stands for no GPU, or for an unknown node.
 
     Raises:
-        ValueError, TypeError: these CPUs do not exist, or there are too few. What the user's function raises.
+        ValueError, TypeError: the CPUs do not exist, or there are too few CPUs.
+        Exception: any exception of the user's function.
     """
     if callable(bind):
         allowed = frozenset(cpu for core in cores for cpu in core.cpus)
@@ -59,12 +61,12 @@ def bind_rank(
 
 
 def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
-    """Split all CPUs evenly. Return those of each rank.
+    """Split all CPUs evenly among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - The numbers of cores differ by one at most. The first ranks have one more, unless more ranks would then span two NUMA
-      nodes.
-    - Each rank has its share of each kind of cores of a hybrid processor.
+    - The numbers of cores of the ranks differ by one at most. The first ranks have one core more, unless more ranks would
+      then span two NUMA nodes.
+    - On a hybrid processor, each rank has its share of each kind of core.
 
     Raises ValueError if there are fewer CPUs than ranks.
     """
@@ -91,9 +93,11 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     return [frozenset(part) for part in parts]
 
 
-@lru_cache(maxsize=1)  # each rank asks for the same
+@lru_cache(maxsize=1)  # the arguments are the same for each rank
 def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int, ...]:
-    """Return the number of cores of each rank. As few ranks as possible span two places. Then the first ranks have most.
+    """Return the number of cores of each rank, so that as few ranks as possible span two places.
+
+    If several choices are left, the first ranks have the most cores.
 
     Args:
         places: the package and the NUMA node of each core. There are at least as many cores as ranks.
@@ -123,8 +127,8 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
     """Return for each rank all CPUs of the NUMA node of its GPU.
 
-    If that node is not known or has no CPU here, the rank gets its share of all nodes: those are dealt out in contiguous
-    blocks. With fewer nodes than ranks, several ranks have the same node.
+    If that node is unknown or has no usable CPU, the rank gets its share of all nodes. Each share is a contiguous block of
+    nodes. If there are fewer nodes than ranks, several ranks share a node.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:
@@ -140,7 +144,7 @@ def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list
 
 
 def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: int) -> Binding:
-    """Return the set of this rank, and its share of it."""
+    """Return the CPUs of this rank, and its share of the cores and CPUs."""
     own, counts = sets[rank], Counter(sets)
 
     def count_users(cpus: Collection[int]) -> int:
@@ -152,5 +156,5 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return the share of one rank. For a number of ranks, `users` counts the cores or CPUs that so many ranks use."""
+    """Return the share of one rank. `users` maps a number of ranks to the number of cores that so many ranks use."""
     return max(1, sum(count // ranks for ranks, count in users.items()))

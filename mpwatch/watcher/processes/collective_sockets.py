@@ -1,9 +1,9 @@
-"""The watcher's ends of two sockets, over which a rank answers which collectives it has called. Runs in the watcher thread.
+"""The watcher's ends of the two sockets over which a rank reports its collectives. Runs in the watcher thread.
 
     watcher --- one byte ---> request socket ---> rank --- one line of JSON ---> watcher
     rank --- the stack of a crash ---> crash socket: held back until the rank has answered
 
-The rank opens them with its first process group: see worker/collectives.py.
+The rank opens both sockets with its first process group. See worker/collectives.py.
 """
 
 import socket
@@ -20,7 +20,7 @@ MAX_ANSWER = 1 << 22  # bytes; an answer of 64 collectives in a group of 1,000 r
 
 
 class CollectiveSockets:
-    """The two sockets of one rank. Without them, `ask` returns False and nothing is ever read.
+    """The two sockets of one rank. Until they are open, `ask` returns False and nothing is read.
 
     Attributes:
         is_pending: whether the rank was asked and has not answered.
@@ -38,7 +38,7 @@ class CollectiveSockets:
 
     @property
     def is_open(self) -> bool:
-        """Whether the rank can be asked."""
+        """Whether the rank can be asked for its collectives."""
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
@@ -48,7 +48,7 @@ class CollectiveSockets:
             selector: calls `on_readable` when an answer, or the stack of a crash, has come.
             fd: the descriptor.
             on_readable: calls `read_answer` or `hold_crash`.
-            is_crash_socket: which of the two it is.
+            is_crash_socket: whether it is the crash socket. Otherwise it is the request socket.
         """
         self._selector = selector
         end = socket.socket(fileno=fd)
@@ -62,7 +62,7 @@ class CollectiveSockets:
         selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
-        """Ask the rank, unless it was asked and has not answered. Return False if it cannot be asked."""
+        """Ask the rank for its collectives, unless an answer is still missing. Return False if the rank cannot be asked."""
         if self._requests is None:
             return False
         if not self.is_pending:
@@ -74,7 +74,7 @@ class CollectiveSockets:
         return True
 
     def read_answer(self) -> RankCollectives | None:
-        """Read what has come. Return the answer when it is complete."""
+        """Read the bytes that have come. Return the answer if it is complete, and None otherwise."""
         assert self._requests is not None
         try:
             data = self._requests.recv(READ_SIZE)
@@ -98,7 +98,7 @@ class CollectiveSockets:
             return None
 
     def hold_crash(self) -> bool:
-        """Let the crashing rank wait until `read_crash`, once. Return False if it has waited before, or cannot be asked."""
+        """Make a crashing rank wait until `read_crash`. Return False if the rank has waited before, or cannot be asked."""
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False
         self.is_crashing = True
@@ -106,14 +106,14 @@ class CollectiveSockets:
         return True
 
     def _has_crash_data(self) -> bool:
-        """Return whether the rank has written something. A rank that ends closes the socket."""
+        """Return whether the rank has written to the crash socket. A rank that ends without a crash only closes it."""
         try:
             return self._crash is not None and bool(self._crash.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def read_crash(self) -> bytes:
-        """Return what the rank has written of the stack of its crash, and let it go on."""
+        """Return the part of its crash stack that the rank has written, and let the rank continue."""
         data = b""
         if self._crash is None or self._selector is None or self._on_crash is None:
             return data

@@ -1,7 +1,7 @@
-"""Starts the guardian process and sends it its orders. Runs in the watcher thread.
+"""Starts the guardian process and sends it orders. Runs in the watcher thread.
 
-The orders say which process groups the guardian kills, and which terminal it restores, if the host program is killed. Their
-format is in guardian/main.py.
+If the calling program is killed, the guardian carries out the orders. It kills process groups, and restores a terminal.
+guardian/main.py has the format of the orders.
 """
 
 import json
@@ -21,9 +21,9 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
 
 class Guardian:
-    """The guardian of one run. If the host program dies, the guardian kills each group passed to `guard`.
+    """The guardian of one run. If the calling program dies, the guardian kills each process group passed to `guard`.
 
-    Close it when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
+    Close this object when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
@@ -48,33 +48,33 @@ class Guardian:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 pass_fds=fds,
-                start_new_session=True,  # it survives a signal to the host program's group, and the loss of its terminal
+                start_new_session=True,  # it survives a signal to the calling program's group, and the loss of the terminal
             )
             kept.pop_all()
 
     def guard(self, pgid: int) -> None:
-        """Have the guardian kill this process group if the host program dies."""
+        """Make the guardian kill this process group if the calling program dies."""
         self._send(b"+%d\n" % pgid)
 
     def release(self, pgid: int) -> None:
-        """Withdraw `guard`, because the group is dead and its number may soon belong to another group."""
+        """Undo `guard`, because the process group is dead and its number may soon belong to another group."""
         self._send(b"-%d\n" % pgid)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Have the guardian restore a terminal if the host program dies.
+        """Make the guardian restore a terminal if the calling program dies.
 
         Args:
-            restore: the terminal's path, and the bytes to write to it; None: no terminal needs restoring any more.
+            restore: the terminal's path and the bytes to write to it, or None if no terminal needs this any more.
         """
         path, data = restore or ("", b"")
         self._send(b"=%s\n" % (data.hex().encode() + b" " + os.fsencode(path) if restore else b""))
 
     def set_terminal_modes(self, path: str, modes: list[Any] | None) -> None:
-        """Have the guardian give a terminal these modes if the host program dies.
+        """Make the guardian set these modes of a terminal if the calling program dies.
 
         Args:
-            path: of the terminal.
-            modes: as `termios.tcgetattr` returns them; None: no modes need restoring any more.
+            path: the path of the terminal.
+            modes: the modes as `termios.tcgetattr` returns them, or None if no terminal needs this any more.
         """
         if modes is None:
             self._send(b"~\n")
@@ -85,7 +85,7 @@ class Guardian:
 
     def _send(self, line: bytes) -> None:
         try:
-            # A write to a pipe could end the host program: its SIGPIPE may have the default action.
+            # A write to a pipe could end the calling program, because its SIGPIPE may have the default action.
             self._socket.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
         except OSError as error:
             if not self._is_gone:
@@ -94,7 +94,7 @@ class Guardian:
             self._is_gone = True
 
     def close(self) -> None:
-        """Kill the guardian and reap it. No group is guarded any more."""
+        """Kill the guardian and reap it. No process group is guarded any more."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-        self._socket.close()  # last: a guardian that is alive takes it for the death of this process, and kills the groups
+        self._socket.close()  # last, since a live guardian would take it for the death of this process, and kill the groups

@@ -3,20 +3,20 @@
     ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
 Where is SIGTERM sent after the first failure? machine/state_machine.py decides and returns the action SendSignal.
-event_loop.py executes the action. `RankPopen.send_signal_to_group` calls killpg. SIGKILL takes the same way. SIGINT goes to
-the rank alone (`ProcessPool.interrupt_call`).
+event_loop.py executes the action. `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent in the same way. SIGINT
+goes only to the rank itself (`ProcessPool.interrupt_call`).
 
-A rank is an ordinary multiprocessing.Process of the spawn context: it is in `multiprocessing.active_children()`, and any
-thread may join it. Its start differs from spawn's in three points:
+A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
+thread may join it. The start of a rank differs from the start of other such processes in three points:
 
-- The child does not import `__main__` again. The start does not fix the host program's start method.
-- The child leads a process group of its own from before its first instruction, so a signal reaches the processes that it has
-  started. From then on it also has its CPUs, its environment, an empty stdin, and its stdout and stderr.
-- Its sentinel is a pidfd where the system has pidfds. Spawn's sentinel is a pipe, and a forked grandchild keeps that pipe
-  open.
+- The child does not import `__main__` again. The start does not set the start method of the calling program.
+- Before its first instruction, the child already leads its own process group, so a signal also reaches the processes that it
+  starts. The child also already has its CPUs, its environment, an empty stdin, and its stdout and stderr.
+- The sentinel of a rank is a pidfd where the system has pidfds. The sentinel of multiprocessing is a pipe, which a forked
+  grandchild keeps open.
 
-Guarantee: a dead rank stays a zombie until its process group has been killed, so no other process gets its pid. Then it is
-reaped.
+Guarantee: a dead rank stays a zombie until its process group has been killed, so no other process gets its pid. Then the
+rank is reaped.
 
 This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
 docstring of os_support/cpython_private.py says what breaks without them.
@@ -56,8 +56,8 @@ from mpwatch.wire.launch import LaunchInfo, RankProcess
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
 DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
 UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
-# Linux reports a death to a debugger first, and to the parent when the debugger has read the report. One that is awake needs
-# less time than this.
+# Linux reports a death to a debugger first, and to the parent when the debugger has read the report. A debugger that is not
+# stopped needs less time than this.
 DEBUGGER_SECONDS = 0.05
 POLL_SECONDS = 0.001
 
@@ -65,12 +65,12 @@ POLL_SECONDS = 0.001
 class RankPopen(Popen):
     """The operating system's side of a rank's process: pid, sentinel, signals, exit code, reaping.
 
-    `start` makes one. Any thread of the host program may call the methods of multiprocessing's Popen: `poll`, `wait`,
-    `terminate`, `kill` and `close`. Only the watcher thread calls the other ones.
+    `start` makes a RankPopen. Any thread of the calling program may call the methods of multiprocessing's Popen: `poll`,
+    `wait`, `terminate`, `kill` and `close`. Only the watcher thread calls the other methods.
 
     Attributes:
-        name: of the multiprocessing.Process.
-        pid: of the rank. It is also the number of its process group.
+        name: the name of the multiprocessing.Process.
+        pid: the pid of the rank. It is also the number of its process group.
         wall_started_at: when the rank was started, by the wall clock.
         sentinel: descriptor that becomes readable when the rank ends.
     """
@@ -94,21 +94,21 @@ class RankPopen(Popen):
         """Start a rank. Raises OSError, RuntimeError, AssertionError.
 
         Args:
-            launch_info: what the rank needs to know first.
-            name: of its multiprocessing.Process.
+            launch_info: the data that the rank needs first.
+            name: the name of its multiprocessing.Process.
             description: words at the end of its command line, which `ps` shows. No code reads them.
             env: the whole environment of the rank.
-            stdout: descriptor that becomes the rank's stdout; None: the host program's stdout.
+            stdout: descriptor that becomes the rank's stdout, or None for the calling program's stdout.
             stderr: descriptor that becomes the rank's stderr.
-            passed_fds: descriptors that the rank has under the same numbers.
-            cpus: the CPUs on which the rank may run; None: those of this thread.
+            passed_fds: descriptors that the rank inherits under the same numbers.
+            cpus: the CPUs on which the rank may run, or None for the CPUs of this thread.
         """
         make_popen = partial(
             cls, description=description, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds, cpus=cpus
         )
         process = _WatchedProcess(launch_info, name, make_popen)
         process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
-        # Kept here, because the host program may close any Process that multiprocessing.active_children() returns.
+        # Kept here, because the calling program may close any Process that multiprocessing.active_children() returns.
         popen: Self = get_popen(process)
         return popen
 
@@ -182,7 +182,7 @@ class RankPopen(Popen):
         return data.getvalue()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code; UNKNOWN_EXIT if it is lost; None while the rank runs. A dead rank stays a zombie."""
+        """Return the exit code, or UNKNOWN_EXIT if the code is lost, or None while the rank runs. Do not reap the rank."""
         if self.returncode is not None:
             return self.returncode
         try:
@@ -196,10 +196,10 @@ class RankPopen(Popen):
             return self.returncode
 
     def read_exit_code(self) -> int | None:
-        """Return the exit code of a rank whose sentinel is readable. None: it is not known.
+        """Return the exit code of a rank whose sentinel is readable, or None if the code is unknown.
 
-        A debugger can delay it for longer than this waits. It is lost if SIGCHLD is ignored in the host program, or
-        if other code there has reaped the rank.
+        A debugger can delay the exit code for longer than this method waits. The code is lost if the calling program ignores
+        SIGCHLD, or if other code of the program has reaped the rank.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while (code := self.poll()) is None and time.monotonic() < deadline:
@@ -207,7 +207,7 @@ class RankPopen(Popen):
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
-        """Wait for the end of the rank, until this time of CLOCK_MONOTONIC at most. Return whether the rank has ended."""
+        """Wait for the end of the rank, at most until `deadline` (CLOCK_MONOTONIC). Return whether the rank has ended."""
         try:
             return bool(wait([self.sentinel], max(0.0, deadline - time.monotonic())))
         except OSError:  # too little memory, or too low a limit of open files, to wait for anything
@@ -222,7 +222,7 @@ class RankPopen(Popen):
                 self._signal_group(number)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank alone."""
+        """Send a signal only to the rank itself."""
         with self._lock, suppress(ProcessLookupError, PermissionError):
             if not self._is_reaped:
                 os.kill(self.pid, number)
@@ -241,7 +241,7 @@ class RankPopen(Popen):
     def reap(self) -> bool:
         """Kill the processes left in the group of a dead rank, reap the rank and close its descriptors.
 
-        Return False, with the rank still a zombie, if a debugger holds it.
+        Return False if a debugger holds the rank, which then stays a zombie.
         """
         with self._lock:
             if not self._is_reaped:
@@ -259,16 +259,16 @@ class RankPopen(Popen):
         return True
 
     def _wait_for_status(self) -> tuple[int, int]:
-        """Return the pair of waitpid. It waits only for a debugger, or if the sentinel is not a pidfd."""
+        """Return the pid and the status from waitpid. Wait only for a debugger, or if the sentinel is not a pidfd."""
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return ended
 
     def abandon(self) -> None:
-        """Give up a rank that cannot be killed or reaped. The host program does not wait for it at its end.
+        """Leave a rank behind that cannot be killed or reaped. The calling program does not wait for this rank at its end.
 
-        Once the rank is dead, subprocess reaps it when it starts another process.
+        When the rank is dead, the subprocess module reaps it before it starts another process.
         """
         with self._lock:
             if not self._is_reaped:
@@ -277,22 +277,22 @@ class RankPopen(Popen):
         self._release()
 
     def _release(self) -> None:
-        # Not Process.close(): another thread may be in join(), as multiprocessing is when the host program ends.
+        # Not Process.close(): another thread may be in join(), as multiprocessing is when the calling program ends.
         self.close()
-        # Process and RankPopen refer to each other. Without this, a host program that has switched the garbage collector off
-        # would keep them, with the environment of each rank.
+        # Process and RankPopen refer to each other. Without this, a program that has switched the garbage collector off
+        # would keep both objects, with the environment of each rank.
         process, self._process = self._process, None
         if process is not None:
             forget_child(process)
 
     def close(self) -> None:
-        """Close the descriptors of a reaped rank. Those of a running rank stay open, because the watcher waits on them."""
+        """Close the descriptors of a reaped rank. They stay open for a running rank, because the watcher waits on them."""
         if self._is_reaped:
             super().close()
 
 
 class _WatchedProcess(RankProcess):
-    """The multiprocessing.Process of a rank in the watcher. In the rank it is a plain RankProcess."""
+    """The multiprocessing.Process of a rank, in the watcher. In the rank itself, this object is a plain RankProcess."""
 
     def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
@@ -310,7 +310,7 @@ class _WatchedProcess(RankProcess):
 def _fill_pipe(pipe: int, data: bytes) -> None:
     """Write all data before the pipe has a reader. A later write would wait for the child.
 
-    That wait would never end if the child died meanwhile.
+    The wait would never end if the child died meanwhile.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE
@@ -324,8 +324,8 @@ def _fill_pipe(pipe: int, data: bytes) -> None:
 
 
 def _get_resource_tracker_fd() -> Any:
-    """Return a descriptor of the host program's resource tracker. Its first user starts it."""
-    # Starting it unblocks signals in this thread.
+    """Return a descriptor of the calling program's resource tracker. Start the tracker if it is not running."""
+    # Starting the tracker unblocks signals in this thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         return resource_tracker.getfd()
@@ -334,7 +334,7 @@ def _get_resource_tracker_fd() -> Any:
 
 
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
-    """Return what spawn sends a child first, without the import of `__main__` and without the start method."""
+    """Return the data that spawn sends a child first, but without the entries for `__main__` and the start method."""
     original_dir = get_original_dir()
     return {
         "name": process.name,

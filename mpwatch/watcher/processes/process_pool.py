@@ -1,7 +1,7 @@
 """The pool of rank processes. It starts and reaps them, and owns all that they need. Runs in the watcher thread.
 
     ProcessPool --- Selector: the one place where the event loop waits
-                --- Guardian: kills the ranks if the host program is killed
+                --- Guardian: kills the ranks if the calling program is killed
                 --- memory file: a slot for each rank, for heartbeats and the black box (wire/shared_memory.py)
                 --- RankHandle for each rank --- RankPopen: its process
                                              --- channel: messages in both directions
@@ -13,11 +13,11 @@
     sentinel, multiprocessing's pipe         by RankPopen, in `reap` and `abandon`
     pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
 
-A helper is a process that a rank started in its process group. It is killed when the rank is reaped.
+A helper is a process that a rank started in its process group. Helpers are killed when the rank is reaped.
 
 Guarantee: when the pool is closed, every rank that it started is dead and reaped, and every descriptor that it opened is
-closed. Two kinds of ranks are left behind, with a warning: one that SIGKILL does not end, and a dead one that a debugger
-holds.
+closed. There are two exceptions, and each of them is logged: a rank that SIGKILL does not end, and a dead rank that a
+debugger holds.
 """
 
 import dataclasses
@@ -69,12 +69,12 @@ ID_LENGTH = 8  # of the run's id in a command line
 
 
 class ProcessPool:
-    """The processes of the ranks, and all that they need. A context manager: its end kills the ranks that are still alive.
+    """A context manager for the processes of the ranks. At its end, it kills the ranks that are still alive.
 
     Attributes:
-        handles: of the ranks that have not been reaped or abandoned, by rank.
-        selector: where the event loop waits for the ranks. It exists while the pool is open.
-        guardian: kills the ranks if the host program is killed. It exists while the pool is open.
+        handles: a dict from each rank that was not reaped or abandoned to its handle.
+        selector: the Selector with which the event loop waits for the ranks. It exists while the pool is open.
+        guardian: kills the ranks if the calling program is killed. It exists while the pool is open.
         slots: the memory that is shared with the ranks. It exists after `map_slots`.
         deferred_log: receives warnings about ranks that are left behind.
     """
@@ -176,9 +176,9 @@ class ProcessPool:
         return self._slots[rank]
 
     def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
-        """Send a rank its call. Before its first call, send it what its interpreter printed during the start.
+        """Send a rank its call. Before the first call, also send the output that its interpreter printed during the start.
 
-        The rank writes that output to its own stderr, because it may block there and the watcher must not. Raises
+        The rank writes that output to its own stderr, because the write may block and the watcher must not block. Raises
         LaunchError.
         """
         try:
@@ -192,7 +192,7 @@ class ProcessPool:
             ) from error
 
     def read_black_box(self, handle: RankHandle) -> list[Message]:
-        """Read the messages that a dead rank could not send and wrote to its black box."""
+        """Return the messages that a dead rank could not send, and has written to its part of the shared memory instead."""
         rank = handle.observations.worker.rank
         try:
             return read_black_box(self._slots_fd, self._slots[rank])
@@ -210,11 +210,11 @@ class ProcessPool:
         return read_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def read_heartbeat_time(self, handle: RankHandle) -> float | None:
-        """Read the time of the rank's last heartbeat alone. This is faster than reading the report, too."""
+        """Read only the time of the rank's last heartbeat. This is faster than `read_heartbeat`."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def get_stop_memory(self, rank: int) -> StopMemory:
-        """Return the stop memory of a rank that was started. The rank may be dead."""
+        """Return the StopMemory of a rank that was started. The rank may be dead."""
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def map_slots(self) -> None:
@@ -225,7 +225,7 @@ class ProcessPool:
             raise LaunchError(with_remedy("the memory of the ranks cannot be mapped", error)) from error
 
     def begin_call(self, handle: RankHandle) -> None:
-        """Forget the heartbeats, the reports, the steps and the stderr of the previous call."""
+        """Delete the heartbeats, the reports, the steps and the stderr of the previous call."""
         prepare_slot(self._slots_fd, self._slots[handle.observations.worker.rank])
         handle.observations.stderr_tail.clear()
 
@@ -236,7 +236,7 @@ class ProcessPool:
         group = _KilledGroup(pid, handle.process.wall_started_at, killed_at=time.monotonic())
         try:
             handle.close()
-        finally:  # even if the host program has closed descriptors of mpwatch
+        finally:  # even if the calling program has closed descriptors of mpwatch
             with suppress(OSError):
                 group.torch_file_makers |= find_makers(pid) | read_child_pids(self._slots_fd, self._slots[rank])
             if not handle.process.reap():
@@ -249,14 +249,14 @@ class ProcessPool:
                 group.remove_torch_files()
 
     def abandon(self, handle: RankHandle) -> None:
-        """Leave a rank that cannot be killed to the kernel."""
+        """Leave a rank behind that cannot be killed, and close the connections to it."""
         handle.close()
         handle.process.abandon()
         self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
         del self.handles[handle.observations.worker.rank]  # last: after an error the end of the pool tries again
 
     def _kill_and_reap_all(self) -> None:
-        """Kill and reap the ranks that are left. There are some only if the watcher itself has failed."""
+        """Kill and reap the ranks that are left. Ranks are left only if the watcher itself has failed."""
         for handle in self.handles.values():
             handle.process.send_signal_to_group(signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
@@ -283,10 +283,10 @@ class ProcessPool:
                 process.abandon()
 
     def wait_for_helpers(self) -> None:
-        """Wait until the helpers of reaped ranks are gone.
+        """Wait until the helpers (child processes) of reaped ranks are gone.
 
-        They were killed when the rank was reaped. The kernel needs time to free a process with much memory or a GPU, and a
-        restarted rank needs that memory.
+        The helpers were killed when their rank was reaped. The kernel needs time to free a process with much memory or a
+        GPU, and a restarted rank needs that memory.
         """
         while self._killed_groups:
             group = self._killed_groups.pop()
@@ -304,8 +304,8 @@ class _KilledGroup:
 
     Attributes:
         pgid: number of the group, and pid of the rank.
-        killed_at: by CLOCK_MONOTONIC.
-        torch_file_makers: pids of the processes whose files in /dev/shm are removed: see torch_files.py.
+        killed_at: when the group was killed, in seconds of CLOCK_MONOTONIC.
+        torch_file_makers: pids of the processes whose files in /dev/shm are removed. See torch_files.py.
     """
 
     def __init__(self, pgid: int, wall_started_at: float, *, killed_at: float) -> None:
@@ -334,9 +334,9 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 
 @contextmanager
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread while a process is started, which inherits that. A rank then ignores them.
+    """Block signals in this thread while a process is started. The process inherits this, and a rank then ignores them.
 
-    A scheduler such as SLURM may send a signal to all processes, although it is for the watcher.
+    A scheduler such as SLURM may send a signal to all processes, although the signal is only for the watcher.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -346,7 +346,7 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def _worker_fields(worker: Worker) -> dict[str, Any]:
-    """Return the fields of a Worker that the rank gets. `state` belongs to the rank."""
+    """Return a dict of the Worker's fields that are sent to the rank. `state` is not sent, since it belongs to the rank."""
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
 
 
@@ -357,7 +357,7 @@ def _describe_rank(worker: Worker, fn_name: str) -> list[str]:
 
 
 def _make_printable(text: str) -> str:
-    """Replace all that a terminal or the encoding of a command line may not have."""
+    """Replace each character that is not printable ASCII by a question mark."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
 
 

@@ -2,18 +2,19 @@
 
 A rank's environment has five parts. A later part replaces variables of an earlier one, except the last part.
 
-1. The environment of the host program.
+1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.
 3. The user's `env` option.
-4. The variables that list visible GPUs, with visible_devices="own", unless the user's `env` lists one GPU only.
-5. Defaults, only where nothing else sets them: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
+4. With visible_devices="own", the variables that list visible GPUs. This part is left out if the user's `env` lists only
+   one GPU.
+5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 
-TORCH_FR_BUFFER_SIZE=128 is a default, too, unless the user sets TORCH_NCCL_TRACE_BUFFER_SIZE. torch's flight recorder then
-keeps the last collectives (worker/collectives.py). If there are several ranks and torch can find no accelerator,
-ACCELERATE_USE_CPU=true is a default.
+TORCH_FR_BUFFER_SIZE=128 is also a default, unless the user sets TORCH_NCCL_TRACE_BUFFER_SIZE. With this default, torch's
+flight recorder keeps the last collectives (worker/collectives.py). ACCELERATE_USE_CPU=true is also a default if there are
+several ranks and torch can find no accelerator.
 """
 
 import os
@@ -47,17 +48,17 @@ FLIGHT_RECORDER_SIZE = "128"  # collectives that torch keeps; torch 2.13 keeps 2
 
 
 class RankSetup(NamedTuple):
-    """A rank that can be started."""
+    """The data that is needed to start a rank."""
 
     worker: Worker
     env: dict[str, str]
     """The whole environment of the rank."""
     cpus: frozenset[int] | None = None
-    """The CPUs on which the rank may run. None: those on which the watcher may run."""
+    """The CPUs on which the rank may run. None means the CPUs on which the watcher may run."""
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket that reserves its port for the ranks while it is open. Raises LaunchError.
+    """Return a socket that reserves its port for the ranks while the socket is open. Raises LaunchError.
 
     The socket is bound but does not listen, and has SO_REUSEADDR. So torch's store, which sets SO_REUSEADDR too, can listen
     on the same port. The kernel does not give the port to a program that asks for any free port.
@@ -98,18 +99,18 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
 
 
 def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
-    """Return each Worker with the whole environment of its rank, and the CPUs that the option `bind` gives it.
+    """Return a RankSetup for each Worker, with the whole environment of its rank and the CPUs from the option `bind`.
 
     The user's `env` may set MASTER_ADDR and MASTER_PORT. The returned Workers have these values, too.
 
     Args:
         spec: the options.
-        workers: the ranks that start. They may be some of those on this machine.
+        workers: the ranks to start. They may be only some of the ranks of this machine.
         root: the folder that has `dev`, `proc` and `sys`.
 
     Raises:
-        TypeError, ValueError: the user's `env` or `bind` function returns a wrong value. Or there are too few CPUs or GPUs.
-        Exception: what the user's functions raise.
+        TypeError, ValueError: the user's `env` or `bind` function returns a wrong value, or there are too few CPUs or GPUs.
+        Exception: any exception of the user's functions.
     """
     accelerators = find_torch_accelerators()
     needs_devices = spec.visible_devices is not None or spec.bind == "numa"
@@ -157,7 +158,7 @@ def _make_rank_variables(worker: Worker, max_restarts: int) -> dict[str, str]:
 
 
 def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, accelerators: set[str]) -> None:
-    """Add the variables that the rank gets unless they are set."""
+    """Add default values for the variables that are not set."""
     threads, processes = _count_threads(worker.local_world_size, binding)
     env.setdefault("OMP_NUM_THREADS", str(threads))
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(MAX_COMPILE_THREADS, processes)))
@@ -170,10 +171,10 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 
 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
-    """Return how many threads a rank should compute with, and how many processes should compile for it.
+    """Return the number of threads with which a rank should compute, and the number of processes that compile for it.
 
-    A bound rank computes with a thread on each of its cores, and compiles on each of its CPUs. A quota of the cgroup is
-    divided among the ranks in any case.
+    A bound rank computes with a thread on each of its cores, and compiles on each of its CPUs. A CPU quota of the cgroup is
+    always divided among the ranks.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:

@@ -47,12 +47,12 @@ class RankHandle:
     """A rank's process and the watcher's ends of the connections to it.
 
     Attributes:
-        generation: which start of the rank this is, from 0.
+        generation: the number of this start of the rank, from 0.
         observations: what the watcher has observed of the rank in the current call.
-        channel: the watcher's end of it.
+        channel: the watcher's end of the channel.
         slot: number of the rank's slot in the memory file.
         stack_parser: parses what the rank writes to the stack pipe.
-        collective_sockets: over them the rank answers which collectives it has called.
+        collective_sockets: the sockets over which the rank reports its collectives.
         awaits_dump: whether the state machine waits for StackDumped of this rank.
     """
 
@@ -92,27 +92,27 @@ class RankHandle:
         on_stack_data: Callable[[], Any],
         on_exit: Callable[[], Any],
     ) -> None:
-        """Let the selector return these handlers when there is something to read, and when the rank ends. Raises OSError."""
+        """Register the handlers for messages, for stack data and for the rank's exit in the selector. Raises OSError."""
         self._selector, self._on_message = selector, on_message
         self._register(self.channel.fileno(), on_message)
         self._register(self._stack_pipe, on_stack_data)
         self._register(self.process.sentinel, on_exit)
 
     def can_be_called_directly(self) -> bool:
-        """Return whether the channel is open, and the rank has received what its interpreter printed during the start."""
+        """Return whether the channel is open, and no output from the rank's start is left to be sent to the rank."""
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
     def pause_messages(self) -> None:
-        """Keep the selector from returning the handler of messages until `resume_messages`."""
+        """Stop reading the channel until `resume_messages` is called."""
         self._unregister(self.channel.fileno())
 
     def resume_messages(self) -> None:
-        """Let the selector return the handler of messages again, unless the channel is closed. Raises OSError."""
+        """Read the channel again, unless it is closed. Raises OSError."""
         if self.channel.fileno() != -1:
             self._register(self.channel.fileno(), self._on_message)
 
     def reset_observations(self) -> RankObservations:
-        """Start the observations of a new call, and return them."""
+        """Create and return empty observations for a new call."""
         before = self.observations
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
@@ -132,7 +132,7 @@ class RankHandle:
             self._selector.remove(fd)
 
     def close(self) -> None:
-        """Close the watcher's ends. The pool reaps the process."""
+        """Close the watcher's ends of all connections. The pool reaps the process."""
         self._close_channel()
         self.collective_sockets.close()
         for fd in list(self._registered_fds):
@@ -152,12 +152,12 @@ class RankHandle:
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send the bytes of a message, at most a few thousand, and these descriptors. Raises OSError.
 
-        It never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank is
+        This never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank is
         dropped.
         """
         if self.channel.fileno() == -1:
             return
-        # The watcher learns of a dead rank from the sentinel. A live rank that has closed its end is left to the timeouts.
+        # The sentinel shows that a rank is dead. If a live rank has closed its end of the channel, a timeout stops it.
         with suppress(BrokenPipeError, ConnectionResetError):
             while len(fds) > MAX_DESCRIPTORS:
                 self._send(encode_frame(MessageKind.DESCRIPTORS), fds[:MAX_DESCRIPTORS])
@@ -165,7 +165,7 @@ class RankHandle:
             self._send(frame, fds)
 
     def send_file(self, kind: MessageKind, data: bytes) -> None:
-        """Send any number of bytes, in an anonymous file. Raises OSError."""
+        """Send a message with any number of bytes, which are in an anonymous file. Raises OSError."""
         with open_anonymous_file("mpwatch-message") as file:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
@@ -179,7 +179,7 @@ class RankHandle:
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # on a system with smaller socket buffers
 
     def read_messages(self) -> list[Message]:
-        """Read the messages that have arrived. At the end of the channel, or after an error, close it."""
+        """Read the messages that have arrived. Close the channel at its end, or after an error."""
         messages: list[Message] = []
         if self.channel.fileno() == -1:
             return messages
@@ -192,7 +192,7 @@ class RankHandle:
         return messages
 
     def parse_messages(self, received: Received) -> list[Message]:
-        """Do what `read_messages` does, with what the caller's thread has read from the channel."""
+        """Return the messages in the bytes that the caller's thread has read from the channel. See `read_messages`."""
         messages: list[Message] = []
         with self._close_channel_after_error():
             data, files, is_cut = split_received(received)
@@ -200,7 +200,7 @@ class RankHandle:
         return messages
 
     def _add_received(self, messages: list[Message], data: bytes, files: list[int], *, is_cut: bool) -> None:
-        """Append the messages that these bytes complete. No bytes are the end of the channel."""
+        """Append the messages that `data` completes. Empty data means the end of the channel."""
         self._files += files or [-1] * is_cut
         if not data:
             self._close_channel()
@@ -223,7 +223,7 @@ class RankHandle:
             self._close_channel()
 
     def _read_returned_file(self, message: Message) -> None:
-        """Read a return value that came in a file. The watcher does so at once, so that no descriptor stays open."""
+        """Read a return value that came in a file. The watcher reads it at once, so that no descriptor stays open."""
         if message.kind is MessageKind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
@@ -234,14 +234,14 @@ class RankHandle:
                 _close(fd)
 
     def on_ready(self, body: bytes) -> None:
-        """Note that the rank is ready: from now on it has its final stderr, and writes only stacks to the stack pipe."""
+        """Record that the rank is ready. From now on, it has its final stderr and writes only stacks to the stack pipe."""
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
         self.observations.was_ready = True
         self.stack_parser.mark_ready(main_thread)
 
     def request_stack_dump(self) -> bool:
-        """Ask the rank for the stacks of its threads, by its handler in Python. Return False if it cannot write them."""
+        """Ask the rank for the stacks of its threads, by a signal. Return False if the rank cannot write stacks."""
         signum = next(filter(self._can_dump_stacks, (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL)), None)
         if signum is None:
             return False
@@ -252,9 +252,9 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """Ask faulthandler for the main thread's stack if Python has not begun to answer: this thread is in C code then.
+        """Ask faulthandler for the main thread's stack if Python has not begun to answer, because this thread runs C code.
 
-        Nothing is asked if this request is over: faulthandler may crash a rank that runs Python code.
+        Do nothing if this request is over, because faulthandler may crash a rank that runs Python code.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -264,8 +264,8 @@ class RankHandle:
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Return whether the rank can write stacks when it gets this signal.
 
-        It cannot if it is stopped or has become another program. It also cannot if it has closed its end of the stack pipe:
-        the stacks would go to the file that now has that descriptor.
+        A rank cannot write stacks if it is stopped or has become another program. It also cannot if it has closed its end of
+        the stack pipe, because the stacks would go to the file that now has that descriptor.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:

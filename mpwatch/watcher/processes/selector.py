@@ -1,11 +1,11 @@
-"""The one place where the watcher thread waits, and the order in which descriptors became ready.
+"""The one place where the watcher thread waits. `Selector` keeps the order in which descriptors became ready.
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
-- A poll set that is built for each wake-up costs time for every descriptor, even if one of them is ready.
+- A poll set that is built for each wake-up costs time for every descriptor, even if only one descriptor is ready.
 - The kernel's own set (epoll) lists descriptors in the order in which they became ready. A rank that died before another
-  rank sent a message comes first, even if the watcher reads late. A listed descriptor that becomes ready again before it is
-  read keeps its place, so it may come too early, never too late.
+  rank sent a message comes first, even if the watcher reads late. If a listed descriptor becomes ready again before it is
+  read, it keeps its place. So a descriptor may come too early in this order, but never too late.
 """
 
 import selectors
@@ -18,7 +18,7 @@ LONGEST_WAIT = 86_400.0  # seconds; poll(2) takes milliseconds in an int, which 
 
 
 class Selector(Generic[T]):
-    """Descriptors to wait for, each with the function that handles it when it is ready. A context manager."""
+    """A context manager with the descriptors to wait for. Each descriptor has a function that is its handler."""
 
     def __init__(self) -> None:
         self._selector: Any = selectors.DefaultSelector()  # epoll or kqueue: another poll can wait for its descriptor
@@ -34,11 +34,14 @@ class Selector(Generic[T]):
         self._selector.register(fd, selectors.EVENT_READ, handler)
 
     def remove(self, fd: int) -> None:
-        """Remove a descriptor, before it is closed. A copy in a forked process would keep it in the kernel's set."""
+        """Remove a descriptor before it is closed. Otherwise a copy in a forked process keeps it in the kernel's set."""
         self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
-        """Return the handlers of the ready descriptors, in the kernel's order; none if the time is over (None: no limit)."""
+        """Return the handlers of the ready descriptors, in the kernel's order. The list is empty after so many seconds.
+
+        There is no limit if `seconds` is None.
+        """
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`
         if not ready:
             timeout = LONGEST_WAIT if seconds is None else min(max(0.0, seconds), LONGEST_WAIT)

@@ -2,11 +2,12 @@
 
 A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm/torch_<its pid>_<random>_<number>`:
 
-    strategy file_descriptor (the default): create and open, set the size, map, unlink.  Killed meanwhile: the file stays.
+    strategy file_descriptor (the default): create and open, set the size, map, unlink.
+        If the process is killed before the unlink, the file stays.
     strategy file_system: create and open, set the size, map, count its users in its first bytes, close.
         The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
 
-Processes that are killed leave nothing else. multiprocessing's resource tracker removes files of
+Killed processes leave no other files. multiprocessing's resource tracker removes files of
 `multiprocessing.shared_memory`, and semaphores of the spawn context. Semaphores of the fork context have no name.
 
 `remove_left_files` removes a file only if all of this holds:
@@ -18,12 +19,12 @@ Processes that are killed leave nothing else. multiprocessing's resource tracker
 4. No process of this machine has opened or mapped it (`is_used_elsewhere`).
 5. Its count of users is 0.
 
-The first three say whose file it is. Two cases remain: a later process may get the same pid, and a process of another
-container may have it, if the containers share /dev/shm. The last two keep the file of such a process while any process can
-need it. With file_descriptor, only the process that makes a file opens it by name, and keeps it open until it is unlinked.
-With file_system, a file in use has a count.
+The first three rules show which process made the file. They are wrong in two cases. A later process may have got the same
+pid, or a process of another container may have the same pid and share /dev/shm. For these cases, the last two rules keep a
+file while any process can need it. With file_descriptor, only the process that makes a file opens it by name, and keeps it
+open until it is unlinked. With file_system, a file in use has a count of users above 0.
 
-If one of them cannot be found out, the file stays. It also stays if the watcher is killed: the guardian removes no files.
+If one of these facts is unknown, the file stays. It also stays if the watcher is killed: the guardian removes no files.
 """
 
 import os
@@ -40,12 +41,12 @@ COUNT_SIZE = 4  # bytes of the count of users, an int
 
 
 def find_makers(pgid: int) -> set[int]:
-    """Return the processes of a process group that have made such a file which still exists."""
+    """Return the pids in a process group that have made a file of torch which still exists."""
     return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
 
 
 def remove_left_files(makers: Collection[int], since: float) -> None:
-    """Remove the files that these processes have left.
+    """Remove the files of torch that these processes have left.
 
     Args:
         makers: pids of the processes.
@@ -58,7 +59,7 @@ def remove_left_files(makers: Collection[int], since: float) -> None:
 
 
 def _list_files() -> Iterator[tuple[int, str]]:
-    """Yield the pid in the name of each file of torch, and the file's path."""
+    """Yield the pid in the name of each file of torch, with the path of the file."""
     try:
         names = os.listdir(FOLDER)
     except OSError:  # another system than Linux, or no descriptor is left

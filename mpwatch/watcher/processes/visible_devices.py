@@ -1,4 +1,4 @@
-"""Which GPUs a rank can see, and how a rank is shown one of them only. Runs in the watcher.
+"""Finds the GPUs that a rank can see, and limits a rank to one of these GPUs. Runs in the watcher.
 
 The driver of each vendor reads variables that list the devices to use:
 
@@ -7,11 +7,12 @@ The driver of each vendor reads variables that list the devices to use:
     ROCm                 ROCR_VISIBLE_DEVICES, and among those HIP_VISIBLE_DEVICES; without it CUDA_VISIBLE_DEVICES
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
-"Among those": the numbers in the second variable count the devices that the first one has left. So mpwatch replaces one list
-only, by one of its entries: the list that is applied last. If the caller has set no list, mpwatch sets CUDA_VISIBLE_DEVICES
-or HIP_VISIBLE_DEVICES. For Intel the caller has to set one, since only Level Zero itself can count the devices.
+"Among those" means that the numbers in the second variable count only the devices that the first variable allows. So mpwatch
+replaces only the list that is applied last, by one of its entries. If the caller has set no list, mpwatch sets
+CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES. For Intel, the caller has to set a list, since only Level Zero itself can count
+the devices.
 
-No GPU is initialised: this module reads variables, and files of the drivers (os_support/gpus.py).
+This module initialises no GPU. It reads variables, and files of the drivers (os_support/gpus.py).
 """
 
 import re
@@ -34,9 +35,9 @@ class VisibleDevices(NamedTuple):
     variables: tuple[str, ...]
     """The variables that have the list. There are several if the caller has set all of them to the same value."""
     entries: Sequence[str] = ()
-    """The value of these variables that shows one device only, for each device."""
+    """For each device, the value of these variables that shows only this device."""
     gpus: Sequence[Gpu | None] = ()
-    """The same devices. None: the entry cannot be resolved, or its files say nothing."""
+    """The same devices as Gpu objects. None stands for an unknown device."""
     are_unknown: bool = False
     """There may be devices, but they cannot be counted without initialising them."""
 
@@ -46,7 +47,8 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
     Args:
         env: the environment.
-        builds: the kinds of GPU that the installed torch is built for: "cuda", "hip" or "xpu". Empty: the machine decides.
+        builds: the kinds of GPU that the installed torch is built for: "cuda", "hip" or "xpu". If it is empty, the GPUs of
+            this machine decide.
         root: the folder that has `dev`, `proc` and `sys`.
     """
     if "xpu" in builds:
@@ -61,12 +63,12 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
     """Return the variables that show a rank only the GPU whose number is its local rank.
 
     Args:
-        devices: what the rank can see without these variables.
+        devices: the GPUs that the rank can see without these variables.
         worker: the rank.
         env: the environment from which `devices` were found.
 
     Raises:
-        ValueError: there are fewer GPUs than ranks on this machine, or it is not known how many there are.
+        ValueError: there are fewer GPUs than ranks on this machine, or the number of GPUs is unknown.
     """
     ranks, count = worker.local_world_size, len(devices.entries)
     need = f"visible_devices='own' needs a GPU for each of the {ranks} ranks of this machine"
@@ -135,13 +137,13 @@ def _count_up(devices: Sequence[object]) -> list[str]:
 
 
 def _parse_list(value: str, count: int | None) -> list[str]:
-    """Return the entries of a list of devices that CUDA and ROCm use. They use none if two are equal.
+    """Return the entries that CUDA and ROCm use of a list of devices. They use no entry if two entries are equal.
 
-    They ignore all that follows an entry which is wrong. torch does the same (`_parse_visible_devices` in torch/cuda).
+    CUDA and ROCm ignore everything after a wrong entry. torch does the same (`_parse_visible_devices` in torch/cuda).
 
     Args:
         value: the list.
-        count: how many devices there are; a larger number is a wrong entry. None: not known.
+        count: the number of devices, or None if it is unknown. A number that is not below `count` is a wrong entry.
     """
     prefix = next((prefix for prefix in NAME_PREFIXES if value.startswith(prefix)), None)
     entries: list[str] = []
@@ -161,7 +163,7 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 
 
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU of an entry. A name may be the beginning of a GPU's name, if that is unambiguous."""
+    """Return the GPU of an entry, or None if it is unknown. An entry may be the beginning of only one GPU's name."""
     if entry.isdecimal():
         return numbered[int(entry)] if int(entry) < len(numbered) else None
     # Older drivers name a part of a GPU MIG-GPU-<name of the GPU>/1/0. Today such a name says nothing about the GPU.

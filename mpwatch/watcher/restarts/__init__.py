@@ -1,1 +1,1 @@
-"""Whether, when and how failed ranks are restarted."""
+"""Decides whether, when and how failed ranks are restarted."""

@@ -26,9 +26,9 @@ def merge_results(
 ) -> RunResult[T]:
     """Return the result of all restart groups together.
 
-    Without `keep_going` there are return values only if all ranks have returned. The root cause is the earliest one. The
-    root cause of a group in `restartable_groups` (by lowest rank) did not end the run, so it counts only if there is no
-    other.
+    Without `keep_going`, there are return values only if all ranks have returned. The root cause of the run is the earliest
+    root cause of a group. `restartable_groups` has the lowest ranks of groups whose failure did not end the run. The root
+    cause of such a group counts only if there is no other root cause.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:

@@ -1,6 +1,7 @@
-"""Applies a RestartPolicy to the failures of one run: are the ranks restarted, and after which delay?
+"""Applies a RestartPolicy to the failures of one run. Decides whether the ranks are restarted, and after which delay.
 
-It has no clock: the caller passes the times. Random numbers, for the jitter, come from a function that a test can replace.
+This module has no clock, so the caller passes the times. The random numbers for the jitter come from a function that a test
+can replace.
 """
 
 import math
@@ -16,22 +17,22 @@ NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """What a decision about a failed attempt needs to know."""
+    """The facts that are needed for a decision about a failed attempt."""
 
     cause: ProcessFailure | None
     """The root cause."""
     had_heartbeat: bool = False
     """Whether the rank that failed first had sent a heartbeat or a report."""
     healthy_seconds: float = 0.0
-    """The time from when all ranks were ready to the failure."""
+    """How long all ranks had been ready before the failure, in seconds."""
     step: int | None = None
     """The highest step that a rank has reported."""
     seconds_left: Callable[[], float] = lambda: math.inf
     """Returns how many seconds of the run's `timeout` are left. It is called after `retry_if`, which may take long."""
     no_restart_reason: Callable[[], str] | None = None
-    """Returns why the failure is not worth a restart, or an empty text. None: the rules of the policy decide that.
+    """Returns why the failure does not allow a restart, or an empty text. If it is None, the rules of the policy decide.
 
-    In a job of several nodes, the node of the failed rank has applied these rules already."""
+    In a job of several nodes, the node of the failed rank has already applied the rules of the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +40,15 @@ class RestartDecision:
     """Whether to restart the ranks."""
 
     delay: float | None = None
-    """Seconds before the restart; None: the ranks are not restarted."""
+    """Seconds before the restart, or None if the ranks are not restarted."""
     restarts_left: int = 0
     no_restart_reason: str = ""
-    """Empty if the ranks are restarted, or if the policy has max_restarts=0."""
+    """Why the ranks are not restarted. The text is empty if they are restarted, or if the policy has max_restarts=0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCounters:
-    """What is known of earlier attempts."""
+    """The counters of earlier attempts."""
 
     restarts_used: int = 0
     """Restarts since the first start, or since `reset_after` has set the count to 0."""
@@ -65,9 +66,9 @@ class RestartBudget:
     """The restarts that a restart group has used and has left.
 
     Args:
-        policy: how many restarts, and after which failures.
+        policy: the number of restarts, and the failures after which a restart is allowed.
         rng: returns a random number from 0 to 1, for the jitter.
-        counters: what is known of earlier attempts.
+        counters: the counters of earlier attempts.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RestartBudget:
         self.counters = counters
 
     def decide(self, failed_attempt: FailedAttempt) -> RestartDecision:
-        """Decide whether to restart after the latest attempt. Raises what `retry_if` raises."""
+        """Decide whether to restart after the latest attempt. Raises any exception of `retry_if`."""
         policy = self._policy
         if not policy.max_restarts:
             return RestartDecision()
@@ -128,9 +129,9 @@ class RestartBudget:
 
 
 def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
-    """Return why the policy does not allow a restart after this failure; an empty text if it does.
+    """Return why the policy does not allow a restart after this failure. The text is empty if a restart is allowed.
 
-    Raises what `retry_if` raises.
+    Raises any exception of `retry_if`.
     """
     retry_if, cause = policy.retry_if, failed_attempt.cause
     if cause is None:
@@ -148,7 +149,10 @@ def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt)
 
 
 def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
-    """Return why the failure would come again, without `retry_if`: the interpreter did not start, or the code is wrong."""
+    """Return why the failure would occur again: the rank did not start, or its code is wrong.
+
+    This rule applies if `retry_if` is not set.
+    """
     if cause.kind is FailureKind.START:
         return "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"
     is_programming_error = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)

@@ -1,9 +1,10 @@
-"""The ranks that are started, called, stopped and restarted together: all ranks, or one rank each with scope="worker".
+"""The ranks that are started, called, stopped and restarted together. With scope="worker", each rank is a separate group.
 
-In a WorkerGroup, each call has its own RestartGroup of the ranks that it calls. The ranks without a call are one, too.
+In a WorkerGroup, the ranks of each call are one RestartGroup. The ranks without a call are another RestartGroup.
 
-It runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and what was observed of
-them, and it publishes their events. It does nothing to the processes: the event loop executes the machine's actions.
+This module runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and their
+observations, and it publishes their events. A RestartGroup does nothing to the processes, because the event loop executes
+the actions of the state machine.
 """
 
 import math
@@ -41,8 +42,8 @@ class RestartGroup:
 
     Args:
         spec: options of the run or the WorkerGroup.
-        setups: the ranks; empty if they are not known before the first restart.
-        event_bus: where events are published.
+        setups: the ranks. The list is empty if they are not known before the first restart.
+        event_bus: receives the events of the ranks.
         keep_ranks: whether the ranks stay after a call, for the next call.
     """
 
@@ -80,7 +81,7 @@ class RestartGroup:
 
     @property
     def workers(self) -> list[Worker]:
-        """The Worker of each rank, of the latest start."""
+        """The Worker of each rank, as of the latest start."""
         return [setup.worker for setup in self.setups.values()]
 
     def is_idle(self) -> bool:
@@ -90,9 +91,9 @@ class RestartGroup:
         return self.call is None and machine.stage is m.RunStage.IDLE and not is_starting
 
     def read_machine(self) -> None:
-        """Copy the state of the machine, so that the event loop can compare it with the next one.
+        """Copy the state of the machine, so that the event loop can compare it with the next state.
 
-        `due_at` is the machine's deadline, infinite if there is none.
+        `due_at` is the machine's deadline, or infinity if there is no deadline.
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
@@ -103,7 +104,7 @@ class RestartGroup:
         self.due_at = math.inf if deadline is None else deadline
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
-        """Pass an event to the machine, and publish what it means. Return the machine's actions."""
+        """Pass an event to the state machine, and publish the event for observers. Return the machine's actions."""
         was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late_ranks
         was_running, generation = self.machine.is_call_running(), self.machine.generation
         actions = self.machine.handle(event, now)
@@ -125,13 +126,13 @@ class RestartGroup:
         return actions
 
     def handle_deadline(self, now: float) -> list[m.Action]:
-        """Pass the time to the machine. Return its actions; none if its deadline has not come."""
+        """Pass the time to the state machine. Return the machine's actions. There are none before its deadline."""
         return self.machine.handle_deadline(now)
 
     def observations(
         self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
     ) -> AttemptObservations:
-        """Return what was observed of the ranks since their last start; of ranks that stay, during the last call."""
+        """Return the observations of the ranks since their last start. In a WorkerGroup, return those of the last call."""
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
             ranks=dict(self.observed),
@@ -157,7 +158,7 @@ class RestartGroup:
         )
 
     def split(self, ranks: Collection[int]) -> "RestartGroup":
-        """Move these idle ranks of a WorkerGroup into a group of their own, and return it."""
+        """Move these idle ranks of a WorkerGroup into a new RestartGroup, and return it."""
         group = RestartGroup(self._spec, [], self._event_bus, keep_ranks=self._keeps_ranks)
         self._move_to(group, ranks)
         group.machine.stage = m.RunStage.IDLE
@@ -183,8 +184,8 @@ class RestartGroup:
         """Log a warning for each rank that succeeded, but did not exit in time or failed while it exited.
 
         Args:
-            deferred_log: where to log.
-            of_run: True: the ranks exit after a call. False: idle ranks of a WorkerGroup exit.
+            deferred_log: receives the warnings.
+            of_run: whether the ranks exit after a call. It is False if idle ranks of a WorkerGroup exit.
         """
         what_was, value_kept = ("had returned", ". Its value is kept") if of_run else ("was asked to exit", "")
         for rank in self.machine.overdue_exits:
@@ -204,7 +205,7 @@ class RestartGroup:
         self._event_bus.publish(kind, ranks, at=at, attempt=attempt, **details)
 
     def _publish_call_started(self) -> None:
-        """Publish CallStarted once for each call. If the ranks are not known yet, that is when they are first started."""
+        """Publish CallStarted once for each call. If the ranks are not known yet, do this when they are first started."""
         if self.setups and self._run_started_at < math.inf and not self._has_published_call:
             self._has_published_call = True
             attempt = next(iter(self.workers)).restart_count
@@ -238,7 +239,8 @@ class RestartGroup:
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
     """Return the state of all ranks of this node together.
 
-    A rank that is restarted while others go on (scope="worker") makes it UNHEALTHY. A restart of all ranks makes it INIT.
+    The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). It is INIT if all ranks are
+    restarted.
     """
     states = {group.known_state for group in groups}
     is_rank_restarting = len(groups) > 1 and any(

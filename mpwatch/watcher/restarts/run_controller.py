@@ -1,14 +1,14 @@
-"""The control of one run, in the caller's thread: diagnose attempts, decide about restarts, delay them, build the result.
+"""Controls one run, in the caller's thread: diagnoses attempts, decides about restarts, delays them, builds the result.
 
     watcher thread --- all ranks of a group have exited ---> handle_ended_attempts: diagnose, then decide
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
 `schedule_restart` is the only place where a restart is delayed, on one node and on several. restart_budget.py computes the
-delay. The watcher thread waits for it, so an observer that is slow does not lengthen it.
+delay. The watcher thread waits until the delay is over, so a slow observer does not make it longer.
 
-User code runs here. Exceptions and return values are unpickled; what their classes raise becomes part of the diagnosis.
-`retry_if` and `env` are called; what these raise ends the run.
+User code runs here. Exceptions and return values are unpickled. If their classes raise, the error becomes part of the
+diagnosis. `retry_if` and `env` are called. If these functions raise, the exception ends the run.
 """
 
 import logging
@@ -48,7 +48,7 @@ class RunController(Generic[T]):
 
     Args:
         spec: what to run.
-        event_bus: where events are published.
+        event_bus: receives the events of the run.
     """
 
     def __init__(self, spec: WorkerSpec[T], event_bus: EventBus) -> None:
@@ -65,12 +65,12 @@ class RunController(Generic[T]):
         self._no_restart_reason = ""
 
     def begin(self, pending_call: PendingCall) -> None:
-        """Publish that the run has started. Call it just before the ranks are started."""
+        """Publish that the run has started. Call this just before the ranks are started."""
         self._pending_call = pending_call
         self.event_bus.publish_run_started(self._spec, fn=self._spec.fn_name)
 
     def seconds_left(self) -> float:
-        """Return how much of the run's `timeout` is left; infinite without a timeout."""
+        """Return how many seconds of the run's `timeout` are left, or infinity if there is no timeout."""
         timeout = self._spec.timeout
         suspended_seconds = 0.0 if self._pending_call is None else self._pending_call.suspended_seconds
         return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - time.monotonic()
@@ -78,7 +78,7 @@ class RunController(Generic[T]):
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
         """Decide about the attempts that have failed since the last call.
 
-        Raises what `retry_if` and `env` raise, and LaunchError.
+        Raises LaunchError, and any exception of `retry_if` and `env`.
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
@@ -119,7 +119,7 @@ class RunController(Generic[T]):
         schedule_restart(commands, decision.delay, partial(commands.post, restart))
 
     def _find_stop_reason(self) -> str:
-        """Return why no rank is restarted any more if a stop was requested. Empty: none was, or there are no restarts."""
+        """Return why a requested stop prevents restarts. The text is empty without a request, or if max_restarts is 0."""
         request = None if self._pending_call is None else self._pending_call.stop_request
         return f"a stop was requested ({request.cause})" if request is not None and self._spec.policy.max_restarts else ""
 
@@ -136,7 +136,7 @@ class RunController(Generic[T]):
         )
 
     def _record_attempt(self, observations: AttemptObservations) -> RunResult[T]:
-        """Diagnose an attempt that is over, record it and publish what became of its ranks."""
+        """Diagnose an attempt that is over, record it and publish the outcomes of its ranks."""
         returned = tuple(rank for rank, observed in observations.ranks.items() if _has_value(observations, observed))
         result = diagnose_attempt(observations)
         self._returned[min(observations.ranks)] = returned
@@ -169,7 +169,7 @@ class RunController(Generic[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def build_result(self) -> RunResult[T]:
-        """Return the result of the run, and publish that the run has ended. Call it when all ranks have exited."""
+        """Return the result of the run, and publish that the run has ended. Call this when all ranks have exited."""
         assert self._pending_call is not None
         for observations in self._pending_call.observations:
             known = self._last_attempts.get(min(observations.ranks))
@@ -200,7 +200,7 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events))
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose values `keep_going` would have kept; none if the option is set, or could not be set."""
+        """Return the ranks whose values `keep_going` would have kept. The tuple is empty if it is set, or is not allowed."""
         if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
@@ -208,7 +208,7 @@ class RunController(Generic[T]):
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
 
-        It may be a LaunchError, or an exception in the caller's thread. A note of the exception names the earlier failures.
+        The error may be a LaunchError, or an exception in the caller's thread. A note of the error names earlier failures.
         """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):
@@ -232,7 +232,7 @@ class RunController(Generic[T]):
 def diagnose_attempt(
     observations: AttemptObservations, loaded_values: Mapping[int, LoadedValue] | None = None
 ) -> RunResult[Any]:
-    """Diagnose an attempt that is over, and drop what only the diagnosis needs. See `diagnose`."""
+    """Diagnose an attempt that is over, and drop the data that only the diagnosis needs. See `diagnose`."""
     observations.collect_stderr()
     try:
         return diagnose(observations, loaded_values)
@@ -241,12 +241,12 @@ def diagnose_attempt(
 
 
 def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[], object]) -> None:
-    """Have the watcher thread call `restart` when this many seconds have passed."""
+    """Make the watcher thread call `restart` when this many seconds have passed."""
     commands.post(DelayedAction(time.monotonic() + seconds, restart))
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
-    """Publish which ranks failed, the root cause first, which ranks were stopped, and the collectives of all of them."""
+    """Publish the ranks that failed (the root cause first), the ranks that were stopped, and all ranks' collectives."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,

@@ -1,1 +1,1 @@
-"""Carry an exception with its traceback from a rank to the caller: encoder.py in the rank, decoder.py in the watcher."""
+"""Send an exception with its traceback from a rank to the caller. The rank uses encoder.py, the watcher decoder.py."""

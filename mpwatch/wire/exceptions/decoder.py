@@ -1,16 +1,18 @@
-"""Decode an exception that encoder.py has encoded. Runs in the watcher; the encoder uses it to try out its pickles.
+"""Decode an exception that encoder.py has encoded. This module runs in the watcher. In the rank, the encoder tests its
+pickles with this module.
 
-`decode_exception` rebuilds each node of the exception graph in the best way that works:
+An exception, its causes and the members of its group are the nodes of a graph. `decode_exception` rebuilds each node in the
+best way that works:
 
     exact      unpickle the exception as a whole
-    rebuilt    unpickle its class, and those of its arguments and attributes that could be pickled; then create it
+    rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
     stand-in   create a class of the same name, derived from the same builtin classes, with the same text
 
-Then it sets what every exception has: cause, context, notes and the traceback (tracebacks.py).
+Then `decode_exception` sets the exception's cause, context, notes and traceback (tracebacks.py).
 
-The `read_...` functions get texts from the message "plain" without rebuilding anything, so they run no user code.
+The `read_...` functions read texts from the message "plain". They rebuild no exceptions, so they run no user code.
 
-Of mpwatch, this module imports only source_lines, tracebacks and return_values.
+This module imports only three other modules of mpwatch: source_lines, tracebacks and return_values.
 """
 
 import builtins
@@ -30,36 +32,37 @@ MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class HostHandlerError(BaseException):
-    """A signal handler of the host program has raised. `run_until_handler_raises` raises the handler's own exception."""
+    """A signal handler of the calling program has raised. `run_until_handler_raises` raises the handler's own exception."""
 
 
-# What ends a run if it is raised while user code runs in the caller's thread. All else is an error of that code.
+# These exceptions end a run if they are raised while user code runs in the caller's thread. All others are errors of that
+# code.
 ENDS_RUN = (KeyboardInterrupt, HostHandlerError)
 
 
 def get_builtin_attribute(error: BaseException, name: str) -> Any:
-    """Read an attribute that every exception has (such as `__cause__`), even if its class overrides it."""
+    """Read an attribute that every exception has, such as `__cause__`, even if the exception's class overrides it."""
     return BaseException.__dict__[name].__get__(error)
 
 
 def set_builtin_attribute(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute that every exception has, even if its class overrides it."""
+    """Set an attribute that every exception has, even if the exception's class overrides it."""
     BaseException.__dict__[name].__set__(error, value)
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note. Unlike its own `add_note`, it also works for a class that forbids attributes (a frozen dataclass)."""
+    """Add a note to an exception. Unlike the method `add_note`, this also works if the exception is a frozen dataclass."""
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
 
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
-    """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except ENDS_RUN.
+    """Rebuild an exception from its messages. If code of the exceptions' classes raises, only ENDS_RUN is passed on.
 
     Args:
-        plain: a message of `ExceptionEncoder`.
-        details: the second one; without it, the result is a stand-in.
-        local_variables: the third one; without it, the frames have no local variables.
+        plain: the message "plain" of `ExceptionEncoder`.
+        details: the message "details". If it is empty, a stand-in for the exception is returned.
+        local_variables: the message "locals". If it is empty, the frames have no local variables.
     """
     content = marshal.loads(plain)
     source_lines.add_to_linecache(content["sources"])
@@ -70,7 +73,7 @@ def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes 
 
 
 def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
-    """Build all exceptions of a graph, and return that of the first node. A node without parts becomes a stand-in."""
+    """Build all exceptions of a graph, and return the first node's exception. A node without parts becomes a stand-in."""
     built: dict[int, BaseException] = {}
     for number in _order_members_first(nodes):
         members = [built[member] for member in nodes[number]["members"] if member in built]
@@ -81,7 +84,10 @@ def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None]
 
 
 def _order_members_first(nodes: list[ExceptionNode]) -> list[int]:
-    """Return the nodes' numbers; each group comes after its members, which its constructor needs."""
+    """Return the nodes' numbers in the order in which to build them: the members of a group come before the group.
+
+    The constructor of a group needs the members.
+    """
     order: list[int] = []
     waiting = [(number, False) for number in range(len(nodes))]
     done = set()
@@ -105,12 +111,12 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
         except ENDS_RUN:
             raise
         except BaseException:  # noqa: BLE001, S110
-            pass  # it worked in the rank, but the classes here may differ.
+            pass  # rebuilding worked in the rank, but the classes here may differ
     return _build_stand_in(node, members)
 
 
 def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
-    """Create the exception with its own class: "exact" or "rebuilt". Runs code of that class, and raises what it raises."""
+    """Create the exception with its own class, in the way "exact" or "rebuilt". Raises what the code of the class raises."""
     if parts["exact"] is not None:
         error = return_values.loads(parts["exact"])
         if not isinstance(error, BaseException):
@@ -128,19 +134,19 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 
 
 def is_builtin_class(cls: type) -> bool:
-    """Return whether a class is builtin. Its `__module__` is no proof: pytest's Skipped claims to be builtin."""
+    """Return whether a class is builtin. Its `__module__` can be wrong: that of pytest's class Skipped is "builtins"."""
     return getattr(builtins, cls.__name__, None) is cls
 
 
 def has_same_text(one: str, other: str) -> bool:
-    """Return whether two texts are equal, except for memory addresses, which reprs contain."""
+    """Return whether two texts are equal if the memory addresses in them are ignored. Many reprs contain an address."""
     return MEMORY_ADDRESS.sub("", one) == MEMORY_ADDRESS.sub("", other)
 
 
 def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
     try:
         error: object = cls.__new__(cls, *args)
-    except Exception:  # noqa: BLE001  its own __new__ raised: call that of the nearest builtin class
+    except Exception:  # noqa: BLE001  the class's own __new__ raised, so call __new__ of the nearest builtin class
         base = next(base for base in cls.__mro__ if is_builtin_class(base))
         error = base.__new__(cls, *args)
     if not isinstance(error, BaseException):
@@ -149,7 +155,10 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 
 
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
-    """Create an exception of a new class with the same name and text. `except` of the same builtin classes catches it."""
+    """Create an exception with the same text, of a new class with the same name and the same builtin base classes.
+
+    So the same `except` clauses for builtin classes catch the stand-in.
+    """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}
     bases = tuple(getattr(builtins, name) for name in node["bases"])

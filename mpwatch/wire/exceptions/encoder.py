@@ -1,19 +1,19 @@
-"""Encode an exception for the watcher. Runs in the rank, and in any process that pickles a failure.
+"""Encode an exception for the watcher. This module runs in the rank, and in any process that pickles a failure.
 
-An exception is a node of a graph: it refers to its cause, its context and the members of a group. `ExceptionEncoder` lists
-all nodes of the graph and makes messages of them. In each, a node is known by its index in that list.
+An exception is a node of a graph, because it refers to its cause, its context and the members of a group. `ExceptionEncoder`
+makes a list of all nodes, and encodes it in three messages. The messages refer to a node by its index in this list.
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
-    locals     for each node: the texts of the local variables of its frames, if they were asked for (local_variables.py).
+    locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-`plain` is sent first. It runs nothing that the exceptions' classes define, except `__str__` and `__notes__`, and it catches
-whatever these raise. `details` pickles each node and tries to rebuild it. That runs code of the classes, which may raise,
-exit, crash or hang. The watcher then already has `plain`, so it knows that the rank failed, where and why. `locals` runs
-code of all classes that the variables have, and is sent last.
+`plain` is sent first. To make `plain`, the encoder runs no code of the exceptions' classes, except `__str__` and
+`__notes__`. It catches whatever these raise. To make `details`, the encoder pickles each node and tries to rebuild it. That
+runs code of the classes, which may raise, exit, crash or hang. The watcher already has `plain` then, so it knows that the
+rank failed, where and why. `locals` is sent last, since making it runs code of the classes of all variables.
 
-A part that cannot be pickled is left out. It does not affect the other parts.
+If a part cannot be pickled, only this part is left out.
 """
 
 import marshal
@@ -34,9 +34,9 @@ from mpwatch.wire.exceptions.decoder import (
 from mpwatch.wire.exceptions.tracebacks import get_file, read_frames
 from mpwatch.wire.pickling import return_values
 
-MAX_NODES = 2000  # causes, contexts and group members together; more nodes are left out
+MAX_NODES = 2000  # causes, contexts and group members together; further nodes are left out
 MAX_TEXT = 1 << 20  # characters of one text; a longer text is cut
-# These attributes are not pickled one by one: the plain message has them, or they are rebuilt with the exception.
+# These attributes are not pickled one by one, because the message "plain" has them or the exception is rebuilt with them.
 ENCODED_ATTRIBUTES = {
     "__cause__",
     "__context__",
@@ -51,9 +51,10 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 
 
 class ExceptionEncoder:
-    """The encoder of one exception and of all exceptions that it refers to.
+    """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` lists them breadth-first, the exception itself first. Each is a dictionary of builtin values.
+    `nodes` is a list of these exceptions in breadth-first order. It begins with the exception itself. Each item of the list
+    is a dictionary of builtin values.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -131,7 +132,7 @@ def _get_class_name(cls: type, name: str) -> str:
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
-    """Return the nearest builtin exceptions among its base classes. None of them is derived from another."""
+    """Return the names of the nearest builtin exceptions among the base classes. None is a base class of another one."""
     found: list[type] = []
     for base in cls.__mro__:
         is_ancestor = is_builtin_class(base) and issubclass(base, BaseException)
@@ -141,7 +142,7 @@ def _find_builtin_bases(cls: type) -> list[str]:
 
 
 def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | None:
-    """Return the pickles from which this exception can be rebuilt; None if it cannot be rebuilt."""
+    """Return the pickles from which this exception can be rebuilt. Return None if that is impossible."""
     try:
         members = list(_get_members(error))
         attributes = {
@@ -159,12 +160,15 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
             "attributes": attributes,
         }
         return parts if parts["class"] is not None and _can_be_rebuilt(error, node, parts, members) else None
-    except BaseException:  # noqa: BLE001  from a class that overrides what every exception has
+    except BaseException:  # noqa: BLE001  a class that overrides attributes of every exception may raise anything
         return None
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Return the exception's own pickle, and the attributes that it lacks (pickle ignores slots)."""
+    """Return a pickle of the whole exception, and pickles of the attributes that are not in it (pickle ignores slots).
+
+    Return None if the exception cannot be rebuilt from them.
+    """
     data = _try_pickle(error)
     if data is None:
         return None
@@ -172,7 +176,7 @@ def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[st
     try:
         rebuilt = rebuild_from_pickles(node, bare, [])
         lost = {name: kept for name, kept in attributes.items() if _try_pickle(getattr(rebuilt, name, _missing)) != kept}
-    except BaseException:  # noqa: BLE001  from the code of its class
+    except BaseException:  # noqa: BLE001  the exception's class may raise anything
         return None
     parts = {**bare, "attributes": lost}
     return parts if _can_be_rebuilt(error, node, parts, []) else None
@@ -181,19 +185,19 @@ def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[st
 def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> bool:
     try:
         rebuilt = rebuild_from_pickles(node, parts, members)
-    except BaseException:  # noqa: BLE001  from the code of its class
+    except BaseException:  # noqa: BLE001  the exception's class may raise anything
         return False
     if type(rebuilt) is not type(error):
         return False
     if has_same_text(_get_text(rebuilt), node["text"]):
         return True
-    # a set among its arguments may be printed in another order
+    # If an argument of the exception is a set, the order in which it is printed may differ.
     has_default_text = type(error).__str__ is BaseException.__str__
     return has_default_text and len(get_builtin_attribute(rebuilt, "args")) == len(get_builtin_attribute(error, "args"))
 
 
 def _missing() -> None:
-    """Stand for an attribute that is missing. No attribute has this function as its value."""
+    """Mark an attribute that is missing: this function is used as its value, since no attribute has this value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:
@@ -204,12 +208,12 @@ def _try_pickle(value: Any) -> bytes | None:
 
 
 def _try_pickle_and_load(value: Any) -> bytes | None:
-    """Return a pickle that can be loaded; None if there is none."""
+    """Return a pickle of the value. Return None if the value cannot be pickled or the pickle cannot be loaded."""
     data = _try_pickle(value)
     if data is not None:
         try:
             return_values.loads(data)
-        except BaseException:  # noqa: BLE001  from the code of its class
+        except BaseException:  # noqa: BLE001  the value's class may raise anything
             return None
     return data
 
@@ -246,7 +250,10 @@ def _get_notes(error: BaseException) -> list[str]:
 
 
 def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
-    """Return the attributes in its __dict__, and those in slots: of builtin classes (OSError.filename) and of others."""
+    """Return the attributes in the exception's `__dict__` and in its slots.
+
+    Builtin exceptions have slots, too, such as OSError.filename.
+    """
     encoded = ENCODED_ATTRIBUTES | ENCODED_GROUP_ATTRIBUTES if _is_group(error) else ENCODED_ATTRIBUTES
     yield from ((name, value) for name, value in get_builtin_attribute(error, "__dict__").items() if name not in encoded)
     for base in type(error).__mro__:
@@ -264,6 +271,6 @@ def _format_traceback(error: BaseException) -> str:
 
     try:
         text = "".join(traceback.format_exception(error))
-    except BaseException as raised:  # noqa: BLE001  from a __str__ or a __notes__
+    except BaseException as raised:  # noqa: BLE001  a __str__ or a __notes__ may raise anything
         return f"(its traceback could not be printed: {type(raised).__name__})"
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"

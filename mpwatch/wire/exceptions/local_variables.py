@@ -1,8 +1,8 @@
-"""The local variables of the frames of a traceback, as text: for the option `capture_locals`. Runs in the rank.
+"""Makes texts of the local variables in a traceback, for the option `capture_locals`. This module runs in the rank.
 
-The texts are made by `repr`, which runs code of the variables' classes. It may raise, hang or return very much. So the texts
-are bounded in number and length, and made in a daemon thread, for which the rank waits LIMIT_SECONDS. A text that is not
-there by then is left out.
+`repr` makes the texts, and runs code of the variables' classes. This code may raise, hang or return a very long text. So the
+number and the length of the texts are bounded. A daemon thread makes the texts, and the rank waits LIMIT_SECONDS for it. A
+text that is not ready then is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIMIT_SECONDS = 1.0
-OUTERMOST_FRAMES, INNERMOST_FRAMES = 20, 80  # of each traceback; those between belong to a recursion
+OUTERMOST_FRAMES, INNERMOST_FRAMES = 20, 80  # of each traceback; the frames between them belong to a recursion
 MAX_VARIABLES = 100  # of a frame
 MAX_ITEMS = 20  # of a container
 MAX_STRING = 500  # characters of a string, or bytes
@@ -35,15 +35,15 @@ LITERALS = (
     list,
     set,
     tuple,
-)  # their texts are those of literals, without the name of the class
+)  # the text of such a value is a literal, without the name of the class
 BRACKETS = {tuple: ("(", ")"), set: ("{", "}"), frozenset: ("{", "}")}
 MISSING = "<missing>"
 STOPPED = "<its text was not made in time>"
-DEFINITIONS = (ModuleType, FunctionType, type)  # left out of the frames of modules
+DEFINITIONS = (ModuleType, FunctionType, type)  # such values are left out of the frames of modules
 
 
 class LocalText(str):
-    """The text of a local variable. Its `repr` is the text itself, so debuggers show it as they would show the value."""
+    """The text of a local variable. Its `repr` is the text itself, so debuggers show the text like the variable's value."""
 
     __slots__ = ()
 
@@ -52,10 +52,10 @@ class LocalText(str):
 
 
 class BoundedRepr(Repr):
-    """Makes texts of bounded length. It looks only at the beginning of a container, a string or bytes, however large.
+    """Makes texts of bounded length. It reads only the beginning of a container, a string or bytes.
 
-    A subclass of a container is shown as `Name(container)`, and a dataclass or a named tuple by its fields. The text of any
-    other object is that of its own `repr`.
+    A subclass of a container is shown as `Name(container)`. A dataclass or a named tuple is shown with its fields. The text
+    of any other object is the object's own `repr`.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class BoundedRepr(Repr):
         self.maxother = MAX_TEXT
 
     def repr1(self, x: Any, level: int) -> str:
-        """Return the text of an object, `level` levels of containers deep."""
+        """Return the text of an object. If it contains containers, show them down to a depth of `level`."""
         cls = type(x)
         if cls is LocalText:
             return str(x)
@@ -110,7 +110,7 @@ class BoundedRepr(Repr):
         return f"{left}{', '.join(texts)}{comma}{right}"
 
     def repr_instance(self, x: object, level: int) -> str:  # noqa: ARG002  as in the base class
-        """Return the text of any other object. (`Repr` replaces a repr that raises by the object's address.)"""
+        """Return the text of an object that is no container. If the object's repr raises, say so in the text."""
         try:
             text = str.__str__(repr(x))
         except BaseException as error:  # noqa: BLE001  even SystemExit
@@ -119,10 +119,10 @@ class BoundedRepr(Repr):
 
 
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
-    """Return the texts of the local variables: for each traceback those of its frames, by index, and in each frame by name.
+    """Return a dict for each traceback. It maps the index of a frame to a dict from the frame's variables to their texts.
 
-    The outermost frame has index 0. Frames without variables are left out, and so are names that Python has made.
-    Raises RuntimeError if no thread can be started.
+    The outermost frame has index 0. Frames without variables are left out. Names that Python itself has made are left out,
+    too. Raises RuntimeError if no thread can be started.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}
@@ -164,7 +164,7 @@ def _get_variables(frame: FrameType) -> dict[str, object]:
 
 
 def _format_all(found: list[dict[int, dict[str, object]]], texts: list[dict[int, dict[str, str]]]) -> None:
-    """Make the texts, those of the innermost frames first."""
+    """Make the texts, and begin with the innermost frame of each traceback."""
     bounded, total, deadline = BoundedRepr(), 0, time.monotonic() + LIMIT_SECONDS
     for variables_by_frame, texts_by_frame in zip(found, texts, strict=True):
         for number in sorted(variables_by_frame, reverse=True):
@@ -173,7 +173,7 @@ def _format_all(found: list[dict[int, dict[str, object]]], texts: list[dict[int,
                     return
                 try:
                     text = bounded.repr(value)[:MAX_TEXT]
-                except BaseException as error:  # noqa: BLE001  from a subclass of list or dict
+                except BaseException as error:  # noqa: BLE001  a subclass of list or dict may raise anything
                     text = f"<its repr raised {type(error).__name__}>"
                 texts_by_frame[number][name] = text
                 total += len(text)

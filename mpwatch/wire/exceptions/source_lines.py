@@ -1,10 +1,11 @@
-"""Send source lines that are in no file: those of notebook cells, of a program on stdin, of generated code.
+"""Send source code that is in no file: notebook cells, a program on stdin, and generated code.
 
-A traceback is printed with the lines that the module `linecache` finds. A rank does not have the notebook's cells, and the
-caller does not have code that a rank has generated. So a call carries the sources of its functions, and an exception carries
-the sources of its frames. The receiver adds to `linecache` what it lacks. It never replaces a source that it has.
+A traceback is printed with the source lines that the module `linecache` finds. A rank does not have the notebook's cells,
+and the caller does not have code that a rank has generated. So a call is sent with the sources of its functions, and an
+exception with the sources of its frames. The receiver adds the missing sources to its `linecache`. It never replaces a
+source that it already has.
 
-Runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
+This module runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from typing import Any
 
 STDIN = "<stdin>"
-COMMAND = "<string>"  # the name for `python -c`, and for any other code from a string; the two cannot be distinguished
-MAX_SIZE = 1 << 20  # characters of all sources that one call or one exception carries
+COMMAND = "<string>"  # Python's file name for `python -c` and for any other code from a string
+MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or one exception
 
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the sources that `linecache` has for names of which no file exists."""
+    """Return the sources that `linecache` has for those of these file names for which no file exists."""
     import linecache
 
     found: dict[str, str] = {}
@@ -40,7 +41,7 @@ def collect_for_files(names: Iterable[str]) -> dict[str, str]:
 
 
 def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
-    """Return these sources for the files of this code, and also that of a program on stdin (`python < program`)."""
+    """Return the sources of this code that are in no file. A program on stdin (`python < program`) is included."""
     all_code = list(codes)
     found = collect_for_files({code.co_filename for code in all_code})
     on_stdin = [code for code in all_code if code.co_filename == STDIN]
@@ -52,12 +53,15 @@ def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
 
 
 def get_ipython_shell() -> Any:
-    """Return the shell of IPython if this program runs in it; else None."""
+    """Return IPython's shell object if this program runs in IPython. Otherwise return None."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def cell_name(file: str) -> str:
-    """Return IPython's name for the cell that it compiled as this file: `Cell In[3]`. Empty if it is not a cell."""
+    """Return IPython's name for the cell that it has compiled with this file name, such as `Cell In[3]`.
+
+    Return an empty string if the file is no cell.
+    """
     name_of = getattr(
         getattr(get_ipython_shell(), "compile", None), "format_code_name", lambda _: None
     )  # in IPython 8 and newer
@@ -65,7 +69,7 @@ def cell_name(file: str) -> str:
 
 
 def add_to_linecache(sources: Mapping[str, str]) -> None:
-    """Add these sources to `linecache`, except where it has a source already."""
+    """Add those of these sources to `linecache` that it does not have."""
     if sources:
         import linecache
 
@@ -76,7 +80,7 @@ def add_to_linecache(sources: Mapping[str, str]) -> None:
 
 
 def _read_program_on_stdin() -> str:
-    """Return the program if stdin is a file, else an empty text: a pipe cannot be read again."""
+    """Return the program if stdin is a file. Otherwise return an empty text, since a pipe cannot be read again."""
     try:
         size = os.fstat(0).st_size
         return os.pread(0, min(size, MAX_SIZE), 0).decode()
@@ -85,7 +89,10 @@ def _read_program_on_stdin() -> str:
 
 
 def _contains(text: str, wanted: list[CodeType]) -> bool:
-    """Return whether all of this code comes from this text. The file may have been read from another position."""
+    """Return whether all of this code comes from this text.
+
+    It does not if Python has read the program from another position of the file.
+    """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))
     except (SyntaxError, ValueError, RecursionError):

@@ -3,15 +3,15 @@
     in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
-A `Frame` is the dictionary that tblib makes of one entry of a traceback, and what tblib lacks: the qualified name, the first
-line of the code, and the span of the expression that raised. tblib would nest the dictionaries of all entries, but the
-traceback of a RecursionError is too deep for that. So here each entry has a dictionary of its own.
+A `Frame` is the dictionary that tblib makes from one entry of a traceback, with three more values: the qualified name, the
+first line of the code, and the position of the expression that raised. tblib would nest the dictionaries of all entries. The
+traceback of a RecursionError is too deep for that, so here each entry has a separate dictionary.
 
 A debugger, IPython and the traceback module read file, function, lines and columns from a frame's code object. So
-`build_traceback` compiles a stub for each frame: a `raise` at the frame's position, in code that begins at the frame's first
-line. The stub raises, and leaves the wanted frame in the traceback, with the local variables of the `Frame`. These are
-`__tracebackhide__ = True`, if the rank's frame had it (pytest and IPython hide such a frame), and the texts of
-local_variables.py, if they were asked for.
+`build_traceback` compiles a stub for each frame. A stub is a `raise` at the frame's position, in code that begins at the
+frame's first line. When the stub raises, the traceback contains a frame like the rank's frame, with the local variables of
+the `Frame`. One of these is `__tracebackhide__ = True`, if the rank's frame had it (pytest and IPython hide such a frame).
+With the option `capture_locals`, the others are texts of the rank's variables (local_variables.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-Frame = dict[str, "Any"]  # as `make_frame` returns it
-# last line, first column, column after the last one; columns count bytes of UTF-8
+Frame = dict[str, "Any"]  # `make_frame` shows its keys
+# The position of an expression: last line, first column, and the column after the last one. Columns count bytes of UTF-8.
 Span = tuple[int, int, int]
 HIDE_VARIABLE = "__tracebackhide__"
 NO_COLUMN = -1  # makes the compiler write no columns
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
 NO_FIRST_LINE = 0  # of code from a string: Python 3.14 would show lines of the caller's own `python -c` program
-RAISED = "__mpwatch_error"  # the variable of a stub, removed when it has raised
+RAISED = "__mpwatch_error"  # the variable of a stub, which is removed when the stub has raised
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
-    """Return the frames of a traceback, outermost first. They hold builtin values only."""
+    """Return the frames of a traceback, which begin with the outermost frame. They contain only builtin values."""
     frames = []
     while trace is not None:
         frames.append(_read_frame(trace))
@@ -55,17 +55,17 @@ def make_frame(
     is_hidden: bool = False,
     span: Span | None = None,
 ) -> Frame:
-    """Return a frame as `tblib.Traceback.to_dict` does, with "co_qualname", "co_firstlineno" and "span" added.
+    """Return a dictionary like that of `tblib.Traceback.to_dict`, with "co_qualname", "co_firstlineno" and "span" added.
 
     Args:
         file: name of the file.
         name: name of the function.
-        qualname: its qualified name.
+        qualname: qualified name of the function.
         first_line: first line of the function.
         line: line that was executed.
         module: name of the module.
         is_hidden: whether `__tracebackhide__` was true.
-        span: of the expression that raised. None: it is unknown.
+        span: position of the expression that raised, or None if it is unknown.
     """
     frame = {
         "f_globals": {"__name__": module, "__file__": file},
@@ -77,7 +77,7 @@ def make_frame(
 
 
 def add_local_variables(frames: list[Frame], texts: dict[int, dict[str, str]]) -> None:
-    """Add the texts of local variables: by index of the frame, and by name."""
+    """Add texts of local variables to the frames. `texts` maps a frame's index to a dict from variables to their texts."""
     from mpwatch.wire.exceptions.local_variables import LocalText
 
     for number, variables in texts.items():
@@ -114,14 +114,14 @@ def _read_frame(trace: TracebackType) -> Frame:
 
 
 def _get_hide_variable(frame: FrameType) -> dict[str, bool]:
-    # The second test copies all local variables, so it runs only after the first. A callable, which pytest would call,
-    # counts as False.
+    # The second test copies all local variables, so it runs only if the first is true. pytest also allows a callable as the
+    # value, which counts as False here.
     hides = HIDE_VARIABLE in frame.f_code.co_varnames and frame.f_locals.get(HIDE_VARIABLE) is True
     return {HIDE_VARIABLE: True} if hides else {}
 
 
 def _read_span(trace: TracebackType, line: int) -> Span | None:
-    """Return the span of the instruction that raised; None if the compiler would reject that span."""
+    """Return the position of the instruction that raised. Return None if the compiler would reject this position."""
     unknown = (None, None, None, None)
     start, end, column, end_column = next(
         islice(trace.tb_frame.f_code.co_positions(), max(trace.tb_lasti, 0) // CODE_UNIT, None), unknown
@@ -132,7 +132,7 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
 
 
 def build_traceback(frames: list[Frame]) -> TracebackType | None:
-    """Return a traceback with these frames. It does not recurse, because a RecursionError has a thousand frames."""
+    """Return a traceback with these frames. This function uses no recursion, since a RecursionError has 1,000 frames."""
     from tblib import Traceback
 
     stubs: dict[tuple[Any, ...], CodeType] = {}  # the frames of a recursion share their code
@@ -152,7 +152,7 @@ def _compile_stub(frame: Frame) -> CodeType:
 
     names, line = frame["tb_frame"]["f_code"], frame["tb_lineno"]
     end, column, end_column = frame["span"] or (line, NO_COLUMN, NO_COLUMN)
-    # The lines of a module are relative to its first line, which is 1 until it is replaced below.
+    # The lines of the stub are relative to its first line. That is line 1 until `replace` below sets another one.
     first = NO_FIRST_LINE if names["co_filename"] == COMMAND else min(names["co_firstlineno"], line)
     before = first - 1
     position: Any = {
@@ -177,7 +177,7 @@ def _run_stub(code: CodeType, global_variables: dict[str, Any], local_variables:
         exec(code, global_variables, local_variables)  # noqa: S102  the stub
     except _StubError as error:
         trace = error.__traceback__
-    del global_variables[RAISED]  # the error refers to the frame, and the frame to these variables: a reference cycle
+    del global_variables[RAISED]  # otherwise a reference cycle: the error refers to the frame, and that to these variables
     assert trace is not None  # the stub raised
     assert trace.tb_next is not None  # the first entry is that of this function
     return trace.tb_next

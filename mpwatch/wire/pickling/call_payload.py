@@ -4,19 +4,20 @@
     section:      [ object ][ definitions for __main__ ]...[ {} ][ sources ]
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
-All sections have one pickle memo. So an object in several sections is pickled once. A rank loads the first section, and then
-its own part: its values of the arguments that differ from rank to rank. The memo of a part does not know the other parts.
+All sections share one pickle memo. So an object that is in several sections is pickled only once. A rank loads the first
+section, and then its part. A part has one rank's values of the arguments that differ from rank to rank. The memo for a part
+does not contain the objects of other parts.
 
-Functions and classes of `__main__`: a rank does not import `__main__`, so they are pickled by value (pickler.py). The rank
-sets them in its own `__main__`. The dictionary of that module *is* the globals of these functions. So plain pickle,
-torch.save and DataLoader workers find them there by name.
+A rank does not import `__main__`, so functions and classes of `__main__` are pickled by value (pickler.py). The rank adds
+them to its own module `__main__`, whose dictionary *is* the globals of these functions. So plain pickle, torch.save and
+DataLoader workers find the functions and classes there by name.
 
-Fast path: most calls use functions of modules, which are pickled by name. `PlainPickler` pickles these without cloudpickle,
-whose import (25 ms) takes longer than all other work of the watcher. It raises if it meets anything of `__main__`. Then
-CallPickler (pickler.py) pickles the call; CallPickler can pickle every call.
+Most calls use only functions that modules define, and these are pickled by name. `PlainPickler` pickles such a call without
+cloudpickle, whose import (25 ms) takes longer than all other work of the watcher. `PlainPickler` raises if it finds an
+object that is defined in `__main__`. Then CallPickler (pickler.py) pickles the call, since it can pickle every call.
 
 Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
-`_SpawnPopenStub` stands in for that process, and duplicates their descriptors.
+`_SpawnPopenStub` takes the place of that process, and duplicates the descriptors of these objects.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any, Self
 
-# Bytes. A call up to this size is sent over the channel itself. That must not block, and some systems' sockets hold 8 KiB.
+# Bytes. A call up to this size is sent over the channel itself. The send must not block, and some systems' sockets hold 8
+# KiB.
 MAX_INLINE_SIZE = 7 << 10
 EMPTY_PICKLE = b"\x80\x05}."  # of {}, without an entry in the memo
 
@@ -67,18 +69,20 @@ class Call:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
-        self.backend = backend  # of the process group that exists while fn runs; None: no process group
-        self.backend_timeout = backend_timeout  # seconds for each collective of that group; None: torch's default
-        # A rank keeps its process group for the next call of the same version. None: it is for this call only.
+        self.backend = backend  # the backend of the process group that exists while fn runs. None means no process group
+        self.backend_timeout = backend_timeout  # seconds for each collective of that group. None means torch's default
+        # A rank keeps its process group for the next call of the same version. If it is None, the group is for this call
+        # only.
         self.process_group_version = process_group_version
-        # For each rank the arguments that are its own, by position or name. `args` and `kwargs` have None in their place.
+        # For each rank the arguments that differ from rank to rank, by position or name. In `args` and `kwargs` they are
+        # None.
         self.parts = parts
 
 
 class Payload:
-    """A packed call. It owns its bundle, and duplicates of the descriptors in the arguments.
+    """A pickled call. It owns two things: the bundle with the pickled bytes, and copies of the descriptors in the arguments.
 
-    Close it when no rank needs it any more. It closes itself when it is garbage-collected.
+    Close the payload when no rank needs it any more. It closes itself when it is garbage-collected.
     """
 
     def __init__(self, bundle: PickleBundle) -> None:
@@ -87,7 +91,7 @@ class Payload:
 
     @property
     def body(self) -> bytes:
-        """The body of the message; empty if the bundle is in a file."""
+        """The body of the message. It is empty if the bundle is in a file."""
         return self._bundle.body
 
     @property
@@ -101,7 +105,7 @@ class Payload:
 
         The caller may close the original before the last rank has started.
         """
-        self._fds.extend(map(os.dup, [fd]))  # one call of C: no signal handler can run in between and leak it
+        self._fds.extend(map(os.dup, [fd]))  # one call of C code, in which no signal handler can run and leak the descriptor
         return len(self._fds) - 1
 
     def close(self) -> None:
@@ -113,7 +117,7 @@ class Payload:
 
 
 class FdPlaceholder:
-    """A placeholder for a descriptor in the arguments. In the rank, `detach` returns a duplicate of that descriptor."""
+    """A placeholder for a descriptor that is in the arguments. In the rank, `detach` returns a copy of that descriptor."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -123,19 +127,19 @@ class FdPlaceholder:
         return os.dup(_received_fds[self.index])
 
 
-# In a rank: functions and classes that came from the caller's `__main__`, by name.
+# In a rank, these are the functions and classes that came from the caller's `__main__`, by name.
 caller_definitions: dict[str, object] = {}
-_main_description: tuple[dict[str, Any], bytes] = ({}, b"")  # the last one, with its pickle
+_main_description: tuple[dict[str, Any], bytes] = ({}, b"")  # the last description of `__main__`, with its pickle
 _received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
-# In a rank, while a call is unpacked: the threads that there were before.
+# In a rank, while a call is unpacked, these are the threads that existed before.
 _earlier_threads: list[threading.Thread] | None = None
-_threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # that were started while a call was unpacked
+_threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that were started while a call was unpacked
 
 
 class _SpawnPopenStub:
-    """The object that multiprocessing takes for the process being spawned, while the pickle for all ranks is made.
+    """An object that takes the place of multiprocessing's Popen of a new process while a call is pickled for all ranks.
 
-    What multiprocessing expects of it is described in os_support/cpython_private.py.
+    os_support/cpython_private.py describes what multiprocessing expects of this object.
     """
 
     DupFd = FdPlaceholder
@@ -160,13 +164,13 @@ class _SpawnPopenStub:
 
 
 def pack(call: Call) -> Payload:
-    """Pickle a call. Raises OSError and whatever pickling raises; then all descriptors are closed."""
+    """Pickle a call. Raises OSError and whatever pickling raises. If it raises, it has closed all descriptors."""
     if _can_try_plain_pickler(call.fn):
         try:
             return _pack(call, _dump_plain)
         except (OSError, MemoryError):
             raise
-        except Exception:  # noqa: BLE001, S110  it uses __main__, or cannot be pickled; then _dump_with_main raises
+        except Exception:  # noqa: BLE001, S110  the call uses __main__, or _dump_with_main raises the right exception
             pass
     return _pack(call, _dump_with_main)
 
@@ -186,7 +190,7 @@ def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
 
 
 def probe(obj: object) -> None:
-    """Pickle an object as `pack` would, and discard the pickle. Raises what pickling raises."""
+    """Pickle an object in the same way as `pack`, and discard the pickle. Raises what pickling raises."""
     from mpwatch.wire.pickling.pickler import CallPickler
 
     with _SpawnPopenStub(lambda _: 0):
@@ -194,18 +198,18 @@ def probe(obj: object) -> None:
 
 
 class PlainPickler(pickle.Pickler):
-    """Pickles functions and classes by name, and raises for those of `__main__`.
+    """Pickles functions and classes by name. It raises if a function or class is defined in `__main__`.
 
     Args:
-        bundle: receives the pickle.
+        bundle: the bundle that receives the pickle.
     """
 
     def __init__(self, bundle: PickleBundle | NullBundle) -> None:
-        self.dispatch_table = LazyReducers(_collect_reducers)  # before __init__, where the C pickler reads it
+        self.dispatch_table = LazyReducers(_collect_reducers)  # set before __init__, in which the C pickler reads it
         super().__init__(bundle, 5, buffer_callback=bundle.keep_buffer)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Raise for functions and classes of `__main__`, and for instances of these. Pickle calls this for each object."""
+        """Raise if a function, a class or an object's class is defined in `__main__`. pickle calls this for each object."""
         if getattr(obj, "__module__", None) == "__main__":
             # The text is never shown. It has no repr of the object, because a repr can run user code.
             raise pickle.PicklingError("of __main__")
@@ -279,7 +283,7 @@ def _dump_sections(
 
 
 def _pickle_main_description(main: Any) -> bytes:
-    """Return the pickled attributes of `__main__` by which the workers of a DataLoader find the script."""
+    """Return the pickled attributes of `__main__` with which the workers of a DataLoader find the script."""
     global _main_description
     description = _describe_main(main)
     last, packed = _main_description
@@ -295,7 +299,7 @@ def _describe_main(main: Any) -> dict[str, Any]:
     if spec is not None and spec.name is not None:
         about["spec"] = spec.name
     path = getattr(main, "__file__", None)
-    # A worker fails if it cannot read this file; '<stdin>' is none.
+    # A DataLoader worker fails if it cannot read this file. '<stdin>' is no file.
     if path is not None and os.path.exists(path):
         about["__file__"] = os.path.abspath(path)
     return about
@@ -305,9 +309,10 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
     """In a rank: unpickle a call, and close its descriptors. Raises OSError and whatever unpickling raises.
 
     Args:
-        body: of the message.
-        fds: the descriptors that came with the message; None if the rank could not receive them.
-        choose_part: returns the number of this rank's part; its argument is how many there are. Not called if there is none.
+        body: the body of the message.
+        fds: the descriptors that came with the message, or None if the rank could not receive them.
+        choose_part: returns the index of this rank's part. Its argument is the number of parts. It is not called if the
+            bundle has no parts.
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
@@ -334,7 +339,7 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
 
 
 def _load_section(unpickler: pickle.Unpickler) -> Any:
-    """Load the object of a section. Set its definitions in `__main__`, and keep its sources for tracebacks."""
+    """Load the object of a section. Add the section's definitions to `__main__`, and its sources to `linecache`."""
     content = unpickler.load()
     while names := unpickler.load():
         vars(sys.modules["__main__"]).update(names)
@@ -360,7 +365,7 @@ def is_unpacking(thread: threading.Thread) -> bool:
 
 
 def _load_main_description(stream: Any) -> None:
-    """Set the attributes of `__main__`. They are unpickled only if they differ from those of the previous call."""
+    """Set the attributes of `__main__`. They are unpickled only if they differ from the attributes of the previous call."""
     global _main_description
     description, packed = _main_description
     if not packed or stream.read(len(packed)) != packed:

@@ -1,4 +1,4 @@
-"""`PerRank`: an argument of which each rank gets its own value. Runs in the caller's process."""
+"""`PerRank` is an argument with one value for each rank. This module runs in the caller's process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """An argument of a call of which each rank gets its own value: rank i gets `values[i]`.
+    """An argument of a call with one value for each rank: rank i gets `values[i]`.
 
-    It can be any of the positional and keyword arguments of `mpwatch.run` and `WorkerGroup.run`, but not a part of one. Each
-    rank unpickles its own value only. Large arrays and tensors are not copied for each rank.
+    Any positional or keyword argument of `mpwatch.run` and `WorkerGroup.run` can be a PerRank, but a PerRank cannot be a
+    part of an argument. Each rank unpickles only its own value. Large arrays and tensors are not copied for each rank.
 
     Args:
-        values: one value for each rank, in the order of ranks. In a job of several nodes: one for each rank of the job, or
-            one for each rank of this node.
+        values: one value for each rank, in the order of ranks. In a job of several nodes, pass one value for each rank of
+            the job, or one value for each rank of this node.
 
     Raises:
         TypeError: the values are a string or a mapping, or cannot be iterated over.
@@ -32,5 +32,8 @@ class PerRank(Generic[T]):
 
 
 def refuse_per_rank(_: PerRank[Any]) -> NoReturn:
-    """Raise TypeError. This is the reducer of picklers of calls. They meet only those that are within another value."""
+    """Raise TypeError. Picklers of calls use this function as the reducer of PerRank.
+
+    They only find a PerRank that is a part of another value.
+    """
     raise TypeError("a PerRank must itself be one of args or kwargs, not a part of another value")

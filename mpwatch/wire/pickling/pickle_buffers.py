@@ -1,16 +1,16 @@
-"""Pickle bundles: pickles and their large buffers, as bytes if they are small, else in an anonymous file.
+"""Pickle bundles contain pickles and their large buffers. A small bundle is a bytes object, a large one an anonymous file.
 
     [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
-                                        `-- each begins a new page
+                                        `-- each buffer begins a new page
 
-All receivers read the first pickles. A bundle can also have parts: more pickles, of which each receiver reads one part only.
-The trailer has the numbers of buffers and of parts, and a magic number.
+All receivers read the first pickles. A bundle can also have parts. A part consists of pickles for only one receiver. The
+trailer has the number of buffers, the number of parts, and a magic number.
 
-The sender lets pickle write directly into the bundle. The receiver maps the file. Unpickled arrays, tensors and memoryviews
-have their memory in that mapping. All receivers share its pages; a write copies the page and is seen only by the process
-that wrote. A page is freed when no process uses it.
+The sender lets pickle write directly into the bundle. The receiver maps the file into memory. Unpickled arrays, tensors and
+memoryviews use the memory of that mapping. All receivers share the pages of the file. If a process writes to a page, the
+kernel copies the page for this process. A page is freed when no process uses it.
 
-Runs in the watcher and in the ranks. The imports that only large bundles need are in functions.
+This module runs in the watcher and in the ranks. Functions import the modules that only large bundles need.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
-# Bytes. A buffer of this size or more is written beside the pickle. Its overhead (on average a page and a half, and
-# its share of a mapping) is small compared with one copy for each rank. It must not exceed the size of pickle's frames (64
-# KiB): pickle would write a larger PickleBuffer itself, as an object that has no length.
+# Bytes. A buffer of this size or more is written beside the pickle. The buffer then needs a page and a half more on average,
+# and a part of a mapping. That is little compared with one copy for each rank. This constant must not exceed the size of
+# pickle's frames (64 KiB). Otherwise pickle would write larger PickleBuffers itself, as objects that have no length.
 MIN_BUFFER_SIZE = 1 << 16
 BUFFER_POSITION = struct.Struct("<QQ")  # offset, size
-PART_POSITION = struct.Struct("<QQ")  # offset, number of its first buffer
+PART_POSITION = struct.Struct("<QQ")  # offset, number of the part's first buffer
 TRAILER = struct.Struct("<QQ4s")  # number of buffers, number of parts, magic number
 MAGIC = b"mpwb"
 PLAIN_TRAILER = TRAILER.pack(0, 0, MAGIC)  # of a bundle that has neither buffers nor parts
 
 
 class PickleBundle:
-    """A bundle that pickle writes to, and that `finish` completes. Then it is in `body` or, if that is empty, in `file`.
+    """A bundle that pickle writes to, and that `finish` completes. Then `body` is the bundle. If it is empty, use `file`.
 
-    The bundle owns its file, and closes it when it is garbage-collected.
-
+    The bundle owns the file, and closes it when the bundle is garbage-collected.
 
     Args:
         name: the name of the file in /proc.
-        limit: a bundle without large buffers has no file up to this number of bytes.
+        limit: a bundle with large buffers or with more bytes than this has a file.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -62,7 +61,7 @@ class PickleBundle:
         self._small = bytearray()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write bytes; pickle calls it. Raises OSError."""
+        """Write bytes. pickle calls this method. Raises OSError."""
         self._pickle_size += len(data)
         if self.file is None and len(self._small) + len(data) <= self._limit:
             self._small += data
@@ -70,7 +69,10 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether pickle shall write this buffer itself; pickle calls it. The bundle takes the large ones."""
+        """Return whether pickle has to write this buffer itself. It is False for a large buffer, which the bundle keeps.
+
+        pickle calls this method.
+        """
         raw = buffer.raw()
         if raw.nbytes < MIN_BUFFER_SIZE:
             return True
@@ -78,7 +80,7 @@ class PickleBundle:
         return False
 
     def begin_part(self) -> None:
-        """Let the next pickles be a part of their own."""
+        """Begin a new part, to which the next pickles belong."""
         self._parts.append((self._pickle_size, len(self._buffers)))
 
     def finish(self) -> None:
@@ -114,10 +116,10 @@ class PickleBundle:
         return self.file.fileno()
 
     def _write_buffers(self) -> list[tuple[int, int]]:
-        """Write all buffers, and return the position of each.
+        """Write all buffers, and return the offset and the size of each buffer.
 
-        Memory that several parts need, such as a tensor of which each part has a slice, is written once. Within a part, and
-        in the common pickles, each buffer has a position of its own: a receiver can write to it.
+        If several parts use the same memory, such as slices of one tensor, the memory is written only once. Within a part,
+        and in the common pickles, each buffer is written separately, because a receiver can write to it.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -142,28 +144,28 @@ class PickleBundle:
 
 
 def _get_address(buffer: memoryview) -> int:
-    """Return the address of the memory. For memory that is not writable: a number that no other buffer has."""
+    """Return the address of the memory. If the memory is not writable, return a number that no other buffer has."""
     import ctypes
 
     return id(buffer) if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class NullBundle:
-    """A replacement for a bundle that discards what it gets. It shows whether pickling raises an exception."""
+    """A replacement for a bundle that discards all bytes. It is used to find out whether pickling raises an exception."""
 
     def write(self, _: object) -> None:
-        """Discard bytes; pickle calls it."""
+        """Discard bytes. pickle calls this method."""
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        buffer.raw()  # raises for a buffer that is not contiguous
+        buffer.raw()  # raises if the buffer is not contiguous
         return False
 
 
 def map_bundle(fd: int) -> memoryview:
-    """Map the bundle in this file, for `open_bundle`. Raises OSError.
+    """Map the bundle in this file into memory, for `OpenBundle`. Raises OSError.
 
-    A bundle without buffers is mapped by the module mmap. That needs no further import, but keeps a descriptor open until
-    the bundle is unpickled.
+    A bundle without buffers is mapped by the module mmap. This mapping needs no other module, but keeps a descriptor open
+    until the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -173,8 +175,8 @@ def map_bundle(fd: int) -> memoryview:
 class OpenBundle:
     """A bundle to unpickle from: `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
 
-    One unpickler loads the common pickles and then, after `open_part`, those of one part. Raises ValueError if the data is
-    not a bundle.
+    An unpickler first loads the common pickles. After `open_part` the same unpickler loads the pickles of one part. Raises
+    ValueError if the data are not a bundle.
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:
@@ -190,7 +192,7 @@ class OpenBundle:
         buffers_at = parts_at - buffers * BUFFER_POSITION.size
         if mark != MAGIC or buffers_at < 0:
             raise ValueError("not a bundle of mpwatch")
-        if buffers and data.readonly:  # it is short and was copied, or came through a black box, see wire/shared_memory.py
+        if buffers and data.readonly:  # the bundle is short and was copied, or came through a black box (shared_memory.py)
             data = memoryview(bytearray(data))
         places = list(BUFFER_POSITION.iter_unpack(data[buffers_at:parts_at]))
         self._parts = list(PART_POSITION.iter_unpack(data[parts_at:trailer_at]))
@@ -203,7 +205,7 @@ class OpenBundle:
         return len(self._parts)
 
     def open_part(self, number: int) -> None:
-        """Let the unpickler go on with this part. It must have loaded all common pickles, and no part."""
+        """Let the unpickler go on with this part. It must already have loaded all common pickles, and no other part."""
         position, first_buffer = self._parts[number]
         self.stream.seek(position)
         for _ in islice(self.buffers, first_buffer - self._common_buffers):
@@ -211,7 +213,7 @@ class OpenBundle:
 
 
 class BundleReader:
-    """A file-like object over memory. An mmap object is one, too, but it has no `readinto`: pickle would copy twice."""
+    """A file-like object that reads from memory. An mmap object has no `readinto`, so pickle would copy its bytes twice."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -230,13 +232,13 @@ class BundleReader:
         return bytes(self._take(size))
 
     def readinto(self, target: memoryview) -> int:
-        """Fill this memory as far as there are bytes. Return their number."""
+        """Fill this memory with the next bytes. Return their number, which is smaller only at the end of the data."""
         taken = self._take(len(target))
         target[: len(taken)] = taken
         return len(taken)
 
     def readline(self) -> bytes:
-        """Raise NotImplementedError. Pickle requires this method, but protocol 5 has no lines."""
+        """Raise NotImplementedError. pickle requires this method, but never calls it for protocol 5."""
         raise NotImplementedError
 
     def _take(self, size: int) -> memoryview:
@@ -251,7 +253,7 @@ def _reduce_view(view: memoryview) -> Any:
         raise TypeError("cannot pickle a memoryview that is not contiguous; pass a copy of it")
     try:
         memoryview(bytes(view.itemsize)).cast(view.format)  # type: ignore[call-overload]
-    except ValueError:  # a format of ctypes, for example, or one of several values
+    except ValueError:  # for example, the format is one of ctypes, or has several values
         raise TypeError(f"cannot pickle a memoryview of the format {view.format!r}; pass what it is a view of") from None
     return _rebuild_view, (pickle.PickleBuffer(view), view.format, view.shape)
 
@@ -265,10 +267,10 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 
 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
-    """A `dispatch_table` that is filled when pickle first looks something up. Most pickles need none of it.
+    """A `dispatch_table` that is filled when pickle first looks up a class. Most pickles look up no class.
 
     Args:
-        collect: returns the reducers.
+        collect: the function that returns the reducers.
     """
 
     def __init__(self, collect: Callable[[], Mapping[type, Callable[[Any], Any]]]) -> None:

@@ -1,6 +1,6 @@
 """Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank.
 
-Both use the reducers of torch (reducers.py). CallPickler also uses those that multiprocessing has registered.
+Both use torch's reducers (reducers.py). CallPickler also uses the reducers that multiprocessing has registered.
 """
 
 import functools
@@ -20,23 +20,23 @@ from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, Pick
 from mpwatch.wire.pickling.reducers import Reducers, multiprocessing_reducers, torch_reducers
 
 BufferCallback = Callable[[PickleBuffer], bool | None]
-LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated function; it has no public name
+LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated function, which has no public name
 
 
 class _ClassPickler(cloudpickle.Pickler):
     """cloudpickle's pickler. It also keeps the qualified name and the slots of a class that is pickled by value.
 
-    It keeps the file name of code, too. Tracebacks and debuggers show the source by it.
+    It keeps the file name of code, too, because tracebacks and debuggers need this name to show the source.
 
     Args:
-        stream: receives the pickle.
-        keep: takes large buffers, see pickle_buffers.py; None: the pickle contains them.
-        first: reducers that precede those of cloudpickle.
-        last: reducers that follow them.
+        stream: the file that receives the pickle.
+        keep: the function that takes large buffers (pickle_buffers.py). If it is None, the pickle contains them.
+        first: reducers that have priority over cloudpickle's reducers.
+        last: reducers that are used if cloudpickle has none.
     """
 
     def __init__(self, stream: Any, keep: BufferCallback | None, first: Reducers, last: Reducers | None = None) -> None:
-        # before __init__, where the C pickler reads it
+        # set before __init__, in which the C pickler reads it
         own: Any = cloudpickle.Pickler.dispatch_table
         self.dispatch_table = ChainMap(first, VIEW_REDUCERS, {CodeType: _reduce_code}, own, last or {})
         super().__init__(stream, protocol=5, buffer_callback=keep)
@@ -56,13 +56,13 @@ class _ClassPickler(cloudpickle.Pickler):
 
 
 def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
-    """Pickle a value for another program of mpwatch. Functions and classes of `__main__` are pickled by value.
+    """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
 
-    A class that comes back from that program is the class that was sent there.
+    If that program sends a class back, it becomes the same class object that was sent to the program.
 
     Args:
-        value: what to pickle.
-        keep: takes the buffers of large arrays; None: the pickle contains them.
+        value: the value to pickle.
+        keep: the function that takes the buffers of large arrays. If it is None, the pickle contains them.
     """
     stream = io.BytesIO()
     _ClassPickler(stream, keep, {}).dump(value)
@@ -70,23 +70,23 @@ def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce code as cloudpickle does, with its file name: cloudpickle 3.1.3 replaces that by "<dynamic-code>"."""
+    """Reduce code in cloudpickle's way, but keep its file name. cloudpickle 3.1.3 replaces the name by "<dynamic-code>"."""
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:
-    """Return the module that defines a class whose `__module__` is wrong: pytest's Skipped claims to be builtin."""
+    """Return the module that defines a class whose `__module__` is wrong, such as pytest's Skipped, or None."""
     for base in cls.__mro__[1:]:
         module = sys.modules.get(base.__module__)
-        # not by getattr(), which could make a module load something
+        # with vars(), since getattr() could make a module load something
         if module is not None and base.__module__ != "__main__" and vars(module).get(cls.__qualname__) is cls:
             return module
     return None
 
 
 def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
-    """Move `__slots__` to the namespace that the class is created with. Set later, it would be an ordinary attribute."""
+    """Move `__slots__` to the namespace with which the class is created. If `__slots__` is set later, it has no effect."""
     _, _, _, namespace, *_ = make_args
     namespace["__slots__"] = attributes.pop("__slots__")
     for name in [name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)]:
@@ -94,13 +94,13 @@ def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
 
 
 class CallPickler(_ClassPickler):
-    """Pickles functions and classes of `__main__` by value, each once.
+    """Pickles functions and classes of `__main__` by value, each of them once.
 
-    Afterwards `main_definitions` has those that are pickled by value although `__main__` has a name for them. `codes` has
-    the code of all functions that are pickled by value.
+    Afterwards `main_definitions` contains the functions and classes that are pickled by value although `__main__` has a name
+    for them. `codes` contains the code of all functions that are pickled by value.
 
     Args:
-        bundle: receives the pickle.
+        bundle: the bundle that receives the pickle.
         main: the caller's `__main__`.
     """
 
@@ -114,7 +114,7 @@ class CallPickler(_ClassPickler):
         self.globals_ref[id(self.main)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Record functions and classes that are pickled by value. Pickle calls this for each object."""
+        """Record functions and classes that are pickled by value. pickle calls this method for each object."""
         if isinstance(obj, LRU_CACHE_TYPE) and obj.__module__ == "__main__":
             return self._reduce_cached(obj)
         reduced = super().reducer_override(obj)
@@ -126,7 +126,7 @@ class CallPickler(_ClassPickler):
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """Pickle a function under lru_cache by value. Its own pickle is a name that the rank does not have yet."""
+        """Pickle a function with the decorator lru_cache by value, since the rank does not have the function's name yet."""
         name = obj.__qualname__
         if self.main.get(name) is obj:
             self.main_definitions[name] = obj
@@ -138,13 +138,13 @@ def _rebuild_cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 class AnswerPickler(_ClassPickler):
-    """In a rank: pickles functions and classes that came from the caller's `__main__` by name.
+    """Pickles in a rank. If a function or class came from the caller's `__main__`, it is pickled by name.
 
     Args:
-        stream: receives the pickle.
+        stream: the file that receives the pickle.
         keep: see `_ClassPickler`.
         first: see `_ClassPickler`.
-        caller_definitions: these functions and classes, by name.
+        caller_definitions: the functions and classes that came from the caller's `__main__`, by name.
     """
 
     def __init__(
@@ -154,16 +154,16 @@ class AnswerPickler(_ClassPickler):
         self.caller_definitions = caller_definitions
 
     def reducer_override(self, obj: Any) -> Any:
-        """Choose between name and value. Pickle calls this for each object."""
+        """Choose whether an object is pickled by name or by value. pickle calls this method for each object."""
         main = vars(sys.modules["__main__"])
         name = _find_in_main(obj, main)
         if name is not None and main[name] is self.caller_definitions.get(name):
-            return NotImplemented  # pickle then sends it by name
+            return NotImplemented  # pickle then pickles the object by name
         return super().reducer_override(obj)
 
 
 def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
-    """Return the top-level name in `__main__` under which pickle finds this function or class; None if it does not."""
+    """Return the top-level name in `__main__` under which pickle finds this function or class, or None."""
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
     top, *rest = obj.__qualname__.split(".")
@@ -174,7 +174,10 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
 
 
 class _MainGlobals(dict[str, Any]):
-    """The globals of functions of `__main__`. Where cloudpickle would create new ones in a rank, it gets the rank's own."""
+    """The globals of functions that `__main__` defines. In a rank, cloudpickle would create new globals for them.
+
+    Because of this class it uses the globals of the rank's `__main__` instead.
+    """
 
     def __reduce__(self) -> Any:
         return vars, (sys.modules["__main__"],)

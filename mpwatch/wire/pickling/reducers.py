@@ -1,7 +1,7 @@
-"""The reducers that multiprocessing and torch have registered for spawned processes: how to pickle sockets, tensors and
-others.
+"""Reducers that multiprocessing and torch have registered for spawned processes.
 
-Runs in the watcher. Imports nothing that is not loaded already.
+A reducer is a function with which pickle reduces an object, such as a socket or a tensor, to values that it can pickle. This
+module runs in the watcher. It imports only modules that are loaded already.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ Reducers = dict[type, Reducer]
 
 
 def multiprocessing_reducers() -> Reducers:
-    """Return the reducers for connections, sockets and others that are not torch's."""
+    """Return the reducers for connections, sockets and other objects whose classes are not torch's."""
     return {cls: reducer for cls, reducer in _copy_registered() if not _is_of_torch(cls)}
 
 
 def torch_reducers() -> Reducers:
-    """Return the reducers for torch's classes. They share only tensors that are in shared memory already.
+    """Return the reducers for torch's classes. They share a tensor only if it is in shared memory already.
 
     torch's own reducers would move every CPU tensor of the caller into shared memory.
     """
@@ -33,7 +33,7 @@ def torch_reducers() -> Reducers:
 
 
 def _copy_registered() -> list[tuple[type, Reducer]]:
-    return list(get_spawn_reducers().items())  # one call of C: another thread of the caller may be importing torch
+    return list(get_spawn_reducers().items())  # one call of C code, since another thread may be importing torch
 
 
 def _is_of_torch(cls: type) -> bool:

@@ -1,9 +1,9 @@
-"""Pickle what a rank sends back: its return value as a bundle, and parts of exceptions as bytes. The watcher unpickles both.
+"""Pickle a rank's return value as a bundle, and parts of its exceptions as bytes. The watcher unpickles both.
 
 The bundle has two pickles: the name of the value's type, and the value.
 
-A function or class that came from the caller's `__main__` is sent back by name. So the caller gets its own object back.
-Others that only cloudpickle can pickle are sent by value.
+If a function or class came from the caller's `__main__`, the rank sends it back by name. So the caller gets the same object
+back. If only cloudpickle can pickle a function or class, the rank sends it by value.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ MAX_INLINE_SIZE = 1 << 16  # bytes; a value up to this size is sent over the cha
 def pack(value: Any) -> PickleBundle:
     """Pickle a value. Raises OSError and what pickling raises.
 
-    A rank that has not loaded cloudpickle tries plain pickle first, because that import takes time. A rank whose function
-    was sent by value has it loaded.
+    If the rank has not loaded cloudpickle, it tries plain pickle first, because the import of cloudpickle takes time. A rank
+    has loaded cloudpickle if its function was sent by value.
     """
-    if value is None:  # what most functions return
+    if value is None:  # most functions return None
         bundle = PickleBundle("", 0)
         bundle.body = pack_none()
         return bundle
     if "cloudpickle" not in sys.modules:
         try:
             return _pack(value, _make_plain_pickler)
-        except OSError:  # of the bundle
+        except OSError:  # the bundle cannot be written
             raise
-        except Exception:  # noqa: BLE001, S110  then cloudpickle is tried, and its exception is raised
+        except Exception:  # noqa: BLE001, S110  cloudpickle is tried next, and its exception is raised
             pass
     return _pack(value, _make_pickler)
 
 
 @cache
 def pack_none() -> bytes:
-    """Return the body of the bundle of None."""
+    """Return the body of the bundle for the value None."""
     return _pack(None, _make_plain_pickler).body
 
 
 def probe(value: Any) -> None:
-    """Pickle an object as `pack` would, and discard the pickle. Raises what pickling raises."""
+    """Pickle a value in the same way as `pack`, and discard the pickle. Raises what pickling raises."""
     _make_pickler(NullBundle()).dump(value)
 
 
 def open_value(bundle: bytes | memoryview) -> tuple[str, pickle.Unpickler]:
-    """In the watcher: return the name of the value's type, and an unpickler whose `load` rebuilds the value.
+    """Return the name of the value's type, and an unpickler whose `load` rebuilds the value. The watcher calls this.
 
-    `load` runs code of the value's classes, and raises what they raise.
+    `load` runs code of the value's classes, and raises what this code raises.
     """
     opened = OpenBundle(bundle)
     unpickler = _AnswerUnpickler(opened.stream, buffers=opened.buffers)
@@ -70,7 +70,7 @@ def dumps(part: Any) -> bytes:
     if "cloudpickle" not in sys.modules:
         try:
             return pickle.dumps(part, protocol=5)
-        except Exception:  # noqa: BLE001, S110  as above
+        except Exception:  # noqa: BLE001, S110  cloudpickle is tried next
             pass
     import io
 
@@ -82,7 +82,7 @@ def dumps(part: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Unpickle a part of an exception. It runs code of its classes, and raises what they raise."""
+    """Unpickle a part of an exception. This runs code of the part's classes, and raises what this code raises."""
     import io
 
     return _AnswerUnpickler(io.BytesIO(data)).load()
@@ -92,7 +92,7 @@ def _pack(value: Any, pickler: Callable[[PickleBundle], pickle.Pickler]) -> Pick
     bundle = PickleBundle("mpwatch-value", MAX_INLINE_SIZE)
     try:
         into_bundle = pickler(bundle)
-        into_bundle.dump(_get_type_name(type(value)))  # for the error of a value that the caller cannot rebuild
+        into_bundle.dump(_get_type_name(type(value)))  # for the error text if the caller cannot rebuild the value
         into_bundle.dump(value)
         bundle.finish()
     except BaseException:
@@ -122,7 +122,7 @@ def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return the reducers for tensors; empty if torch is not loaded, because there are no tensors then."""
+    """Return the reducers for tensors. If torch is not loaded, there are no tensors, and the dict is empty."""
     if "torch.storage" not in sys.modules:
         return {}
     from mpwatch.wire.pickling.torch_storages import reducers
@@ -131,17 +131,17 @@ def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 class _AnswerUnpickler(pickle.Unpickler):
-    """An unpickler that leaves the caller's classes as they are.
+    """An unpickler that does not change the caller's classes.
 
-    cloudpickle finds the caller's own class for a class that went to the rank by value. But then it would set the attributes
-    that the class had in the rank, and methods whose globals are not the caller's.
+    If a class was sent to the rank by value and comes back, cloudpickle finds the caller's class. But then cloudpickle would
+    set the attributes that the class had in the rank, and methods whose globals are not the caller's globals.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "cloudpickle.cloudpickle" and name in ("_make_skeleton_class", "_make_skeleton_enum"):
             from cloudpickle import cloudpickle
 
-            # read before the first class is created
+            # This runs before the first class is created.
             self.known = set(cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
         if module == "cloudpickle.cloudpickle" and name == "_class_setstate":
             return self._set_state_if_new

@@ -1,10 +1,10 @@
-"""Pickle torch's tensors: the memory of a storage goes into the bundle as one buffer, however many tensors view it.
+"""Pickle torch's tensors. The memory of a storage is written into the bundle once, even if many tensors are views of it.
 
-A tensor pickles as a view of its storage, and creates a new Python object for the storage each time. Here all objects for
-the same memory lead to one `_StorageMemory`, which pickle writes once. So tied weights stay tied, and a slice stays a view
-of its tensor.
+torch pickles a tensor as a view of its storage, and makes a new Python object for the storage each time. In this module all
+objects for the same memory have one `_StorageMemory`, which pickle writes once. So tied weights stay tied, and a slice stays
+a view of its tensor.
 
-Imports torch. Import this module only where torch is loaded, or where a tensor is unpickled.
+This module imports torch. So import it only if torch is loaded, or if a tensor is unpickled.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from mpwatch.torch_private import (
     rebuild_tensor_v3,
 )
 
-# torch's stubs have no types for their arguments
+# torch's stubs have no types for the arguments of these classes
 TypedStorage: Any = torch.storage.TypedStorage
 UntypedStorage: Any = torch.storage.UntypedStorage
 
@@ -31,7 +31,7 @@ Reducer = Callable[[Any], Any]
 
 
 def reducers() -> dict[type, Reducer]:
-    """Return reducers for one pickler. Tensors and storages on other devices than the CPU are pickled by torch's own way."""
+    """Return reducers for one pickler. If a tensor or storage is not on the CPU, torch's own `__reduce_ex__` pickles it."""
     memories: dict[int, _StorageMemory] = {}
 
     def reduce_typed(storage: Any) -> Any:
@@ -50,7 +50,7 @@ def reducers() -> dict[type, Reducer]:
 
 
 def share_or_copy(share: Reducer, copy: Reducer) -> Reducer:
-    """Return a reducer that shares an object whose memory is shared already, and copies any other object."""
+    """Return a reducer that calls `share` for an object in shared memory, and `copy` for any other object."""
 
     def reduce(obj: Any) -> Any:
         return share(obj) if _is_shared(obj) else copy(obj)
@@ -62,7 +62,7 @@ def _is_shared(obj: Any) -> bool:
     storage = get_untyped_storage(obj)
     try:
         return bool(storage.is_shared() or storage.is_cuda)
-    except (AttributeError, NotImplementedError):  # events; sparse tensors, which consist of several tensors
+    except (AttributeError, NotImplementedError):  # an event has no storage, and a sparse tensor has several
         return True
 
 
@@ -72,18 +72,18 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace arguments that torch cannot load again: those for its newer types (float8, uint16)."""
+    """Replace arguments that torch cannot load again, which are the arguments for its newer dtypes (float8, uint16)."""
     if rebuild is rebuild_tensor_v3:
         storage, *rest = args
-        args = (_rebuild_typed(storage, torch.uint8), *rest)  # torch wants a typed storage here; any type will do
-    elif rebuild is rebuild_from_type_v2:  # a tensor with attributes of its own
+        args = (_rebuild_typed(storage, torch.uint8), *rest)  # torch needs a typed storage here, of any type
+    elif rebuild is rebuild_from_type_v2:  # a tensor with attributes that the user has set
         inner_rebuild, cls, inner_args, *state = args
         args = (inner_rebuild, cls, _make_loadable(inner_rebuild, inner_args), *state)
     return args
 
 
 class _StorageMemory:
-    """The memory of one storage. It keeps the storage alive while the pickler exists. It unpickles as an UntypedStorage."""
+    """The memory of one storage. It keeps the storage alive while the pickler exists, and unpickles as an UntypedStorage."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -93,7 +93,7 @@ class _StorageMemory:
         if size == 0:  # an empty storage has no address
             return _rebuild_storage, (b"",)
         block: Any = (ctypes.c_ubyte * size).from_address(self._storage.data_ptr())
-        block.owner = self._storage  # keeps the memory alive: the buffer is written after the pickle
+        block.owner = self._storage  # keeps the memory alive, since the buffer is written after the pickle
         return _rebuild_storage, (PickleBuffer(block),)
 
 
@@ -101,7 +101,7 @@ def _rebuild_storage(buffer: bytes | bytearray | memoryview) -> Any:
     if not buffer:
         return UntypedStorage(0)
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    # A buffer from within the pickle is copied: a storage with memory of its own can be resized.
+    # If the buffer is inside the pickle, copy it, so that the storage owns its memory and can be resized.
     return (tensor if isinstance(buffer, memoryview) else tensor.clone()).untyped_storage()
 
 

@@ -1,10 +1,11 @@
-"""Find the part of an object that cannot be pickled, as a path that a user recognises: "args[0].model.lock".
+"""Find the part of an object that cannot be pickled, and its path in words of the user: "args[0].model.lock".
 
-Runs in the watcher or in a rank, after a failure. The search goes from the object to its parts, as pickle does. It descends
-into a part that cannot be pickled by itself, and ends at an object whose parts can all be pickled.
+This module runs in the watcher or in a rank, after a failure. The search goes from the object to its parts, as pickle does.
+If a part cannot be pickled, the search continues with the parts of this part. It ends at an object whose parts can all be
+pickled.
 
-Cycles: if a trainer has a callback that has the trainer, neither can be pickled by itself. An object that leads back to
-one on the path is blamed only if the search finds no other.
+Parts can form a cycle. For example, a trainer has a callback that has the trainer, and both cannot be pickled. The search
+blames an object that refers back to an object on its path only if it finds no other object.
 """
 
 import functools
@@ -14,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 30
-MAX_PROBES = 20_000  # parts to try, which take seconds; then the result is the innermost object so far
-Part = tuple[str, Any]  # what the part adds to the path; the part itself
+MAX_PROBES = 20_000  # parts to try, which takes seconds. After that the result is the innermost object so far
+Part = tuple[str, Any]  # the text that the part adds to the path, and the part itself
 
 
 def find_unpicklable(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, Any]:
-    """Return the path to the innermost part that cannot be pickled, and that part.
+    """Return the path of the innermost part that cannot be pickled, and the part itself.
 
     Args:
         path: the name of `thing`, for example "args[0]".
         thing: an object for which `dumps` raises.
-        dumps: pickles one object, or raises.
+        dumps: pickles one object, or raises if that is impossible.
     """
     found = _Search(dumps, {id(thing): thing}, iter(range(MAX_PROBES))).find_innermost(path, thing, MAX_DEPTH)
     return found.path, found.thing
@@ -33,13 +34,13 @@ def find_unpicklable(path: str, thing: Any, dumps: Callable[[Any], object]) -> t
 class _Found(NamedTuple):
     path: str
     thing: Any
-    is_sure: bool  # False: it leads back to an object on the path, which may be the only reason
+    is_sure: bool  # False if the part refers back to an object on the path, which may be the only reason
 
 
 @dataclass
 class _Search:
     dumps: Callable[[Any], object]
-    refused: dict[int, Any]  # by id: objects that `dumps` raised for
+    refused: dict[int, Any]  # the objects for which `dumps` has raised, by id
     probes: Iterator[int]
 
     def find_innermost(self, path: str, thing: Any, depth: int) -> _Found:
@@ -103,7 +104,7 @@ def _iterate_function_parts(fn: types.FunctionType) -> Iterator[Part]:
 
 
 def _iterate_global_names(code: types.CodeType) -> Iterator[str]:
-    """Return the global names in a function and in its inner functions."""
+    """Return the global names that a function and its inner functions use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -86,6 +86,19 @@ def fail_while_others_stop(ranks):
     raise ValueError("of another rank")
 
 
+def wait_for_stopped_ranks(ranks):
+    if rank() in ranks:
+        breakpoint()
+    wait_for_peer("")
+
+
+def loop_without_end(ranks):
+    if rank() in ranks:
+        breakpoint()
+    while True:
+        pass
+
+
 def raise_in_one(ranks):
     secret = f"secret of rank {rank()}"
     if rank() in ranks:

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import sys
 import termios
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 
+import mpwatch
 from support.programs import ENV, python
 from support.prompts import DebuggedProgram
 from watcher.debugger import debugged_program
@@ -80,11 +83,53 @@ def test_all_ranks_go_on_together():
         assert "values: [2, 2]" in program.finish("all c")
 
 
-def test_a_rank_that_runs_is_not_at_a_prompt():
+@pytest.mark.parametrize(
+    ("function", "place"), [("wait_for_stopped_ranks", "is still in wait ("), ("loop_without_end", "runs (")]
+)
+def test_the_prompt_moves_to_another_rank(function, place):
+    with debugged(function) as program:
+        program.wait_for_prompt()
+        program.wait_for_ranks("ranks 0-1")
+        program.ask("rank 1")
+        row = program.ask("c")[0]
+        assert row.startswith(f"rank 1 {place}debugged_program.py:"), row
+        assert "; now at rank 0: debugged_program.py:" in row
+        program.finish("q")
+
+
+def test_ranks_that_all_does_not_reach():
+    with debugged("wait_for_stopped_ranks", [1, 3], nprocs=4) as program:
+        program.wait_for_prompt()
+        program.wait_for_ranks("ranks 1, 3")
+        rows = program.ask("all p rank()")
+        assert rows[:-1] == ["rank 1: 1", "rank 3: 3", "not at a prompt: ranks 0, 2"]
+        program.finish("q")
+
+
+def test_a_rank_that_waits_has_a_stack_and_no_prompt():
+    with debugged("wait_for_stopped_ranks", [1]) as program:
+        program.wait_for_prompt()
+        while not (rows := program.ask("rank 0"))[1].startswith("rank 0: in wait (debugged_program.py:"):
+            pass
+        assert rows[0] == "rank 0 is not at a prompt; with post_mortem=True this command shows its variables"
+        assert any(row.endswith(" in wait_for_peer") for row in rows)
+        assert rows[-1] == "(rank 1) (Pdb)"
+        assert program.ask("ranks")[1].startswith("rank 1: at a prompt (debugged_program.py:")
+        program.finish("q")
+
+
+def test_a_rank_that_has_returned_has_no_prompt():
     with debugged("loop", [1]) as program:
         program.wait_for_prompt()
-        assert program.ask("rank 0")[0] == "rank 0 is not at a prompt; `ranks` shows where each rank is"
-        assert program.ask("ranks")[1].startswith("rank 1: at a prompt (debugged_program.py:")
+        while program.ask("rank 0")[0] != "rank 0 is not at a prompt (has returned)":
+            pass
+        program.finish("c")
+
+
+def test_a_rank_that_does_not_exist():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        assert program.ask("rank 7") == ["there is no rank 7 here, only ranks 0-1", "(rank 1) (Pdb)"]
         program.finish("c")
 
 
@@ -118,6 +163,15 @@ def test_what_a_step_prints_comes_before_the_next_prompt():
         program.finish("c")
 
 
+def test_the_help_has_the_commands_for_ranks():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        assert any({"all", "rank", "ranks"} <= set(row.split()) for row in program.ask("help"))
+        for command in ("all COMMAND", "rank N", "ranks"):
+            assert program.ask(f"help {command.split()[0]}")[0].startswith(f"{command}: ")
+        program.finish("c")
+
+
 def test_completion_and_history():
     with debugged("loop", [1]) as program:
         program.wait_for_prompt()
@@ -138,6 +192,7 @@ def test_completion_and_history():
 def test_set_trace():
     with debugged("call_set_trace") as program:
         program.wait_for_prompt()
+        program.wait_for_ranks("ranks 0-1")
         assert program.ask("n")[-2:] != []
         assert "values: [1, 1]" in program.finish("all c")
 
@@ -234,10 +289,17 @@ def is_alive(pid):
 def test_without_a_terminal_the_error_says_so():
     done = python(str(FILE), "loop", "[0, 1]", "{}", program="")
     assert (
-        "breakpoint() can open no prompt: the program that started the run has neither a terminal nor a notebook"
+        "breakpoint() can open no prompt: the program that started the run has neither a terminal on stdin nor a notebook"
         in done.stdout
     )
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in done.stdout
+
+
+def test_the_error_without_a_terminal_has_no_frame_of_pdb_or_mpwatch(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(debugged_program.stop_once, nprocs=1, args=(0,))
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["stop_once"]
 
 
 def test_ignored_breakpoints():
@@ -263,7 +325,9 @@ def test_a_post_mortem_prompt_shows_the_variables_of_all_ranks():
         assert program.ask("p secret")[0] == "'secret of rank 1'"
         assert program.ask("rank 0")[-1] == "(rank 0) (Pdb)"
         assert program.ask("p text")[0] == "'secret of rank 0'"
-        assert program.ask("q") == ["(rank 1) (Pdb)"]
+        rows = program.ask("q")
+        assert rows[0].startswith("now at rank 1: debugged_program.py:")
+        assert rows[1:] == ["(rank 1) (Pdb)"]
         assert program.ask("ranks")[0].startswith("rank 0: in wait (debugged_program.py:")
         rows = program.finish("q")
     assert any(row.startswith("failed: rank 1 failed first: ValueError: secret of rank 1") for row in rows)
@@ -334,9 +398,11 @@ def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
     assert "breakpoint() can open no prompt: the rank is ending" in "".join(program.rows())
 
 
-def test_post_mortem_without_a_terminal_has_no_effect():
-    done = python(str(FILE), "raise_in_one", "[1]", '{"post_mortem": true}', program="")
-    assert "failed: rank 1 failed first: ValueError: secret of rank 1" in done.stdout
+def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect():
+    done = python(str(FILE), "raise_in_one", "[0, 1]", '{"post_mortem": true}', program="")
+    assert "failed first: ValueError: secret of rank" in done.stdout
+    warning = "post_mortem=True can open no prompt: the program that started the run has neither a terminal on stdin nor a"
+    assert done.stderr.count(warning) == 1, done.stderr
 
 
 def test_a_breakpoint_beside_a_call_in_the_background():

@@ -390,7 +390,7 @@ class History(RuleBasedStateMachine):
         self.diagnose()
 
     def diagnose(self):
-        """Check that no report is lost, and that no victim is the root cause while another failure is known.
+        """Check that no report is lost, and that no victim is the root cause while another failure before the stop is known.
 
         It is called once for each call. Events between two calls belong to no call.
         """
@@ -419,10 +419,19 @@ class History(RuleBasedStateMachine):
         elif self.machine.stop_reason is StopReason.FAILED:
             assert result.failures
             assert result.root_cause is not None
-        primaries = [failure for failure in result.failures.values() if not failure.is_secondary]
+        primaries = [
+            rank
+            for rank, failure in result.failures.items()
+            if not failure.is_secondary and self.ended_at(rank, stopped_at) <= stopped_at
+        ]
         if primaries and result.root_cause is not None:
             assert not result.root_cause.is_secondary
         str(result)
+
+    def ended_at(self, rank, default):
+        """Return when the rank answered or died. The default is for a rank that has done neither."""
+        it = self.observed[rank]
+        return it["answer"].stamp if "answer" in it else it.get("died_at", default)
 
 
 TestHistory = History.TestCase

@@ -3,6 +3,7 @@
 import shutil
 import zlib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,6 +14,7 @@ from support.programs import ENV, python
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 IMAGE = ROOT / "docs" / "live_view.svg"
 
 
@@ -43,11 +45,24 @@ def test_the_readme_shows_the_image():
     assert f"({IMAGE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_timeline_shows_the_failure_and_the_restart(tmp_path):
+    python(str(ROOT / "docs" / "timeline.py"), str(tmp_path / "timeline.svg"))
+    for picture in (tmp_path / "timeline.svg", ROOT / "docs" / "timeline.svg"):
+        svg = ElementTree.parse(picture)
+        texts = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
+        assert [text for text in texts if text.startswith("rank ")] == [f"rank {rank}" for rank in range(4)]
+        assert texts.count("succeeded, restarted once") == 4
+        titles = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}title")]
+        assert "failed first: ConnectionError: the data server is down" in "\n".join(titles)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason=f"needs {' or '.join(BROWSERS)}")
 def test_the_pictures_of_a_result_have_the_colours_of_their_themes(tmp_path):
     python(str(ROOT / "docs" / "notebook_result.py"), str(tmp_path))
     for folder in (tmp_path, ROOT / "docs"):
-        light, dark = (read_first_pixel(folder / f"notebook_result_{theme}.png") for theme in ("light", "dark"))
+        pictures = [folder / f"notebook_result_{theme}.png" for theme in ("light", "dark")]
+        assert all(picture.stat().st_size > 40_000 for picture in pictures), "an empty page has fewer bytes"
+        light, dark = map(read_first_pixel, pictures)
         assert min(light) > 200
         assert max(dark) < 60
 
