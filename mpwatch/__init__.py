@@ -1,4 +1,4 @@
-"""Run a Python function on N processes, watched. See `run` and `main`.
+"""Run a Python function on N processes, and watch these processes. See `run` and `main`.
 
 This module is the facade: it has the public names. Each name is loaded at its first use, since every rank imports this
 package before its function runs.

@@ -65,9 +65,9 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of this process. At the first failure the other ranks are stopped. When `run` returns or
-    raises, every rank is dead and reaped, and so is every process that a rank has started in its process group. If `run` was
-    called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The limits do
-    not count the time of the suspension.
+    raises, every rank is dead and reaped. Every process that a rank has started in its process group is dead and reaped,
+    too. If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until
+    SIGCONT. The limits do not count the time of the suspension.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -261,7 +261,7 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:
     """Call `run`. If a rank fails, print the report on stderr and exit with the status of that rank.
 
-    Use `main` in a program that does nothing else. The exit status is that of the rank that failed first: the status of
+    Use `main` in a program that does nothing else. The exit status comes from the rank that failed first: the status of
     sys.exit or os._exit, 128 + n for signal n, 1 for an exception, and 124 for a timeout. In a job of several nodes, every
     node exits with this status, since schedulers keep the status of only one node. (torchrun exits with 1.) A node that
     receives a terminating signal dies of this signal.

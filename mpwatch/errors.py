@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mpwatch.results.failure import FailureKind, ProcessFailure
-from mpwatch.results.item_failure import ItemFailure
+from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_fates, format_report, format_verdict
 from mpwatch.results.run_result import RunResult
@@ -69,16 +69,22 @@ class RunFailedError(MpwatchError):
 
     @property
     def exit_code(self) -> int:
-        """The exit status for a program that ends because of this error. It is that of the rank that failed first, or 1."""
+        """The exit status for a program that ends because of this error.
+
+        It is the status of the rank that failed first. It is 1 if no rank is blamed.
+        """
         return self.root_cause.exit_code if self.root_cause else 1
 
     def __str__(self) -> str:
         return format_report(self.result)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.verdict!r})"
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows, without the frames of mpwatch and the frames of the rank below them.
 
-        IPython shows the frames of the rank before these lines, as those of `__cause__`.
+        IPython shows the frames of the rank before these lines, because `__cause__` has these frames.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -107,7 +113,10 @@ class ItemFailedError(RunFailedError):
         item = self.item_failure
         attempts = f" after {item.attempts} attempts" if item.attempts > 1 else ""
         reason = f"; {item.reason}" if item.reason else ""
-        return f"item {item.index} ({item.item}) failed{attempts}{reason}\n{super().__str__()}"
+        return f"{name_item(item.index, item.item)} failed{attempts}{reason}\n{super().__str__()}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.item_failure)!r})"
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

@@ -20,6 +20,7 @@ from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
+from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.persistent_ranks import OnStart, PersistentRanks
@@ -234,7 +235,7 @@ class WorkerGroup:
         that ends stops the ranks, and does not wait for the call.
 
         Args:
-            fn: the function. All arguments are those of `run`.
+            fn: the function. All arguments mean the same as in `run`.
             args: positional arguments.
             kwargs: keyword arguments.
             timeout: limit for this call in seconds, from its beginning.
@@ -323,7 +324,7 @@ class WorkerGroup:
             self.close()
 
     def __repr__(self) -> str:
-        return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
+        return f"<WorkerGroup {self.state.name}: {format_count(len(self.workers), 'rank')}>"
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows for the group."""
@@ -375,8 +376,8 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make the process group of `backend` before a call of some ranks. Return the result after a failure.
 
-        If several calls need the process group, only one of them has it made. `ticket` was granted before, and the call
-        keeps its place in the queue.
+        If several calls need the process group, only one of them makes the ranks create it. `ticket` was granted before, and
+        the call keeps its place in the queue.
         """
         from concurrent.futures import CancelledError  # its import takes time
 

@@ -35,7 +35,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Nprocs, PersistentGroupSpec, check_call
 from mpwatch.options.validation import check_count, check_flag
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
-from mpwatch.results.item_failure import ItemFailure
+from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.run_handle import CallHandle
@@ -138,8 +138,8 @@ def map(
     For a failed item it is called again if `max_restarts` allows this.
 
     The iterator takes items from `items`, and receives values, only in `next`. Between two calls of `next`, a rank has at
-    most two chunks to work on. An exception in the body of a `for` loop keeps the iterator and its ranks alive. If the
-    program goes on after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
+    most two chunks to work on. If the body of a `for` loop raises an exception, the iterator and its ranks stay alive. If
+    the program goes on after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
@@ -278,8 +278,12 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Let the guardian write these bytes to a terminal if this process is killed. None means that it writes nothing."""
+        """Let the guardian process write these bytes to a terminal if this process is killed. If None, it writes nothing."""
         self._ranks.set_terminal_restore(restore)
+
+    def explain_loss(self, rank: int, reason: str) -> None:
+        """Set the reason that is logged when this rank is restarted. Nothing happens if the rank was not lost."""
+        self._ranks.explain_loss(rank, reason)
 
 
 class ItemMap:
@@ -337,7 +341,7 @@ class ItemMap:
                     yield waiting.pop(self._next_index - 1)
 
     def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index of each item with its value or ItemFailure, as soon as that is there."""
+        """Yield the index of each item with its value or ItemFailure, as soon as the value or ItemFailure is there."""
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
             # A fork of this program may close it, which changes nothing here. It would with epoll.
@@ -476,7 +480,7 @@ class ItemMap:
             self._post_terminal_restore()
 
     def _post_terminal_restore(self) -> None:
-        """If the bytes that restore the terminal have changed, send them to the guardian."""
+        """If the bytes that restore the terminal have changed, send them to the guardian process."""
         if self._view.terminal_restore != self._terminal_restore:
             self._terminal_restore = self._view.terminal_restore
             self._group.set_terminal_restore(self._terminal_restore)
@@ -580,6 +584,8 @@ class ItemMap:
                     begun.append(unbegun.pop(0))  # it cannot be unpickled, or the rank dies while it unpickles the item
             self._queue.put_back(unbegun, singly=not begun)
             for task in begun:
+                item = name_item(task.index, _format_item(task.item))
+                self._group.explain_loss(feed.rank, f"{item} failed: {format_failure(cause)}")
                 outcomes += self._fail(task, cause, result)
         return outcomes
 
@@ -591,8 +597,9 @@ class ItemMap:
         if decision.delay is not None:
             log_now(
                 WARNING,
-                "item %d (%s) is tried again (attempt %d of %d): %s",
-                *(task.index, text, task.attempts + 1, task.attempts + 1 + decision.restarts_left, format_failure(failure)),
+                "%s is tried again (attempt %d of %d): %s",
+                name_item(task.index, text),
+                *(task.attempts + 1, task.attempts + 1 + decision.restarts_left, format_failure(failure)),
             )
             return []
         reason = decision.no_restart_reason

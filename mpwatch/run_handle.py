@@ -1,4 +1,4 @@
-"""`RunHandle` and `CallHandle`. Each is a future of a run, or of a call of a WorkerGroup, in a thread of its own."""
+"""`RunHandle` is the future of a run, `CallHandle` of a call of a WorkerGroup. Each run or call has its own thread."""
 
 import os
 import threading
@@ -187,7 +187,7 @@ class RunHandle(_Handle[T]):
 
     @property
     def state(self) -> WorkerState:
-        """The state of all ranks together: INIT until all are ready, then HEALTHY or UNHEALTHY.
+        """The state of the run or the call: INIT until all ranks are ready, then HEALTHY or UNHEALTHY.
 
         When the run is over, it is the state of the result, or FAILED if there is no result.
         """

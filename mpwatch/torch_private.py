@@ -1,7 +1,7 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-The comment or docstring of each name says what breaks if it goes, and which versions of torch have it. The source of four
-versions was read: 2.4, 2.6, 2.9 and 2.13.
+The comment or docstring of each name says which versions of torch have it, and what breaks if it goes, that is, if a version
+of torch does not have it. The source of four versions was read: 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import it only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py`, which is imported when a tensor may be pickled or unpickled, and in
@@ -38,8 +38,8 @@ rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
 def get_untyped_storage(storage: Any) -> Any:
     """Return the untyped storage of a TypedStorage. Return any other object unchanged.
 
-    `_untyped_storage`: other attributes of a TypedStorage warn that it is deprecated. If it goes, no TypedStorage can be
-    pickled. All four versions have it.
+    `_untyped_storage`: other attributes of a TypedStorage warn that it is deprecated. If `_untyped_storage` is missing, no
+    TypedStorage can be pickled. All four versions have it.
     """
     return getattr(storage, "_untyped_storage", storage)
 
@@ -47,7 +47,7 @@ def get_untyped_storage(storage: Any) -> Any:
 def get_storage_id(storage: Any) -> int:
     """Return a number that identifies a storage. All Python objects for the same storage have the same number.
 
-    `_cdata`: the address of the C++ object. If it goes, no tensor can be pickled. All four versions have it.
+    `_cdata`: the address of the C++ object. If it is missing, no tensor can be pickled. All four versions have it.
     """
     return int(storage._cdata)
 
@@ -55,8 +55,8 @@ def get_storage_id(storage: Any) -> int:
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
     """Build a TypedStorage over an untyped storage.
 
-    `_internal`: keeps torch from warning that TypedStorage is deprecated. If the argument goes, no tensor can be unpickled.
-    All four versions have it.
+    `_internal`: keeps torch from warning that TypedStorage is deprecated. If torch does not take this argument, no tensor
+    can be unpickled. All four versions have it.
     """
     make: Any = torch.storage.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -67,7 +67,7 @@ def make_typed_storage(storage: Any, dtype: Any) -> Any:
 FLIGHT_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 
-# The names below are those of torch. At run time `__getattr__` finds them.
+# The names below are names of torch. At run time `__getattr__` finds them.
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -123,17 +123,18 @@ else:
 def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in the state: UTC, or None where torch writes them without one.
 
-    `timezone`: torch's module has imported it since the times are in UTC. If it goes, each state is refused and no node can
+    `timezone`: torch's module imports it if its times are in UTC. If it is missing, each state is refused and no node can
     join. 2.6, 2.9 and 2.13 have it; 2.4 writes times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
 
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
-    """Let this node become the first one in the next round, if it was another one before.
+    """Let this node become the first node in the next round, even if another node was the first node before.
 
-    `_bootstrap_store_info` and `_shared_tcp_store_server`: mpwatch uses neither. 2.9 keeps the first one from the earlier
-    round, and then fails with an AssertionError since the second one is missing. 2.13 does not fail, and 2.4 has neither.
+    `_bootstrap_store_info` and `_shared_tcp_store_server`: mpwatch uses neither. torch 2.9 keeps `_bootstrap_store_info`
+    from the earlier round, and then fails with an AssertionError since `_shared_tcp_store_server` is missing. torch 2.13
+    does not fail, and torch 2.4 has neither.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -142,9 +143,9 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent them, or None if there was none.
 
-    `_stop_heartbeats`: if it goes, the other nodes believe for a while that a node that has left is alive.
-    `_keep_alive_timer` and its `_thread`: if they go, the caller cannot wait until the kernel has removed the thread. All
-    four versions have them.
+    `_stop_heartbeats`: if it is missing, the other nodes believe for a while that a node that has left is alive.
+    `_keep_alive_timer` and its `_thread`: if they are missing, the caller cannot wait until the kernel has removed the
+    thread. All four versions have them.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread
@@ -153,10 +154,10 @@ def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> t
 
 
 def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", seconds: float) -> None:
-    """Take this node out of the state within so many seconds. The rendezvous stays open for the other nodes.
+    """Remove this node from the state within `seconds`. The rendezvous stays open for the other nodes.
 
-    `_op_executor` and `_RendezvousExitOp`: torch has no public way to leave. If one goes, the other nodes wait until the
-    heartbeat of this node expires. All four versions have both.
+    `_op_executor` and `_RendezvousExitOp`: torch has no public way to leave. If one of these names is missing, the other
+    nodes wait until the heartbeat of this node expires. All four versions have both.
 
     Raises RendezvousTimeoutError when the time is over, and whatever the backend raises.
     """
@@ -170,10 +171,11 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 def read_flight_recorder() -> list[dict[str, Any]]:
     """Return the recorded collectives of this process, the oldest first.
 
-    Without the stacks: to read one torch imports torch._inductor, which takes a second and more.
+    The records have no stacks. To read stacks, torch imports torch._inductor, which takes a second or more.
 
-    `_dump_fr_trace` has those of gloo, `_dump_nccl_trace` those of NCCL. If one goes, the verdict on a hang rests on stacks
-    alone. 2.13 has both, if it was built with NCCL. 2.4 to 2.9 have the second one, and record nothing of gloo.
+    `_dump_fr_trace` returns the collectives of gloo, `_dump_nccl_trace` the collectives of NCCL. Without them, the verdict
+    on a hang depends on stacks alone. torch 2.13 has both, if it was built with NCCL. torch 2.4 to 2.9 have only
+    `_dump_nccl_trace`, and record no collectives of gloo.
     """
     bindings: Any = import_module("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -192,8 +194,8 @@ def has_flight_recorder() -> bool:
 def get_group_names() -> dict[Any, str]:
     """Return torch's name of each process group of this process.
 
-    `_world` and its `pg_names`: torch has no public list of groups. If one goes, a collective's ranks are not known, and no
-    rank can be missing from it. All four versions have them.
+    `_world` and its `pg_names`: torch has no public list of groups. If one of these names is missing, a collective's ranks
+    are not known, so mpwatch cannot find a rank that has not joined. All four versions have them.
     """
     return dict(import_module("torch.distributed.distributed_c10d")._world.pg_names)
 
@@ -201,7 +203,7 @@ def get_group_names() -> dict[Any, str]:
 def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the process groups by torch's name for them: the description, and the global ranks in the order of the group.
 
-    `pg_group_ranks`: if it goes, see `get_group_names`. All four versions have it.
+    `pg_group_ranks`: if it is missing, the same happens as for `get_group_names`. All four versions have it.
     """
     ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
     groups = {}
@@ -212,9 +214,9 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def get_group_name(group: Any) -> str:
-    """Return torch's name of a process group; None stands for the default one. Empty if there is no such group.
+    """Return torch's name of a process group. None means the default group. The name is empty if there is no such group.
 
-    `default_pg`: if it goes, `describe_world` fails, too. All four versions have it.
+    `default_pg`: if it is missing, `describe_world` fails, too. All four versions have it.
     """
     module = import_module("torch.distributed.distributed_c10d")
     return get_group_names().get(module._world.default_pg if group is None else group, "")
@@ -223,10 +225,11 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return a text that names the store of the default process group, and the rank of this process in that group.
 
-    All members of the group have the same text. Two groups may have the same text, too: the user may divide one store.
+    All members of the group have the same text. Two groups may also have the same text, since the user may divide one store.
 
-    `_world.pg_map` and the stores' `underlying_store`: torch has no public way from a group to its store. If one goes, the
-    text is empty, and the ranks of two worlds in one run may not be told apart. All four versions have them.
+    `_world.pg_map` and the stores' `underlying_store`: torch has no public way from a group to its store. If one of these
+    names is missing, the text is empty, and mpwatch may confuse the ranks of two worlds in one run. All four versions have
+    them.
     """
     module = import_module("torch.distributed.distributed_c10d")
     group = module._world.default_pg

@@ -1,4 +1,4 @@
-"""The version of the package: read by `mpwatch` and by nodes that compare versions. The build takes it from the git tag."""
+"""The version of the package. Nodes of a job compare their versions. The build takes the version from the git tag."""
 
 try:
     from mpwatch._version import VERSION

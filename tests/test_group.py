@@ -1,6 +1,7 @@
 """WorkerGroup: what its ranks keep between calls, when they are restarted, and what is left at the end."""
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -71,6 +72,22 @@ def test_ranks_and_their_state_stay_between_calls():
     with pytest.raises(RuntimeError, match="this WorkerGroup is closed; make another one"):
         group.run(functions.rank)
     group.close()
+
+
+def wait_until(at):
+    while time.monotonic() < at:
+        os.sched_yield()
+    if at < 0:
+        raise ValueError("x")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, -math.inf], ids=["in the caller's thread", "in the watcher thread", "raises"])
+def test_a_result_has_the_seconds_of_its_call(seconds):
+    with WorkerGroup(2, check=False) as group:
+        group.run(functions.rank)
+        started_at = time.monotonic()
+        result = group.run(wait_until, args=(started_at + seconds,))
+        assert max(seconds, 0.0) < result.elapsed < time.monotonic() - started_at
 
 
 def test_modules_are_imported_before_the_first_call(tmp_path, monkeypatch):

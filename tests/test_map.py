@@ -1,5 +1,6 @@
 """`mpwatch.map`: items, values and failures, with real ranks."""
 
+import copy
 import gc
 import itertools
 import os
@@ -142,9 +143,12 @@ def test_the_first_failure_is_raised():
     assert repr(error.__cause__) == "ValueError('seven')"
     assert isinstance(error, RunFailedError)
     assert (error.item_failure.index, error.item_failure.item, error.item_failure.attempts) == (7, "7", 1)
-    assert re.fullmatch(r"item 7 \(7\) failed\nrank \d failed first: ValueError: seven \(map_functions.py:.*\)", str(error))
-    copy = pickle.loads(pickle.dumps(error))
-    assert (copy.item_failure.index, repr(copy.__cause__), str(copy)) == (7, "ValueError('seven')", str(error))
+    assert re.fullmatch(
+        r"item number 7 \(7\) failed\nrank \d failed first: ValueError: seven \(map_functions.py:.*\)", str(error)
+    )
+    assert repr(error) == f"ItemFailedError({str(error.item_failure)!r})"
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert (back.item_failure.index, repr(back.__cause__), str(back)) == (7, "ValueError('seven')", str(error))
 
 
 def test_keep_going_yields_the_failure_in_the_place_of_the_value():
@@ -153,7 +157,7 @@ def test_keep_going_yields_the_failure_in_the_place_of_the_value():
     assert outcomes == [number for number in range(20) if number != 7]
     assert isinstance(failure, ItemFailure)
     assert repr(failure.exception) == "ValueError('seven')"
-    assert re.fullmatch(r"item 7 \(7\) failed: rank \d: ValueError: seven \(map_functions.py:.*\)", str(failure))
+    assert re.fullmatch(r"item number 7 \(7\) failed: rank \d: ValueError: seven \(map_functions.py:.*\)", str(failure))
 
 
 @pytest.mark.parametrize("chunksize", [None, 1, 5, 100])
@@ -165,6 +169,25 @@ def test_a_rank_that_dies_takes_one_item_with_it(chunksize, tmp_path):
     assert outcomes == [number for number in range(30) if number != 7]
     assert (failure.failure.kind, failure.failure.signal) == (FailureKind.SIGNAL, signal.SIGKILL)
     assert sorted(map(int, path.read_text().split())) == list(range(30))  # each item was called once
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "begin"),
+    [(1, "all ranks are restarted: not all of them survived the last call: "), (2, r"rank \d is restarted: ")],
+)
+def test_the_warning_of_a_restart_names_the_item(nprocs, begin, tmp_path, caplog):
+    def list_warnings():
+        return [text for record in caplog.records if "restarted: " in (text := record.getMessage())]
+
+    def make_items():
+        yield from ((tmp_path / "calls", number) for number in (6, 7))
+        yield from itertools.takewhile(lambda _: not list_warnings(), itertools.repeat((tmp_path / "calls", 8), 100_000))
+
+    failure = list(mpwatch.map(fn.append_line, make_items(), nprocs, keep_going=True))[1]
+    (warning,) = list_warnings()
+    assert re.match(begin, warning)
+    assert warning.endswith(f": {failure}")
+    assert re.match(r"item number 1 \(\(.*, 7\)\) failed: rank \d: was killed by SIGKILL \(", str(failure))
 
 
 def test_a_failed_item_is_tried_again(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""Run one job on several nodes of a cluster, from one call: what the engines for Ray, Dask and SLURM have in common.
+"""Run one job on several nodes of a cluster, from one call. The engines for Ray, Dask and SLURM share this code.
 
     driver, which calls `run`                                  node: a process of the engine, one for each node of the job
     -------------------------                                  -----------------------------------------------------------
@@ -9,17 +9,17 @@
          --------------------------- TCP: stop ------------->
     future <------------------------ the engine -------------  NodeOutcome: the node's RunResult, or an error
 
-An engine starts functions on nodes. It has three methods: see `Engine`. `ThreadEngine` is an example of it.
+An engine starts a function on each node. It has three methods: see `Engine`. `ThreadEngine` is an example of an engine.
 
 Guarantees:
 
 - When `run` returns or raises, the engine has ended everything that it has started.
 - If the driver is killed, each node loses its link, and stops its ranks within 10 seconds.
-- A node that the engine loses is a lost node of the job. The driver has the engine start another one in its place. Whether
-  the ranks are restarted is for the remaining nodes to decide, as in every job of several nodes. If no node remains, the job
+- A node that the engine loses is a lost node of the job. The driver makes the engine start another node in its place. The
+  remaining nodes decide whether the ranks are restarted, as in every job of several nodes. If no node remains, the job
   fails.
 
-The driver serves the store, so no node is needed more than another. The nodes must be able to connect to the driver.
+The driver serves the store, so the job can lose any of its nodes. The nodes must be able to connect to the driver.
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine

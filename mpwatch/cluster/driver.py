@@ -1,17 +1,17 @@
-"""The driver's part of a job: `Driver` starts the nodes, replaces those that are lost, and waits until the job is over.
+"""`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over. Runs in the calling program.
 
     thread "mpwatch driver"    accepts the connections of nodes
     one more for each node     puts what the node sends into the queue of messages
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node that has **joined** was in a round of the rendezvous: its ranks run, or have run. A node that comes too late for the
+A node that has **joined** was in a round of the rendezvous, so it has started its ranks. A node that comes too late for the
 job does not join. It would wait for others until `join_timeout`, so the driver stops it when the first other node has ended.
 
 Guarantees:
 
-- Every wait has a deadline, or the ranks of some node run, or nodes wait for others within `join_timeout`, or the engine
-  brings the outcome of a node that has ended: large results take their time.
+- The driver waits without a deadline only in three cases: ranks of a node run, nodes wait for other nodes (`join_timeout`
+  limits this), or the engine is sending the outcome of a node that has ended. A large outcome takes time.
 - The job has not succeeded if the outcome of a node with ranks is missing.
 """
 
@@ -110,7 +110,7 @@ class _Node:
 
 
 class Driver:
-    """The driver's part of a job. `run` is called once.
+    """Starts the nodes of a job and waits for the job. `run` is called once.
 
     Args:
         engine: starts the nodes.
@@ -207,7 +207,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether each node that has begun has ended, and at least one has."""
+        """Return whether all nodes that have begun have ended, and at least one node has begun."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
@@ -281,7 +281,7 @@ class Driver:
         self._expect_end()
 
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
-        """Have the engine start another node in the place of this one, if the job goes on."""
+        """If the job goes on, make the engine start another node in the place of this node."""
         node.is_lost = True
         self._view.drop(node.number)
         self._losses += node.make_failures(_summarize(error))
@@ -308,7 +308,7 @@ class Driver:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
 
     def _expect_end(self) -> None:
-        """Limit how long the other nodes may take, since one has ended. Stop those that came too late for the job."""
+        """Limit how long the other nodes may take, since one has ended. Stop nodes that came too late for the job."""
         if self._is_stopping:
             return
         self._deadline = min(self._deadline, time.monotonic() + self._end_seconds)

@@ -1,4 +1,4 @@
-"""`Engine`: what starts nodes; `NodeOutcome`: what a node returns; `ThreadEngine`: an example of an engine."""
+"""An `Engine` starts nodes, a `NodeOutcome` is what a node returns, and `ThreadEngine` is an example of an engine."""
 
 import pickle
 from collections.abc import Callable
@@ -20,11 +20,11 @@ class Engine(Protocol):
     address: str
 
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
-        """Have `call()` executed once, in a process on a node of its own.
+        """Execute `call()` once, in a process on a node of its own. Return a future of the outcome.
 
-        If there is no node for it now, it waits for one. If the engine loses the node or the process, the future gets an
-        exception. The call can be pickled by cloudpickle. It returns at once, except that the first call may wait until the
-        cluster has room for the job, and raise LaunchError.
+        If no node is free now, the call waits for a node. If the engine loses the node or the process, the future gets an
+        exception. cloudpickle can pickle `call`. This method returns at once. Only its first call may wait until the cluster
+        has room for the job. It may then raise LaunchError.
 
         Args:
             call: what the node does.
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class NodeOutcome:
-    """What became of a node: its result, or the error that `mpwatch.run` has raised there. Pickled by cloudpickle.
+    """The result of a node, or the error that `mpwatch.run` has raised there. cloudpickle pickles it.
 
     Classes of the driver's program come back as the same classes, since the same cloudpickle has sent them. Large arrays are
     beside the pickle, so that an engine need not copy them.
@@ -65,14 +65,14 @@ class NodeOutcome:
         return cls(data, buffers)
 
     def unpack(self) -> "mpwatch.RunResult[Any] | Exception":
-        """Return the result or the error. Arrays can be written to, as those of `mpwatch.run`."""
+        """Return the result or the error. Its arrays can be written to, as in a result of `mpwatch.run`."""
         buffers = [bytearray(b) if memoryview(b).readonly else b for b in self.buffers]  # an engine may have shared memory
         outcome: mpwatch.RunResult[Any] | Exception = pickle.loads(self.data, buffers=buffers)
         return outcome
 
 
 class ThreadEngine:
-    """Nodes that are threads of this process: an example of an engine, for tests and for trying things out."""
+    """An example of an engine, whose nodes are threads of this process. It is for tests and for first tries."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1"
@@ -80,12 +80,12 @@ class ThreadEngine:
         self._futures: dict[int, Future[NodeOutcome]] = {}
 
     def start(self, call: Callable[[], NodeOutcome], number: int) -> Future[NodeOutcome]:
-        """Call it in a thread of its own."""
+        """Execute the call in a thread of its own."""
         self._futures[number] = self._executor.submit(call)
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
-        """A thread cannot be ended from outside: it ends when the driver closes its link."""
+        """Cancel the call if it has not begun. A thread that runs it ends when the driver closes the node's connection."""
         self._futures[number].cancel()
 
     def close(self) -> None:

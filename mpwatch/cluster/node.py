@@ -1,4 +1,4 @@
-"""The part of a job that runs on each node: `run_node`, and the node's end of the link to the driver."""
+"""This code runs on each node of a job. It has `run_node`, and the node's end of the connection to the driver."""
 
 import os
 import pickle
@@ -113,7 +113,7 @@ def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> None:
-    """Stop the ranks when the driver wants that, or is gone."""
+    """Stop the ranks when the driver requests it, or when the connection to the driver is lost."""
     try:
         while connection.recv() != "stop":
             pass
@@ -130,7 +130,7 @@ def shut_down(connection: Connection) -> None:
 
 
 class _DriverLink:
-    """The connection of a node to the driver. Any thread may send. After the loss of the driver nothing is sent."""
+    """The connection of a node to the driver. Any thread may send. When the driver is lost, nothing more is sent."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

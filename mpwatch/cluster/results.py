@@ -1,4 +1,4 @@
-"""Make one result of the results of all nodes. Pure."""
+"""Merge the results of all nodes into one result. All functions are pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ OTHERS_HAVE_ENDED = "the ranks of the other nodes had ended"
 
 
 def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResult[Any]:
-    """Return the result of all nodes together."""
+    """Merge the results of all nodes into the result of the job."""
     results = [result for result in results if result.workers] or results  # a node may have come too late for the job
     failures: dict[int, mpwatch.ProcessFailure] = {}
     for result in results:
@@ -42,6 +42,7 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=_first(result.stop_cause for result in results),
         dropped_values=tuple(sorted({rank for result in results for rank in result.dropped_values})),
+        elapsed=max(result.elapsed for result in results),
         events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
     )
 
@@ -49,7 +50,7 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
     """Return the result as failed if it lacks ranks of lost nodes, and the other nodes have succeeded.
 
-    Such a node was lost after its ranks had returned, and before its outcome was here. No other node reports it.
+    Such a node was lost after its ranks had returned, and before its outcome had arrived. No other node reports this loss.
     """
     known = {worker.rank for worker in result.workers}
     missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}
@@ -66,7 +67,7 @@ def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessF
 
 
 def make_lost_result(losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """Return the result of a job whose nodes were all lost. The first failure is the one that came first."""
+    """Return the result of a job whose nodes were all lost. The first loss is the root cause."""
     failures = [add_summary(failure) for failure in losses]
     return mpwatch.RunResult(
         state=mpwatch.WorkerState.FAILED,
@@ -82,7 +83,7 @@ def _merge(parts: Iterable[Mapping[int, V]]) -> dict[int, V]:
 
 
 def _merge_states(results: Sequence[mpwatch.RunResult[Any]]) -> dict[int, mpwatch.WorkerState]:
-    """Each node knows the states of its own ranks best."""
+    """Return the state of each rank. Each node knows the states of its own ranks best."""
     states = _merge(result.worker_states for result in results)
     for result in results:
         own = {worker.rank for worker in result.workers}

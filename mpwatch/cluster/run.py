@@ -1,4 +1,4 @@
-"""`run`: the entry of a job on a cluster. It checks the options, and makes the store and the driver."""
+"""`run` runs a job on a cluster. It checks the options, and makes the store and the driver."""
 
 import secrets
 import signal
@@ -61,20 +61,22 @@ def run(
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
-        on_event: a function or several functions, called with each event of each node, in this thread.
-        logs: what ranks print, see `mpwatch.LogSpec`. Shown lines are written here. Their default prefix is the number of
-            the node and the rank: "[{node}:{rank}] ". `dir` is a folder on each node. None: all lines are shown.
-        progress: live view of the ranks of all nodes, here. See `mpwatch.run`.
-        find_address: returns the address of a node, when it is called there. None: mpwatch finds it out.
+        on_event: a function or several functions. They are called with each event of each node, in this thread.
+        logs: where the output of the ranks goes, see `mpwatch.LogSpec`. The calling program writes the shown lines. By
+            default they begin with the number of the node and the rank, "[{node}:{rank}] ". `dir` is a folder on each node.
+            None means that all lines are shown.
+        progress: the live view of the ranks of all nodes, in the calling program. See `mpwatch.run`.
+        find_address: returns the address of a node when it is called on this node. None means that mpwatch finds the
+            address.
         join_timeout: seconds that nodes wait for each other.
-        node_timeout: seconds without a sign of life after which a node is lost.
+        node_timeout: seconds without a heartbeat after which a node is lost.
         last_call_timeout: seconds to wait for more nodes, once min nodes have met.
-        check: False: return the result of a failed job instead of raising.
+        check: whether a failed job raises an exception. If it is False, `run` returns the result of the failed job.
         options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
             `forward_signals`.
 
     Raises:
-        RunFailedError: a rank failed. `__cause__` is the rank's own exception, of whichever node. Or all nodes were lost.
+        RunFailedError: a rank of any node failed, or all nodes were lost. `__cause__` is the rank's own exception.
         LaunchError: the nodes could not be started, or have not met in time. Or fn or its arguments cannot be pickled.
         TypeError, ValueError: an option is not valid.
         KeyboardInterrupt: Ctrl-C. All ranks were stopped as by `mpwatch.run`. Its note says where each rank was.
@@ -158,7 +160,7 @@ def _serve_store(address: str, run_id: str) -> Any:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise it with what is known of the ranks, as `mpwatch.run` does."""
+    """Raise the KeyboardInterrupt. As with `mpwatch.run`, its note or its cause says what happened to the ranks."""
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

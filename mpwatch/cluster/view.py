@@ -1,4 +1,4 @@
-"""The live view of all nodes, in the driver: the view of `mpwatch.run`, with the statuses that the nodes send."""
+"""Shows the live view of all nodes, in the driver. It draws the statuses that the nodes send as `mpwatch.run` does."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The view of one job. The driver's thread uses it; `put` may be called in any thread.
+    """The view of one job. Only the driver's thread uses it, except that any thread may call `put`.
 
     Args:
         progress: the option of `mpwatch.run`.
@@ -43,7 +43,7 @@ class JobView:
         return math.inf if self._view is None else max(0.0, self._due_at - time.monotonic())
 
     def update(self) -> None:
-        """Draw the view, if that is due."""
+        """Draw the view if it is time to draw it."""
         if self._view is not None and time.monotonic() >= self._due_at:
             self._guard(self._show)
 
@@ -67,7 +67,7 @@ class JobView:
         return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If it raises, drop the view and log a warning. A view runs code of others, and must not end the job."""
+        """Call `do`. If it raises, drop the view and log a warning, because a view must not end the job."""
         try:
             do()
         except ENDS_RUN:

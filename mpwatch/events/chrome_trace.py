@@ -1,7 +1,6 @@
 """`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A run is shown as a process. This process has one lane (a "thread") for the states of all ranks together, and one lane for
-each rank.
+A run is shown as a process. This process has one lane (a "thread") for the states of the run, and one lane for each rank.
 
 If the collectives of a rank were recorded, the rank has a second lane. A collective in which the rank waited is a span. A
 completed collective is a mark at the time of its call, since torch's flight recorder does not have the time of its end.

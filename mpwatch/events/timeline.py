@@ -105,7 +105,7 @@ class Lane:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """A run, or all calls of a WorkerGroup together."""
+    """The timeline of a run, or of all calls of a WorkerGroup."""
 
     run_id: str
     until: float

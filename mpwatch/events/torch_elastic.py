@@ -51,7 +51,7 @@ class _RunState:
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
-        """Forget the ranks of the last attempt, and note those of the new attempt. Keep the number of restarts left."""
+        """Replace the ranks of the last attempt by the ranks of the new attempt. Keep the number of restarts left."""
         left = self.remaining
         self.met = event
         self.restarts_left = dict.fromkeys(event.ranks, left)
@@ -73,18 +73,17 @@ class TorchElasticEvents:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
     - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. A rank that fails and is restarted
-      gets no event FAILED for this failure. It is the same with torch's agent.
+      gets no event FAILED for this failure. torch's agent does the same.
     - One event with source AGENT is recorded at the end. It is FAILED if the run was interrupted. It is also FAILED if
       the run failed although no rank of this node failed. Otherwise it is SUCCEEDED, even if ranks failed, because this
-      event is about the watcher. It is the same with torch's agent.
+      event is about the watcher. torch's agent does the same.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
-    - The state of all ranks together and `remaining_restarts` are recorded at each change. `failed` is also recorded for an
-      attempt that is followed by a restart. If the restart comes only from new nodes, it is not recorded, as with torch's
-      agent.
+    - The state of the run and `remaining_restarts` are recorded at each change. `failed` is also recorded for an attempt
+      that is followed by a restart. If the restart comes only from new nodes, it is not recorded, as with torch's agent.
     - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end, unless the run was
       interrupted.
 

@@ -192,7 +192,7 @@ class WorkerStopped(Event):
 class CollectivesRecorded(Event):
     """The latest collectives of this rank, from torch's flight recorder.
 
-    The watcher reads the collectives at the first sign of a failure. The time of that reading is `time`. The event is
+    The watcher reads the collectives at the first sign of a failure, which is the `time` of this event. The event is
     published when all ranks are stopped. A rank that has not used torch.distributed, or could not answer, has no such event.
 
     Attributes:
@@ -265,7 +265,7 @@ class StateChanged(Event):
     """The state of the group has changed. The page "States of a run" of the documentation lists the possible changes.
 
     Attributes:
-        before: the state of all ranks together before the change.
+        before: the state of the run or the WorkerGroup before the change.
         after: the state after the change.
     """
 

@@ -1,4 +1,4 @@
-"""For Hugging Face accelerate: a `notebook_launcher` with the parameters of accelerate's function, but run by mpwatch.
+"""`notebook_launcher` for Hugging Face accelerate. It takes the parameters of accelerate's function, and starts the ranks.
 
     from mpwatch.integrations.accelerate import notebook_launcher
 

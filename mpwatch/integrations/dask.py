@@ -1,11 +1,12 @@
 """Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
 
-The package mpwatch/cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of
-Dask that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not
-secede: it keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's
-process.
+mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes. Each node is
+a Dask task that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does
+not call `secede`, but keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the
+worker's process.
 
-Dask would wait for a lost worker, because the task is bound to it. So the engine itself looks which workers there are.
+If a worker is lost, Dask would wait for this worker, because the task is bound to it. So the engine itself checks which
+workers exist.
 """
 
 import asyncio
@@ -54,21 +55,22 @@ def run(
 
     Each node of the job is a Dask worker, and the ranks are children of the worker's process. If the workers are on several
     hosts, each node has a host of its own. The workers need mpwatch and the modules of the function, as for any task, and
-    must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and ranks inherit that unless the
-    option `env` has another number.
+    must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the ranks inherit this value.
+    To change it, use the option `env`.
 
     Args:
-        client: of the cluster. It is not asynchronous.
+        client: the client of the cluster, which must not be asynchronous.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or the least and the greatest number.
-        workers: the addresses of the workers that may be nodes, of any host. None: all workers.
+        workers: the addresses of the workers that may be nodes, on any host. None means all workers.
         resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
-        address: of this process, to which the nodes connect. None: that of the interface that leads to the scheduler.
+        address: the address of this process, to which the nodes connect. If it is None, this is the address of the network
+            interface that leads to the scheduler.
         join_timeout: seconds that nodes wait for each other, and for the cluster to have enough workers.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`.
+    Raises: see `mpwatch.cluster.run`.
     """
     __tracebackhide__ = True
     _check_client(client)
@@ -105,11 +107,13 @@ class DaskEngine:
     A coroutine in the client's event loop takes care of each node: it waits for a free worker, and submits the task.
 
     Args:
-        client: of the cluster.
+        client: the client of the cluster.
         least: the least number of nodes.
-        workers: the addresses of the workers that may be nodes. None: all, and one of each host if there are several hosts.
-        resources: of the worker that each node takes.
-        address: of this process. None: that of the interface that leads to the scheduler.
+        workers: the addresses of the workers that may be nodes. None means all workers. If they are on several hosts, only
+            one worker of each host is a node.
+        resources: the resources that each node takes from its worker.
+        address: the address of this process. If it is None, this is the address of the network interface that leads to the
+            scheduler.
         seconds: how long to wait for enough workers.
         stop_seconds: how long a node may need to end after it has lost the driver.
 
@@ -147,7 +151,7 @@ class DaskEngine:
         self._wait_for_workers(least, seconds)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Call it in a task, on a worker of its own."""
+        """Execute the call in a task, on a worker of its own."""
         if self._client.status == "running":
             self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
         else:
@@ -288,7 +292,7 @@ _was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
-    """Return the outcome in types that Dask sends with any pickle protocol."""
+    """Execute the call. Return its outcome in types that Dask sends with any pickle protocol."""
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
@@ -296,9 +300,9 @@ def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
 
 @contextmanager
 def _allow_children(key: str) -> Iterator[None]:
-    """Let this process start ranks, also if it is a daemonic one of multiprocessing, as the workers of a nanny are.
+    """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
-    Such a process may have no children, since it would not wait for them at its end. Ranks end with their watcher anyway.
+    Python does not let a daemonic process have children, since it does not wait for them. But ranks end with their watcher.
     """
     global _was_daemon
     process = multiprocessing.current_process()

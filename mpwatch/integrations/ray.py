@@ -1,7 +1,7 @@
 """Run one job on the nodes of a Ray cluster, from one call: `mpwatch.integrations.ray.run(train, 4, nodes=2)`.
 
-The package mpwatch/cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of
-Ray, in a bundle of a placement group.
+mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes. Each node is
+a Ray task, in a bundle of a placement group.
 
     group of the job         min nodes, reserved all at once, each on a node of its own (STRICT_SPREAD)
     group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
@@ -50,21 +50,22 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Ray cluster, and return the results of all ranks.
 
-    `ray.init()` must have been called. Each node of the job is a Ray task on a node of its own, and the ranks are its
-    children. This process must be on a node of the cluster: a Ray client (`ray://`) is not.
+    `ray.init()` must have been called. Each node of the job is a Ray task on a Ray node of its own. The ranks are child
+    processes of this task. The calling program must run on a node of the cluster, so a Ray client (`ray://`) is not enough.
 
     Args:
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
-        num_cpus: CPUs of each node that Ray reserves. None: one for each rank, or one if `nprocs` is a word.
-        num_gpus: GPUs of each node that Ray reserves. The ranks see these GPUs only.
-        resources: custom resources of each node that Ray reserves.
-        runtime_env: of the Ray tasks.
+        num_cpus: number of CPUs that Ray reserves on each node. None means one for each rank. If `nprocs` is a word, it
+            means one for the node.
+        num_gpus: number of GPUs that Ray reserves on each node. The ranks see only these GPUs.
+        resources: custom resources that Ray reserves on each node.
+        runtime_env: the runtime_env of the Ray tasks.
         join_timeout: seconds that nodes wait for each other, and for the cluster to have room for them.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`. LaunchError if the cluster has no room for the job within `join_timeout`.
+    Raises: see `mpwatch.cluster.run`. Raises LaunchError if the cluster has no room for the job within `join_timeout`.
     """
     __tracebackhide__ = True
     if not ray.is_initialized():
@@ -84,8 +85,8 @@ class RayEngine:
 
     Args:
         bundle: the resources of each node.
-        least: the least number of nodes. Ray reserves the resources of all of them at once.
-        runtime_env: of the tasks.
+        least: the least number of nodes. Ray reserves the resources of all of them in one step.
+        runtime_env: the runtime_env of the tasks.
         seconds: how long to wait for these resources.
     """
 
@@ -117,7 +118,7 @@ class RayEngine:
         self.placing = threading.Lock()  # one further node after the other is placed
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Call it in a Ray task, on a node of its own. The first call reserves the resources of the least number of nodes.
+        """Execute the call in a Ray task, on a node of its own. At first, reserve resources for the least number of nodes.
 
         Raises LaunchError if the cluster has no room for them.
         """
@@ -208,7 +209,7 @@ class _FurtherNode:
     """A node beyond the least number. It gets a placement group of its own when the cluster has room on another node.
 
     Args:
-        engine: of the job.
+        engine: the engine of the job.
         call: what the node does.
         number: the number of the node.
     """
@@ -252,9 +253,10 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Call it in a Ray task, without the OMP_NUM_THREADS that Ray has set.
+    """Execute the call in a Ray task, without the OMP_NUM_THREADS that Ray has set.
 
-    Ray sets the number of CPUs of the task, and each rank would have so many threads. mpwatch then sets its own default.
+    Ray sets it to the number of CPUs of the task, and each rank would have this number of threads. Without the variable,
+    mpwatch sets its own default.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

@@ -1,13 +1,13 @@
-"""Run one job on several nodes of a SLURM cluster through submitit, from one call, or from a program that does not wait.
+"""Run one job on several nodes of a SLURM cluster through submitit. There are two ways.
 
-- `mpwatch.integrations.submitit.run(executor, train, 8, nodes=4)` waits for the values of all ranks. cluster says how the
-  driver and the nodes work together. This module starts the nodes.
-- `executor.submit(mpwatch.integrations.submitit.Job(train, 8))` needs no program that waits. `Job` is the function of each
-  task, and the tasks meet in a store that the first one serves.
+- `mpwatch.integrations.submitit.run(executor, train, 8, nodes=4)` waits for the values of all ranks.
+  mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes.
+- After `executor.submit(mpwatch.integrations.submitit.Job(train, 8))` the calling program may end. Each task calls the
+  `Job`. The tasks meet in a store that the first task serves.
 
-A job of `nodes` tasks is one job of SLURM with that many tasks, one a machine. So SLURM starts all of them at once or none:
-with a job array, some nodes could hold their machines and wait for hours for the others. Nodes beyond the least number, and
-nodes that take the place of lost ones, are jobs of one task each, so they come and go one by one.
+The least number of nodes is one SLURM job, with one task on each machine. So SLURM starts either all of these nodes or none.
+With a job array, some nodes could hold their machines and wait for hours for the other nodes. Each further node, and each
+node that replaces a lost node, is a SLURM job of its own. So these nodes come and go one by one.
 
     driver: SubmititEngine                  folder of the executor                task of SLURM
     ----------------------                  ----------------------                -------------
@@ -19,8 +19,8 @@ The calls contain the secret of the job, and a pickle can run any code. So only 
 
 Preemption: some time before SLURM takes the machines back, or before the time limit, it sends the signal of submitit
 (SIGUSR2) to all processes of the job. `mpwatch.should_stop` then becomes True in all ranks at the same step, and the ranks
-save and return. After that a `Job` leaves the rest to submitit, which queues it again. `run` submits the job again itself.
-If SLURM takes machines back with SIGTERM alone, the ranks die of it: set `PreemptParameters=send_user_signal`.
+save and return. After that, submitit queues a `Job` again, and `run` itself submits its job again. If SLURM takes machines
+back with SIGTERM alone, SIGTERM ends the ranks. To prevent this, set `PreemptParameters=send_user_signal`.
 """
 
 import copy
@@ -76,22 +76,23 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
 
-    The executor has the parameters of the job: time, partition, CPUs and GPUs of a node and so on. Its `nodes` and
-    `tasks_per_node` are set by this function, in a copy. With a LocalExecutor the nodes are processes of this machine. The
-    logs of submitit stay in its folder.
+    The executor has the parameters of the job: time, partition, CPUs and GPUs of a node and so on. This function sets
+    `nodes` and `tasks_per_node` in a copy of the executor. With a LocalExecutor the nodes are processes of this machine. The
+    logs of submitit stay in the executor's folder.
 
     Args:
         executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or the least and the greatest number. SLURM starts the least number together.
-        max_requeues: how many times the job is submitted again after SLURM has sent its signal: the function resumes by
-            itself, from what it has saved. After that, the result says in `stopped_at` at which step the ranks have stopped.
-        address: of this process, to which the nodes connect. None: the address of this machine's name.
+        max_requeues: how many times the job is submitted again after SLURM has sent its signal. The function must continue
+            from what it has saved. After that, `stopped_at` of the result is the step at which the ranks have stopped.
+        address: the address of this process, to which the nodes connect. If it is None, this is the address of the machine's
+            host name.
         join_timeout: seconds that nodes wait for each other once SLURM has started the first one.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`.
+    Raises: see `mpwatch.cluster.run`.
     """
     __tracebackhide__ = True
     kind = _find_kind(executor)
@@ -124,12 +125,12 @@ def run(
 
 
 class Job:
-    """A function for `executor.submit`, with an executor of several nodes and one task a node.
+    """A function that you pass to `executor.submit`. The executor must start one task on each of its nodes.
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns their RunResult. `job.results()` of submitit returns
-    those of all tasks. After the signal of submitit the ranks save and return, as `mpwatch.should_stop` asks them to, and
-    submitit queues the job again. It then begins again with the same arguments. Give ranks the time that saving takes with
-    the parameter `slurm_signal_delay_s` of the executor.
+    the list of all these results. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the ranks, so
+    that they save and return. submitit then queues the job again, with the same arguments. The parameter
+    `slurm_signal_delay_s` of the executor must be long enough for saving.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -138,9 +139,9 @@ class Job:
     Args:
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
-        min_nodes: the job continues without lost nodes as long as so many remain. None: all nodes. SLURM must let it
-            continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
-        port: on the first node, of the store. None: a number that follows from the number of the job.
+        min_nodes: the job continues without lost nodes as long as this number of nodes remains. None means all nodes. SLURM
+            must also continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
+        port: the port of the store, on the first node. If it is None, the port follows from the number of the job.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
         options: other options of `mpwatch.run`, except `rendezvous` and `stop_signals`.
@@ -222,9 +223,9 @@ class SubmititEngine:
     """Starts the least number of nodes as one job of submitit, and each other node as a job of its own.
 
     Args:
-        executor: of submitit. It is copied.
+        executor: an executor of submitit. The engine uses a copy of it.
         least: the least number of nodes.
-        address: of this process.
+        address: the address of this process.
         stop_seconds: how long a node may need to end after it has lost the driver.
 
     Attributes:
@@ -250,7 +251,7 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit it. The first nodes are submitted when the last one of them is started."""
+        """Submit a node. The least number of nodes are submitted as one job, when the last of them is started."""
         _write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -260,7 +261,7 @@ class SubmititEngine:
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
-        """Cancel its job. If that job has other nodes, this one ends when it does not reach the driver."""
+        """Cancel the job of a node, if no other node of it runs. Otherwise the node ends when it has lost the driver."""
         with self._lock:
             self._futures[number].cancel()
         for job, numbers in self._jobs:
@@ -347,7 +348,7 @@ class SubmititEngine:
 
 
 def _find_kind(executor: submitit.Executor) -> str:
-    """Return the name of the cluster of an executor: "slurm", "local", or that of a plugin."""
+    """Return the name of the cluster of an executor: "slurm", "local", or the name of a plugin."""
     if not isinstance(executor, submitit.Executor):
         raise TypeError(f"executor must be an executor of submitit, such as AutoExecutor, not {type(executor).__name__}")
     kind = executor.cluster if isinstance(executor, submitit.AutoExecutor) else executor.name()
@@ -357,7 +358,7 @@ def _find_kind(executor: submitit.Executor) -> str:
 
 
 def _make_parameters(executor: submitit.Executor, kind: str, tasks: int) -> dict[str, Any]:
-    """Return the parameters of a job of so many tasks, one a node."""
+    """Return the parameters of a job with this number of tasks, one on each node."""
     if kind == "local":
         return {"tasks_per_node": tasks}
     is_auto = isinstance(executor, submitit.AutoExecutor)
@@ -382,7 +383,7 @@ def _find_own_address(kind: str) -> str:
 
 
 def _remove_own_frame(error: BaseException | None) -> None:
-    """Have the traceback of a rank begin in its function. See `_ignore_signal`."""
+    """Remove the frame of `_ignore_signal`, so that the traceback of a rank begins in its function."""
     trace = None if error is None else error.__traceback__
     if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = trace.tb_next
@@ -403,7 +404,7 @@ def _wait_until_done(jobs: Sequence[submitit.Job[Any]], seconds: float) -> None:
 
 
 def _write(path: str, data: bytes) -> None:
-    """Write a file in one step, so that nobody reads half of it."""
+    """Write a file in one step, so that no process reads half of it."""
     with open(f"{path}.new", "wb") as stream:
         stream.write(data)
     os.replace(f"{path}.new", path)
@@ -435,7 +436,7 @@ def _stop_when_preempted() -> Iterator[threading.Event]:
     """Ask all ranks to stop when this process gets the signal of submitit. Yield an event that is set then.
 
     Any thread may get a signal, and the main thread waits for a lock. So another thread reads Python's wake-up descriptor.
-    In threads that are started within the block the signal is blocked, and so it is in the guardian.
+    Threads that start within the block, and the guardian process, block the signal.
     """
     number = _preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()
@@ -483,7 +484,7 @@ def _preemption_signal() -> signal.Signals:
 
 
 def _ignore_signal(fn: Callable[..., T]) -> Callable[..., T]:
-    """Have ranks ignore the signal of submitit, which SLURM sends to all processes."""
+    """Return a function that ignores the signal of submitit and then calls `fn`. SLURM sends the signal to all processes."""
     number = int(_preemption_signal())
 
     @functools.wraps(fn)

@@ -1,4 +1,6 @@
-"""The live view of the ranks. Its code runs in the caller's thread, except that the guardian may restore a terminal.
+"""The live view of the ranks. Its code runs in the caller's thread.
+
+If the watcher is killed, the guardian process restores the terminal.
 
     ViewDriver (watcher/observers) --- statuses of the ranks ---> LiveView (live.py)
                                                                       |  model.py: rates, overall progress -> Snapshot

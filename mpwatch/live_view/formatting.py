@@ -124,7 +124,7 @@ def _format_step(step: int | None, total: int | None) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return a number with three significant digits, or with all digits before the decimal point if there are more."""
+    """Return the text of a number, with three significant digits. From 100 to a million, return a whole number."""
     return f"{value:,.0f}" if HUNDRED <= abs(value) < MILLION else f"{value:.3g}"
 
 

@@ -43,7 +43,10 @@ class ItemView:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that restore it if this process is killed. It is None without a need."""
+        """The name of the terminal, and the bytes that restore it if this process is killed.
+
+        It is None if there is nothing to restore.
+        """
         return None if self._display is None else self._display.terminal_restore
 
     def update(self, done: int, failed: int) -> None:

@@ -72,7 +72,10 @@ class LiveView:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that restore it if this process is killed. It is None without a need."""
+        """The name of the terminal, and the bytes that restore it if this process is killed.
+
+        It is None if there is nothing to restore.
+        """
         return None if self._display is None else self._display.terminal_restore
 
     def show(self, statuses: Sequence[RankStatus]) -> None:

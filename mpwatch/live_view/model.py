@@ -88,7 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """The facts about many ranks together. A value is None if it is not known."""
+    """A summary of the facts about many ranks. A value is None if it is not known."""
 
     steps: tuple[int, int, int] | None
     """The minimum, the median and the maximum of the ranks' steps."""
@@ -181,7 +181,7 @@ class RateEstimator:
     def rate(self, now: float) -> float | None:
         """Return the growth per second.
 
-        If no new value comes for a longer time than that between the first and the last kept value, the rate falls.
+        The rate falls if no new value comes for longer than the time between the first and the last kept value.
         """
         if len(self._points) < MIN_POINTS:
             return None

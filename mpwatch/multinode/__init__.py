@@ -10,7 +10,7 @@ leader:
 
 The number of messages for an event grows linearly with the number of nodes. The order of the messages in the inbox is the
 order of events on different nodes. mpwatch never compares clocks of different hosts. A node compares a heartbeat counter
-only with the counter's last value, and measures the time between by its own clock.
+only with the counter's last value, and measures by its own clock how long the counter has not changed.
 
     caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
     node thread        node_thread.py      checks that the nodes have the same options (job_config_check.py), joins rounds,

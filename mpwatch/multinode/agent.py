@@ -36,7 +36,7 @@ class WorkerGroupInfo(Generic[T]):
     workers: tuple[Worker, ...] = ()
     """The ranks in the latest attempt. The tuple is empty until the first rendezvous is complete."""
     state: WorkerState = WorkerState.UNKNOWN
-    """The state of all ranks of the node together. When the run has ended, it is the state of the job."""
+    """One state that describes all ranks of the node. When the run has ended, it is the state of the job."""
     group_rank: int | None = None
     """The number of this node in the latest attempt. It is None until the first rendezvous is complete."""
     group_world_size: int | None = None

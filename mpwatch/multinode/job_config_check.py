@@ -88,7 +88,7 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
-        """Return the JobConfig of the first node. If no node has published its JobConfig, publish the one of this node.
+        """Return the JobConfig of the first node. If no node has published its JobConfig, publish this node's.
 
         If a node serves the store, it counts as the first node. If this node were refused, the store would be lost. So the
         other nodes wait a moment until this node has published its JobConfig. If the first writer is lost before it has

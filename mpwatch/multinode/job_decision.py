@@ -11,10 +11,10 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-These rules find the root cause on several nodes. If ranks failed on their own, the first of them in the inbox is the root
-cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If that names no cause, the
-root cause can be a rank of another node for which the victims have waited. A lost node is the root cause only if no rank
-failed on its own.
+These rules find the root cause on several nodes. If ranks failed on their own, the failure that reached the leader first is
+the root cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If this comparison
+names no cause, the root cause can be a rank of another node for which the victims have waited. A lost node is the root cause
+only if no rank failed on its own.
 """
 
 import math
@@ -328,7 +328,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
     That is the failure that is least likely a consequence of a failure on another node. If several failures are equally
-    unlikely, take the first one in the inbox.
+    unlikely, take the failure that reached the leader first.
     """
     failed = [
         summary.reports[node]

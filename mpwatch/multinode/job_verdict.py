@@ -53,7 +53,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return the answer with only its latest collectives, and those in which the rank waits."""
+    """Return the answer with only its latest collectives, and the collectives in which the rank waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -132,7 +132,7 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
 
 
 def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
-    """Return the failures of a node: first the failures of blamed ranks, and then the others as secondary failures.
+    """Return the failures of a node: first the failures of blamed ranks, then all other failures, as secondary failures.
 
     Args:
         report: the node's report.

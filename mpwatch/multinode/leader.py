@@ -205,7 +205,7 @@ class Leader:
         return set(range(self._size)) - self._lost_nodes.keys()
 
     def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
-        """Handle one message of the inbox. Ignore it if its node is lost or is not in this round."""
+        """Handle one message to the leader. Ignore it if its node is lost or is not in this round."""
         node = message.group_rank
         if node not in self.active_nodes or self.stage is RoundStage.FINISHED:
             return []
@@ -359,7 +359,9 @@ class Leader:
         return tuple(assignments)
 
     def judge_stalls(self, now: float) -> list[LeaderAction]:
-        """Compare the collectives of all nodes if new ones have come. Stop the attempt if they can never end, or warn once.
+        """Compare the collectives of all nodes if new collectives have come.
+
+        If the ranks can never go on, stop the attempt. If they only wait for a rank, warn once.
 
         Call this after all messages that have arrived together, since it takes a second with thousands of ranks.
         """

@@ -264,7 +264,7 @@ class NodeMachine:
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks, then decide without the leader. The other nodes also find that it is lost, and do the same."""
+        """Stop the ranks, then decide without the leader. The other nodes notice the loss of the leader, and do the same."""
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED  # the decision about the job is known
             return []

@@ -11,6 +11,7 @@ User code runs in this thread: `retry_if`, `env`, and classes of exceptions that
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -124,7 +125,7 @@ class MultiNodeRunController(RunController[T]):
         self._publish_pending_outcomes()
         result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
         self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else format_verdict(result))
-        return replace(result, events=tuple(self.event_bus.events))
+        return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def end_with_error(self, error: BaseException) -> None:
         """End the run because of an error that is not the failure of a rank."""
@@ -224,7 +225,7 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """If the nodes could not rejoin, return the previous decision, for which they had to rejoin, as a failed job."""
+        """If the nodes could not rejoin after the previous decision, return that decision as a failed job."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)

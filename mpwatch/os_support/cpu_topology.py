@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 CPU_LIMIT = 1 << 16  # no kernel supports so many CPUs, so a list with larger numbers is invalid
-# Files with the weaker cores of Intel's hybrid processors. The first file has the cores of kind 1, the second those of kind
-# 2.
+# Files with the weaker cores of Intel's hybrid processors: the first file for cores of kind 1, the second file for kind 2.
 WEAKER_CORES = ("cpu_atom", "cpu_lowpower")
 
 

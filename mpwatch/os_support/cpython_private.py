@@ -17,7 +17,7 @@ is missing, no rank can be started.
 mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method in the child. Without this
-  attribute the default start method of a rank may differ from that of the calling program.
+  attribute a rank and the calling program may have different default start methods.
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`. multiprocessing pickles a descriptor as
   `popen.DupFd(popen.duplicate_for_child(fd))`. Without these names no lock, queue or connection can be in a call.
 - pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. If the entry

@@ -60,8 +60,8 @@ def seal(fd: int) -> None:
 def is_used_elsewhere(fd: int) -> bool:
     """Return whether the file is open or mapped in any process, in addition to this descriptor. If unknown, return True.
 
-    The kernel answers for all processes of the machine, including those of other users and containers. The descriptor must
-    be open only for reading.
+    The kernel answers for all processes of the machine, even for processes of other users and containers. The descriptor
+    must be open only for reading.
     """
     if sys.platform != "linux":
         return True

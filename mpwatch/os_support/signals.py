@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 from mpwatch.os_support.cpython_private import c_getsignal, c_signal
 
@@ -21,6 +22,10 @@ STANDARD_SIGNALS = [number for number in SIGNALS if number < getattr(signal, "SI
 # worker/stack_dumps.py). They are real-time signals, which few programs use. If they are None, they are not sent.
 PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None
 NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+
+
+# The number of the system call tgkill(2) in 64-bit programs, by machine.
+TGKILL_NUMBERS = {"x86_64": 234, "aarch64": 131, "riscv64": 131, "ppc64le": 250, "s390x": 241}
 
 
 def name_signal(number: int) -> str:
@@ -42,11 +47,40 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from each of these signals that has a handler in Python to this handler.
+    """Return a dict from signals to their handlers, for the given signals that have a handler in Python.
 
     This is fast, since it does not use the module signal, which would convert each number to an enum and back.
     """
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
+
+
+def send_signal_to_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process.
+
+    With `os.kill` the kernel chooses a thread: usually the main thread, but another one if a signal is pending in the main
+    thread. Where tgkill(2) cannot be called, `os.kill` is used nevertheless. Raises OSError.
+    """
+    libc, machine = _load_libc(), os.uname().machine
+    if libc is None or machine not in TGKILL_NUMBERS:
+        os.kill(pid, number)
+        return
+    import ctypes
+
+    # the id of the main thread is that of the process
+    if libc.syscall(*map(ctypes.c_long, (TGKILL_NUMBERS[machine], pid, pid, number))):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _load_libc() -> Any:
+    """Return the C library of a 64-bit program on Linux. None: it is another program, or its Python has no ctypes."""
+    if sys.platform != "linux" or sys.maxsize < 1 << 32:
+        return None
+    try:
+        import ctypes
+    except (ImportError, OSError):  # OSError: the limit of open files is reached
+        return None
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_writer(pipe: int) -> None:

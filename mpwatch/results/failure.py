@@ -187,6 +187,8 @@ def describe_failure(failure: ProcessFailure) -> str:
         return _describe_start_failure(failure)
     if failure.kind is FailureKind.MISMATCH:
         return failure.evidence
+    if failure.kind is FailureKind.HANG and failure.is_secondary:
+        return f"waited{format_location(failure.stack)}, {failure.evidence.removeprefix('was ')}"
     if failure.kind is FailureKind.HANG:
         return f"{failure.evidence or 'hung'}: still at work{format_location(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:

@@ -13,6 +13,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import ProcessFailure, format_ranks
 from mpwatch.results.model import RunData, WorkerState
 from mpwatch.results.report import (
+    format_count,
     format_report,
     format_restarts,
     format_times,
@@ -68,7 +69,8 @@ def make_result_page(result: RunData[Any], picture: str) -> str:
 def _make_title(result: RunData[Any]) -> str:
     if result.state is not WorkerState.SUCCEEDED:
         return format_verdict(result)
-    return f"{len(result.workers)} ranks succeeded" + (f", {text}" if (text := format_restarts(result)) else "")
+    ranks = format_count(len(result.workers), "rank")
+    return f"{ranks} succeeded" + (f", {text}" if (text := format_restarts(result)) else "")
 
 
 def make_result_table(result: RunData[Any], picture: str = "") -> str:

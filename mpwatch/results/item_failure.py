@@ -30,7 +30,12 @@ class ItemFailure:
         return self.failure.exception
 
     def __str__(self) -> str:
-        """Return a line such as `item 17 ('a.txt') failed: rank 2: ValueError: ... (2 attempts)`."""
+        """Return a line such as `item number 17 ('a.txt') failed: rank 2: ValueError: ... (2 attempts)`."""
         attempts = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
         reason = f"; {self.reason}" if self.reason else ""
-        return f"item {self.index} ({self.item}) failed: {format_failure(self.failure)}{attempts}{reason}"
+        return f"{name_item(self.index, self.item)} failed: {format_failure(self.failure)}{attempts}{reason}"
+
+
+def name_item(index: int, item: str) -> str:
+    """Return an item's name in messages: `item number 17 ('a.txt')`. `item` is its `repr`."""
+    return f"item number {index} ({item})"

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkerState(Enum):
-    """The state of a rank, or of all ranks together. The names are those of torch.distributed.elastic.
+    """The state of a rank, a run or a WorkerGroup. torch.distributed.elastic uses the same names.
 
     Attributes:
         UNKNOWN: the ranks are being started.
@@ -149,6 +149,8 @@ class RunData(Generic[T]):
         ended_ranks: the ranks of a WorkerGroup that have ended with this call, because it failed. The next call that needs
             these ranks starts them again, and what they had in `current_worker().state` is lost. It is always empty for a
             run.
+        elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
+            WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
     """
 
     state: WorkerState
@@ -170,6 +172,7 @@ class RunData(Generic[T]):
     stop_cause: str = ""
     dropped_values: tuple[int, ...] = ()
     ended_ranks: tuple[int, ...] = ()
+    elapsed: float = 0.0
 
     @property
     def restarts(self) -> int:

@@ -1,11 +1,13 @@
 """Name the place in the code where a rank was, or where it raised, as a phrase of the report.
 
-If possible, the place is a frame of user code, and not of mpwatch, the standard library or an installed package.
+If possible, the place is a frame of user code, and not of mpwatch, the standard library or an installed package. Without
+user code, it is a frame of an installed package other than torch, such as a trainer.
 """
 
 import os
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from traceback import walk_tb
 
 from mpwatch.results.stack_frames import parse_frames
@@ -20,6 +22,7 @@ LIBRARIES = (
     sysconfig.get_path("purelib"),
     "<frozen ",
 )  # files that are not user code
+PACKAGES_PARTS = (f"{sysconfig.get_path('purelib')}/", "/site-packages/")  # of the files of installed packages
 DEBUGGER_FILE = "/worker/debugger.py"
 ITEM_LOOP_FILE = "/worker/item_loop.py"  # it calls the function of `mpwatch.map`
 # What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
@@ -37,7 +40,7 @@ def format_location(stacks: str) -> str:
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did, with the frame of user code if there is one:
-    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
+    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, the text says why, or is empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -45,23 +48,49 @@ def format_location(stacks: str) -> str:
         return f" ({lines[0]})" if len(lines) == 1 else ""
     files = [frame.file for frame in frames]
     frame = frames[find_user_frame(files)]
-    source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
+    source = f": {shorten_source(frame.source)}" if frame.source else ""
     place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
     if any(file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE) for file in files):
-        return f" at a prompt of the debugger{'' if _is_of_library(frame.file) else place}"
+        return f" at a prompt of the debugger{'' if is_of_library(frame.file) else place}"
     is_item_loop = files[-1].startswith(PACKAGE_FOLDER + ITEM_LOOP_FILE)
-    if is_item_loop and _is_of_library(frame.file):
+    if is_item_loop and is_of_library(frame.file):
         return " between two items"
     for file, activity in ACTIVITIES_BY_FILE.items():
         if not is_item_loop and files[-1].startswith(PACKAGE_FOLDER + file):
-            return f" {activity}{'' if _is_of_library(frame.file) else place}"
+            return f" {activity}{'' if is_of_library(frame.file) else place}"
     innermost = next((each for each in frames if not each.file.startswith(PACKAGE_FOLDER)), frame)
     function = f" in {innermost.function}" if innermost is not frame else ""
     return f"{function}{place}"
 
 
+def shorten_source(line: str) -> str:
+    """Return a line of source without its comment, cut after a word if it is long."""
+    code = _cut_comment(line)
+    return code if len(code) <= SOURCE_LIMIT else f"{_cut_at_word(code[:SOURCE_LIMIT])} ..."
+
+
+def _cut_comment(line: str) -> str:
+    """Return the line without the comment at its end. A line that is no Python by itself stays as it is."""
+    if "#" not in line:
+        return line
+    import tokenize  # imported on use, since most ranks and callers do not need it
+
+    with suppress(tokenize.TokenError, SyntaxError):  # also the end of a line that opens a bracket
+        for token in tokenize.generate_tokens(iter([line]).__next__):
+            if token.type == tokenize.ERRORTOKEN:  # a part of a string, for example
+                break
+            if token.type == tokenize.COMMENT:
+                return line[: token.start[1]].rstrip() or line
+    return line
+
+
+def _cut_at_word(text: str) -> str:
+    """Return the text up to its last blank."""
+    return text.rpartition(" ")[0].rstrip() or text
+
+
 def format_raise_location(error: BaseException) -> str:
-    """Return the place of the innermost frame of user code. Without user code, return that of the innermost frame."""
+    """Return the place of the innermost frame of user code. Without user code, see `find_user_frame`."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -77,18 +106,28 @@ def format_place(path: str, line: int | None, function: str) -> str:
 
 
 def find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of user code, or 0 if there is no user code.
+    """Return the index of the innermost frame of user code.
 
     `files` begins with the file of the innermost frame. The function prefers files to names such as `<string>`, which may
-    stand for generated methods of a dataclass.
+    stand for generated methods of a dataclass. Without user code, it returns the index of the innermost frame of an
+    installed package other than torch, or otherwise 0.
     """
-    user_code = [(n, file) for n, file in enumerate(files) if not _is_of_library(file)]
-    in_files = [n for n, file in user_code if not file.startswith("<")]
-    return next(iter(in_files), user_code[0][0] if user_code else 0)
+    files = list(files)
+    user_code = [n for n, file in enumerate(files) if not is_of_library(file)]
+    in_files = [n for n in user_code if not files[n].startswith("<")]
+    in_packages = [n for n, file in enumerate(files) if _is_of_other_package(file)]
+    return next(iter([*in_files, *user_code, *in_packages]), 0)
 
 
-def _is_of_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Whether a file is not user code: of mpwatch, of the standard library, or of an installed package."""
     return file.startswith(LIBRARIES) or "/site-packages/" in file
+
+
+def _is_of_other_package(file: str) -> bool:
+    """Whether a file is of an installed package other than torch and mpwatch."""
+    name = next((file.partition(part)[2] for part in PACKAGES_PARTS if part in file), "torch/")
+    return not (name.startswith("torch/") or file.startswith(PACKAGE_FOLDER))
 
 
 def _format_file_name(path: str) -> str:

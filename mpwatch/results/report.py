@@ -47,6 +47,7 @@ STEP_GROUPS = 8  # groups of ranks that have reported the same step last
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
+VICTIM = re.compile(r"^a victim of rank")
 # Evidence of failures, as phrases that follow the name of the rank or what happened to it.
 KEPT_PEERS_WAITING = "kept its peers waiting"
 KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
@@ -76,7 +77,7 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return a text that says how often ranks were restarted, and why not once more. It is empty if neither is known."""
+    """Return a text that says how often ranks were restarted, and why not again. Return "" if neither is known."""
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
@@ -114,8 +115,9 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 
 
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
-    """Return the name and the verdict of each attempt. Of very many, return the first and the last, and one row that counts
-    the others.
+    """Return the name and the verdict of each attempt.
+
+    If there are too many, return the first and the last attempts, and one row that counts the others.
     """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
@@ -139,8 +141,8 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Group all ranks except the root cause by what happened to them. Return a dict from each text to its ranks.
 
     Ranks that failed come first. Texts that differ only in the port of a peer or in the seconds of silence are one group.
-    The group has the text of its first rank. If the root cause is the loss of a node, all ranks of that node are left out,
-    because the verdict has them.
+    The group has the text of its first rank. No text begins with "was", because it may follow the names of several ranks.
+    If the root cause is the loss of a node, all ranks of that node are left out, because the verdict has them.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -149,14 +151,15 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
         if root is None or (failure is not root and rank not in root.node_ranks):
             fate = _describe_fate(result, rank, failure, state)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
-    return dict(found.values())
+    return {fate if len(ranks) == 1 else VICTIM.sub("victims of rank", fate): ranks for fate, ranks in found.values()}
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
     """Return a line for each group of ranks with the same fate. If there are too many, the last line counts the others."""
     groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
-        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
+        more = format_count(len(groups) - FATE_LINES, "more group")
+        groups[FATE_LINES:] = [f"and {more} of ranks: see .failures and .stacks"]
     return groups
 
 
@@ -194,17 +197,27 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
     return f"the run did not end within timeout={timeout:g} s: {format_ranks(unfinished)} had not returned{outside}"
 
 
+def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
+    """Return a sentence that says why `heartbeat_timeout` has not ended a run that ran into its timeout."""
+    return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: no rank has called report() or heartbeat()"
+
+
 def format_signal(number: int) -> str:
     """Return a sentence that says that a signal to the calling program stopped the run."""
     return f"the run was stopped: this process received {name_signal(number)}"
 
 
-def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress | None) -> str:
-    """Return a phrase for a silent rank, with the time since its last heartbeat and its last reported step."""
+def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
+    """Return a phrase for a silent rank, with the time since its last heartbeat and its last reported step.
+
+    Without `heartbeat_timeout`, it is a part of the phrase for a victim: `silent for 5.1 s at step 30 of 100`.
+    """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
-    step = "" if progress is None or progress.step is None else f", at step {progress.step}"
+    step = "" if progress is None or progress.step is None else f" at step {progress.step}"
     of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
-    return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){step}{of}"
+    if heartbeat_timeout is None:
+        return f"silent for {text} s{step}{of}"
+    return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){',' if step else ''}{step}{of}"
 
 
 def format_stopped_by_caller() -> str:
@@ -264,7 +277,7 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that says why the out-of-memory killer has probably killed a rank, if there is no proof."""
+    """Return a phrase with the evidence that the out-of-memory killer has killed a rank. The evidence is not a proof."""
     return f"likely the out-of-memory killer: {clue}"
 
 
@@ -310,7 +323,7 @@ def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | No
         return FATES_WITHOUT_FAILURE[state] + (
             format_location(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else ""
         )
-    root = result.root_cause
+    root, what = result.root_cause, describe_failure(failure).removeprefix("was ")
     if failure.is_secondary and root is not None and not root.is_secondary:
-        return f"a victim of rank {root.rank}: {describe_failure(failure)}"
-    return describe_failure(failure)
+        return f"a victim of rank {root.rank}: {what}"
+    return what

@@ -13,6 +13,7 @@ from mpwatch.events.types import Event
 from mpwatch.results.failure import describe_failure
 from mpwatch.results.field_docs import add_inherited_attributes
 from mpwatch.results.model import RunData, WorkerState
+from mpwatch.results.report import format_count
 
 T = TypeVar("T")
 
@@ -83,7 +84,8 @@ class RunResult(RunData[T]):
         return make_result_table(self, draw_timelines(self.events))
 
     def __repr__(self) -> str:
-        return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"
+        ranks, failures = format_count(len(self.workers), "rank"), format_count(len(self.failures), "failure")
+        return f"<RunResult {self.state.name}: {ranks}, {failures}>"
 
     def _why_missing(self, rank: int) -> str:
         if self.state is WorkerState.SUCCEEDED:

@@ -1,7 +1,7 @@
 """The legal transitions between the states of a group of ranks, as data. This module is pure.
 
-All ranks of a run together have one state. Each change of the state is a StateChanged event. The names of the states are
-those of torch's elastic agent. The diagram in ARCHITECTURE.md is made from this table.
+A run has one state, which describes all its ranks together. Each change of the state is a StateChanged event. torch's
+elastic agent uses the same names of states. The diagram in ARCHITECTURE.md is made from this table.
 """
 
 from collections.abc import Mapping

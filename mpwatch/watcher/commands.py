@@ -94,7 +94,7 @@ class StacksRequest:
 
 @dataclass(eq=False)
 class TerminalRestore:
-    """Make the guardian reset a terminal if the watcher is killed."""
+    """Make the guardian process reset a terminal if the watcher is killed."""
 
     restore: tuple[str, bytes] | None
     """The name of the terminal, and the bytes to write to it. It is None if there is nothing to restore."""
@@ -102,7 +102,7 @@ class TerminalRestore:
 
 @dataclass(eq=False)
 class TerminalModes:
-    """Make the guardian set these modes of a terminal if the watcher is killed."""
+    """Make the guardian process restore the modes of a terminal if the watcher is killed."""
 
     path: str
     modes: list[Any] | None
@@ -128,7 +128,7 @@ def _make_locked() -> threading.Lock:
 class Suspend:
     """Stop all ranks, and continue them when the program has been continued. See suspension.py.
 
-    A signal handler creates and posts this command. So the command has plain locks, whose methods are single calls of C.
+    A signal handler creates and posts this command. So the command has plain locks. Each of their methods is in C code.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -257,4 +257,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None, as the user of a pipe that no thread uses."""
+    """Return None. A wake-up pipe has this function in place of a reference to its user while no thread uses it."""

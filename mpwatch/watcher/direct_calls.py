@@ -12,10 +12,10 @@ Rules:
 
 1. While no call is running, the watcher thread offers idle ranks to the caller's threads. The watcher thread does not read
    the channels of offered ranks. After IDLE_SECONDS without a call, it withdraws the offer.
-2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). One call of C takes the
-   right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
+2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). A single call into C code
+   takes the right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
 3. Before the watcher thread handles events, it takes all rights that are left. The caller's thread may be in a signal
-   handler, so the watcher thread does not wait for that thread. It waits only for a call of C that has taken a right.
+   handler, so the watcher thread does not wait for that thread. It waits only for a call into C code that has taken a right.
 4. An unfinished call belongs to the watcher thread as soon as that thread has taken the rights of the call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
    offer before it reads the registered calls. So at least one of the two threads notices the other thread.
@@ -94,7 +94,10 @@ class DirectCalls:
         return self._last_call_at + IDLE_SECONDS
 
     def stop(self) -> list[PendingCall]:
-        """Prevent direct calls until `reopen` is called. Return the calls to take over. The watcher thread calls this."""
+        """Prevent direct calls until `reopen` is called. Return the unfinished calls, which the watcher thread continues.
+
+        Only the watcher thread calls this method.
+        """
         self._is_open = False
         stopped = []
         for call in list(self._calls):
@@ -112,7 +115,7 @@ class DirectCalls:
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer these ranks, or all ranks if it is None, and stop reading the channels of these ranks. Raises OSError."""
+        """Offer these ranks, or all ranks if `ranks` is None. Stop reading their channels. Raises OSError."""
         idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:
             handle.pause_messages()

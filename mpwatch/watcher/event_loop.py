@@ -430,7 +430,7 @@ class EventLoop:
             return [m.Failing(rank, generation=generation)]
         observed.answer, observed.answer_received_at = message, time.monotonic()
         if message.kind is MessageKind.RETURNED:
-            if self._is_multi_node:  # the rank exits when those of this node have returned; others may wait for it
+            if self._is_multi_node:  # the rank exits when all ranks of this node have returned; others may wait for it
                 self._request_collectives_of(handle)
             return [m.Returned(rank, generation=generation)]
         peer_error = classify_exception(message.body)
@@ -536,7 +536,7 @@ class EventLoop:
         observed, parser = handle.observations, handle.stack_parser
         self._read_slot(handle)
         self._take_stacks(handle)
-        if is_crash(observed.exit_code):  # otherwise the stack is that of a forked child
+        if is_crash(observed.exit_code):  # otherwise a forked child has written the stack
             observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
         observed.startup_output = parser.failed_startup_output
 

@@ -1,6 +1,6 @@
 """Handles exceptions of the calling program's signal handlers before and after a run. Runs in the caller's thread.
 
-At these times, mpwatch has not taken the signals over. If a handler raises, the exception appears in the code that is
+At these times, the program's own handlers are installed. If a handler raises, the exception appears in the code that is
 running. So the handler's exception could be mistaken for an exception of this code:
 
 - User code runs while arguments are pickled, return values and exceptions are rebuilt, and observers are called. An

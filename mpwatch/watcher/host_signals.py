@@ -1,4 +1,4 @@
-"""Take over the signals of the calling program during a run. Runs in the caller's thread.
+"""Installs mpwatch's signal handlers during a run, and then restores the calling program's. Runs in the caller's thread.
 
 During a run no handler raises an exception in the caller's thread:
 
@@ -87,7 +87,7 @@ class HostSignals:
         self.handler_error: BaseException | None = None  # the first exception that a handler of the program raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
         self.is_taken_over = False
-        self._has_begun = False  # to take over
+        self._has_begun = False  # to install the signal handlers
         self.is_in_user_code = False  # which may take any time
         self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
         self.is_at_prompt = False  # of a debugger: Ctrl-C raises KeyboardInterrupt at once
@@ -160,7 +160,7 @@ class HostSignals:
                 self._commands.post(event if self.call is None else CallEvent(self.call, event))
 
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
-        """Make the watcher thread act as on this signal. The calling program's handler does not get the signal."""
+        """Make the watcher thread act as if this signal had come. The calling program's handler does not get the signal."""
         if os.getpid() == self.pid:  # this is not a child that the calling program has forked
             self._post(Interrupted(signum, cause))
 
@@ -217,7 +217,7 @@ class HostSignals:
         self._forward_wakeups()
 
     def wait_for_wakeup_until(self, deadline: float) -> bool:
-        """Do what `wait_for_wakeup` does, before the signals are taken over.
+        """Wait as `wait_for_wakeup` does. The caller's thread uses it before mpwatch's signal handlers are installed.
 
         Return False when `deadline` (CLOCK_MONOTONIC) has passed.
         """
@@ -228,7 +228,7 @@ class HostSignals:
         return True
 
     def restore(self) -> None:
-        """Restore the calling program's handlers and wake-up descriptor. A handler that it has set meanwhile stays."""
+        """Restore the calling program's handlers and wake-up descriptor. A handler that was set meanwhile stays."""
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)

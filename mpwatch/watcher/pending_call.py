@@ -75,9 +75,9 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. One call of
-    C takes the channel from the list, sends or receives the message, and records it. To stop the caller's thread, the
-    watcher thread takes all rights that are left.
+    The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. A single
+    call into C code takes the channel from the list, sends or receives the message, and records it. To stop the caller's
+    thread, the watcher thread takes all rights that are left.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -217,7 +217,7 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended, or cannot begin because of lost ranks. In both cases the other ranks stay."""
+        """Return whether the call has ended, or cannot begin because of lost ranks. Other ranks stay alive then."""
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 

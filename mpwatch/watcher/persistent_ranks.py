@@ -130,8 +130,8 @@ class PersistentRanks:
 
         Return None if only some ranks are called, but the process group was lost with a rank. See `lacks_process_group`.
 
-        Raises LaunchError. Raises ValueError if a signal of the options cannot be taken over. Raises the exception of the
-        calling program's handler for a signal that came during the call.
+        Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal of the options. If a signal
+        came during the call and the calling program's handler raises an exception, this method raises the same exception.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -178,10 +178,19 @@ class PersistentRanks:
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Make the guardian write these bytes to a terminal if this process is killed. None withdraws an earlier order."""
+        """Make the guardian process write these bytes to a terminal if this process is killed. None withdraws them."""
         watcher_thread = self._watcher_thread
         if watcher_thread is not None:
             watcher_thread.commands.post(TerminalRestore(restore))
+
+    def explain_loss(self, rank: int, reason: str) -> None:
+        """Set the reason that is logged when this rank is restarted, alone or with all others.
+
+        Nothing happens if the last call of the rank has not ended with its loss.
+        """
+        if rank in self._loss_reasons:
+            self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
+            self._loss_reasons[rank] = reason
 
     def shut_down_in_background(self) -> None:
         """End the ranks, but do not wait for their end. This is for a WorkerGroup that has no references any more."""
@@ -232,12 +241,13 @@ class PersistentRanks:
             raise
         self._restart_count += 1
         self._restart_reason = LOST_WHILE_IDLE
+        self._loss_reasons.clear()
         self.workers = watcher_thread.workers
         self._watcher_thread = watcher_thread
         return watcher_thread
 
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
-        """Make the watcher thread restart lost ranks, with scope="worker". It starts no rank if all others are lost, too."""
+        """Make the watcher thread restart lost ranks, with scope="worker". If all ranks are lost, start no rank."""
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
         counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -249,14 +259,14 @@ class PersistentRanks:
                 setups += run_until_handler_raises(partial(watcher_thread.prepare_restart, [rank], counts[rank] + 1))
         with self._lock:
             self._restart_count += len(ranks)
-            workers = (*self.workers, *(setup.worker for setup in setups))  # a later one replaces that of the same rank
+            workers = (*self.workers, *(setup.worker for setup in setups))  # a later Worker replaces an earlier one
             self.workers = tuple({worker.rank: worker for worker in workers}.values())
         watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call. The call is posted before the ranks start, so it fails if they cannot start.
 
-        This is repeated if another call has started the ranks, and has lost them again before this call began.
+        If another call has started the ranks and has lost them before this call began, start them again.
         """
         outcome = None
         while outcome is None:
@@ -298,7 +308,8 @@ class PersistentRanks:
         workers = call.direct.idle_ranks.workers
         values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
         log_dir = self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else ""
-        result = build_success(workers, values, call.direct.get_progress(call.started_at), log_dir)
+        progress, elapsed = call.direct.get_progress(call.started_at), time.monotonic() - call.started_at
+        result = build_success(workers, values, progress, log_dir, elapsed)
         if result is None:
             return self._diagnose(watcher_thread, self._observe(call), (), values)
         watcher_thread.emit_logs_and_events()

@@ -84,7 +84,7 @@ class RankQueue:
         self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
     def _grant(self, candidates: Iterable[Ticket]) -> None:
-        """Grant each of these tickets that is the first one in all its queues."""
+        """Grant each of these tickets if it is the first ticket in all its queues."""
         with self._lock:
             for ticket in candidates:
                 is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)

@@ -6,12 +6,12 @@ Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
 A BlockingCall posts a command and waits until it is done:
 
-    start of the ranks:   take the signals over -> post -> start the thread -> wait -> restore the signals
+    start of the ranks:   install signal handlers -> post -> start the thread -> wait -> restore the program's handlers
     call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms     (not with signal options)
                           or else: post -> wait until the 2 ms are over -> done
-                          or else: take the signals over -> wait -> restore the signals
+                          or else: install signal handlers -> wait -> restore the program's handlers
 
-While the caller's thread waits, it runs all code that does not belong to the watcher thread: observers, logging handlers,
+While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
 Signal handlers do not raise during the wait (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms
@@ -188,7 +188,7 @@ class BlockingCall:
             self._wait(until)
             self._restore_host()
         except BaseException as error:
-            # a Ctrl-C came before the signals were taken over, and the program's own handler has raised
+            # a Ctrl-C came before mpwatch's signal handlers were installed, and the program's own handler has raised
             is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.is_taken_over
             self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
             self.signals.deliver_received()
@@ -212,7 +212,7 @@ class BlockingCall:
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """Raise the exception of a signal handler or the watcher thread, if any. Deliver the deferred signals before."""
+        """If a signal handler or the watcher thread has raised, deliver the deferred signals and raise its exception."""
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
@@ -226,7 +226,7 @@ class BlockingCall:
         """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
 
         If `make` raises, deliver the deferred signals and re-raise the exception. If a signal handler of the calling program
-        raises, `make` ends at once. So one Ctrl-C is enough here.
+        raises, `make` ends at once. So one Ctrl-C is enough to end it.
         """
         try:
             result = run_until_handler_raises(make)
@@ -237,7 +237,7 @@ class BlockingCall:
         return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
-        """Deliver the deferred signals to the calling program's handlers. For SIGINT they usually raise KeyboardInterrupt.
+        """Deliver the deferred signals to the calling program's handlers. For SIGINT, this usually raises KeyboardInterrupt.
 
         Call this last, after all cleanup, and outside an `except` block. Then a KeyboardInterrupt has no other cause or
         context than the failure of the run. If the signal has stopped the run, a note of the exception reports where the
@@ -266,7 +266,10 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether the call may end before signals are taken over. Signals of options are taken over at once."""
+        """Return whether the call may end before mpwatch has installed its signal handlers.
+
+        With `stop_signals` or `forward_signals`, the handlers are installed before the call begins.
+        """
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
         return thread.is_running() and not has_signals
@@ -274,8 +277,8 @@ class BlockingCall:
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait for the call, at most until `deadline`, with the calling program's own signal handlers.
 
-        For a short call, a quarter of the time would be needed to take the signals over and to restore them. A signal
-        handler runs at once, or at the deadline.
+        For a short call, a quarter of the time would be needed to install and restore signal handlers. A signal handler runs
+        at once, or at the deadline.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -284,7 +287,7 @@ class BlockingCall:
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for wake-ups. `Thread.join` cannot be used, because it waits for a lock: see host_signals.py."""
-        self._run_callbacks()  # for what has come before the signals were taken over
+        self._run_callbacks()  # for what has come before the signal handlers were installed
         while not (until() or self.watcher_thread.is_finished):
             seconds = min((s for d in self._drivers if (s := d.seconds_to_next_update()) is not None), default=None)
             debugger = self.watcher_thread.get_debugger(self)

@@ -23,7 +23,7 @@ def add_call(call: RunningCall) -> None:
 
 
 def request_stop(cause: str) -> bool:
-    """Ask the ranks of all running calls to stop. Return whether a call has accepted it. A signal handler may call this."""
+    """Ask the ranks of all running calls to stop. Return whether any call accepts this. A signal handler may call this."""
     own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
     answers = [call.ask_to_stop(cause) for reference in own if (call := reference()) is not None]
     return any(answers)

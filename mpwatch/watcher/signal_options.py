@@ -1,4 +1,7 @@
-"""Checks which signals of the options `stop_signals` and `forward_signals` can be taken over, in the caller's thread."""
+"""Checks whether mpwatch can install its handlers for the signals in the options `stop_signals` and `forward_signals`.
+
+Runs in the caller's thread.
+"""
 
 import os
 import signal
@@ -18,7 +21,7 @@ STOP_ADVICE = " and call request_stop() of the handle in a handler of your own"
 
 
 def check_signal_options(spec: GroupSpec) -> None:
-    """Check that this thread can take these signals over and restore their handlers. Raises ValueError."""
+    """Check that this thread can install handlers for these signals, and can restore the old handlers. Raises ValueError."""
     for name, signals in _list_options(spec).items():
         if signals and threading.current_thread() is not threading.main_thread():
             raise ValueError(IN_MAIN_THREAD_ONLY.format(name=name))

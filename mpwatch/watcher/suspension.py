@@ -1,4 +1,4 @@
-"""Suspend the ranks together with the program (Ctrl-Z, SIGTSTP), and continue them with it (`fg`, `bg`, SIGCONT).
+"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP). Continue the ranks when it continues (SIGCONT).
 
     caller's thread                                       watcher thread
     ---------------                                       --------------
@@ -15,12 +15,12 @@ counts as user code.
 
 Guarantees:
 
-- While the program is suspended the watcher thread looks at no deadline, and starts and stops no rank.
+- While the program is suspended, the watcher thread checks no deadline, and neither starts nor stops a rank.
 - The wait of the watcher thread always ends, because the caller's thread releases `is_over` even after an exception.
 - A process that was already stopped before the suspension stays stopped.
 
-To stop itself, the program raises SIGTSTP with the default action. The kernel ignores the signal in an orphaned process
-group, such as that of `ssh -t host python x.py`, because no shell could continue the program. The ranks go on then.
+To stop itself, the program raises SIGTSTP with the default action. In an orphaned process group, the kernel ignores the
+signal, because no shell could continue the program. `ssh -t host python x.py` makes such a group. The ranks go on then.
 """
 
 import os
@@ -135,7 +135,7 @@ def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
 
 
 def _list_members(processes: Collection[RankPopen]) -> dict[int, list[int]]:
-    """Return a dict from the pid of each rank to the pids in its process group. It is empty if they cannot be listed."""
+    """Return a dict from the pid of each rank to the pids in its process group. Return {} if the pids cannot be listed."""
     try:
         return list_group_members([process.pid for process in processes])
     except OSError:  # there is no descriptor left

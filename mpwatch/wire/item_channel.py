@@ -108,8 +108,8 @@ def send_message(channel: socket.socket, kind: ItemKind, body: bytes = b"", fds:
 def receive_message(channel: socket.socket) -> ItemMessage | None:
     """Return the kind, the body and the descriptors of the next message. Raises OSError.
 
-    Return None at the end of the stream. The receiver must close the descriptors. Instead of a list of descriptors, None is
-    returned if this process may not open so many.
+    Return None at the end of the stream. The receiver must close the descriptors. If this process has reached its limit of
+    open files, the list of descriptors is replaced by None.
     """
     while True:
         try:

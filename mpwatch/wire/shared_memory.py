@@ -6,8 +6,9 @@
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
-- A rank that has lost its channel writes its messages into the black box. The rank writes the header of a frame
-  (messages.py) last, so the watcher ignores an incomplete frame. The watcher reads the black box when the rank is dead.
+- The black box is a part of the memory into which a rank writes its messages when it has lost its channel. The rank writes
+  the header of a frame (messages.py) last, so the watcher ignores an incomplete frame. The watcher reads the black box when
+  the rank is dead.
 - A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
   watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. Then the
   watcher reads the report again.

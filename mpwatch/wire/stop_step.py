@@ -12,8 +12,8 @@
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-`asked` is the last step for which the rank has got the answer False, or gets it now. If a rank reads the state NONE, it has
-written `asked` before. So when the watcher reads `asked`, it sees each step that a rank has passed, and no rank passes a
+`asked` is the last step for which `should_stop` has returned False, or returns False now. If a rank reads the state NONE, it
+has written `asked` before. So when the watcher reads `asked`, it sees each step that a rank has passed, and no rank passes a
 further step. The rank's processor may read `state` before other processors see the new `asked`. This delay is much shorter
 than HOLD_SECONDS.
 

@@ -41,7 +41,7 @@ class Channel:
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message, or write the message into the black box. Return False if both are impossible."""
+        """Send a message. If that fails, write it into shared memory (the black box). Return False if both fail."""
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:
@@ -184,7 +184,7 @@ def _read_identity(fd: int) -> tuple[int, int]:
 def _write_startup_output(fds: list[int]) -> None:
     """Write to the rank's stderr what the interpreter printed before this stderr was set up.
 
-    This code runs in the rank, because writing blocks while no process reads. The watcher must not block.
+    The rank does this and not the watcher, because a write blocks while no process reads. The watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

@@ -90,9 +90,9 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Replace the functions of torch.distributed that make process groups. The new ones also start the thread.
+    """Replace the functions of torch.distributed that make process groups.
 
-    They note each new group, too.
+    The new functions do the same, and also start the thread and note each new group.
     """
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
@@ -237,7 +237,7 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the collective in which the main thread waits, or None if it waits in none of them.
+    """Return the index of the collective in which the main thread waits. Return None if it does not wait in a collective.
 
     Other threads may have called some of these collectives.
     """
@@ -318,7 +318,7 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
 
 
 def _get_operation(entry: Mapping[str, Any]) -> str:
-    """Return the name of the operation without ranks. NCCL's names of point-to-point operations have them: `recv 0<-1`."""
+    """Return the name of the operation without ranks. NCCL's names of some operations contain ranks: `recv 0<-1`."""
     name = str(entry["profiling_name"]).partition(":")[2].partition(" ")[0]
     return BATCH_OF_POINT_TO_POINT if entry["is_p2p"] and name == "coalesced" else name
 
@@ -339,7 +339,7 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root to the collective that the main thread is in. The recorder does not have them."""
+    """Add the reduction and the root to the main thread's present collective, since the flight recorder has neither."""
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

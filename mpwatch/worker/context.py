@@ -83,7 +83,7 @@ def current_worker() -> Worker:
 def choose_part(count: int) -> int:
     """Return the index of this rank's value among the `count` values of a PerRank.
 
-    Raises ValueError if `count` is neither the number of ranks of the job nor that of this node.
+    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
     """
     worker = current_worker()
     if count == worker.world_size:
@@ -168,7 +168,7 @@ def request_stop() -> bool:
     call. It is not for ranks that this rank has started itself. In the process that has started ranks, the request is for
     all its runs and calls that are not finished. Any thread, observer or signal handler may call `request_stop`. See
     `RunHandle.request_stop` and `CallHandle.request_stop` for a single run or call. A second request changes nothing. A
-    request does not end `mpwatch.map`: leave the loop over its results instead.
+    request does not end `mpwatch.map`. To end it, leave the loop over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

@@ -1,4 +1,4 @@
-"""Changes the module pdb by means of debugger.py, as soon as pdb is imported. This module runs in a rank.
+"""Makes pdb in a rank use the streams of debugger.py. The change is made as soon as pdb is imported.
 
 This module is small, since every rank imports it. Most ranks never need the larger debugger.py.
 """

@@ -112,14 +112,14 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Let the rank answer the watcher's question which collectives it has called, from its first process group on."""
+    """From the first process group on, let the rank answer when the watcher asks for the rank's collectives."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
 
 
 def _answer_last_request() -> None:
-    """Answer the watcher's last question for the rank's collectives, which it may ask just before the rank exits."""
+    """Answer the watcher if it has asked for the rank's collectives just before the rank exits."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 

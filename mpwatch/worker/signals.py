@@ -35,7 +35,7 @@ class DeferredSignals:
         self._deferred: set[int] = set()
 
     def defer(self) -> None:
-        """Defer signals from now on. A second call also defers the signals that have got new handlers since the first."""
+        """Defer signals from now on. A second call also defers signals whose handlers were set since the first call."""
         handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
             if always not in handlers and (default := get_handler(always)) is not None:  # None: a handler in C

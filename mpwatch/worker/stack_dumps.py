@@ -5,10 +5,11 @@ The watcher asks by one of two signals, because either signal works where the ot
 - PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. So this handler sees whole
   stacks, and writes the stacks of all threads. It does not run while the main thread computes in C code. It does not run
   either while the main thread waits in C code in a way that a signal does not end.
-- NATIVE_DUMP_SIGNAL has faulthandler's handler, in C, which runs at once, whatever the interpreter is doing and whichever
-  thread holds the GIL. This handler writes only the stack of the main thread. If a thread enters or leaves a function at
-  this moment, its frame is invalid. Python 3.11 to 3.13 may crash when the handler reads such a frame (with
-  `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack (4 %).
+- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. It runs at once, even if any thread holds the GIL. This
+  handler writes only the stack of the thread that gets the signal. The watcher sends the signal to the main thread. If a
+  thread enters or leaves a function at this moment, its frame is invalid. Python 3.11 to 3.13 may crash when the handler
+  reads such a frame (with `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack
+  (4 %).
 
 So the watcher sends NATIVE_DUMP_SIGNAL only if the answer to PYTHON_DUMP_SIGNAL has not begun, that is, if the main thread
 is in C code. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
@@ -43,7 +44,7 @@ _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Let all stack dumps be written into this pipe. Return the identifier that the main thread has in the dumps.
+    """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread in the dumps.
 
     faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the function
     enables faulthandler itself, the stack of a crash goes where the function wants it.

@@ -53,14 +53,14 @@ DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
         "8 ranks call a function that does not use torch. The calling script has 2 s of imports that the function does not need"
     ),
     "start_torch": "4 ranks call a function that imports torch first",
-    "args": "4 ranks get an array of 256 MB as argument",
+    "args": "Each of 4 ranks gets the same array of 256 MB as an argument",
     "result": "Each of 4 ranks returns an array of 64 MB",
     "result_tensor": "Each of 4 ranks returns a tensor of 64 MB",
     "raise": "One of 8 ranks raises an exception, while the other ranks sleep",
     "sigkill": "One of 8 ranks is killed, while the other ranks sleep",
     "restart": "One of 8 ranks is killed, while the other ranks sleep. Then all ranks are restarted once",
     "warm": "4 ranks that are already running call a function that does nothing",
-    "warm_args": "4 ranks that are already running get an array of 256 MB as argument",
+    "warm_args": "Each of 4 ranks that are already running gets the same array of 256 MB as an argument",
     "tee": (
         "Each of 8 ranks prints 500,000 lines of 100 bytes, one by one. The lines go to a file, and with a prefix to the "
         "caller's stdout"
@@ -84,7 +84,7 @@ HEAD = """# Benchmarks
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
 This page shows what a launch costs and how soon a failure is noticed, compared with other launchers. Shorter bars are
-better. Below each table are the date, the machine and the command of the measurement. Only the last table has no command of
+better. The date, the machine and the command of each measurement are below its table. Only the last table has no command of
 its own, because it compares what the caller gets. *Least possible* is a loop that starts the same number of processes, which
 do nothing.
 
@@ -111,7 +111,7 @@ Rank 1 fails while rank 0 is busy. The table shows the seconds until the program
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
+processes, your program included. The exit of the interpreter itself takes 1.3 s of this time. The watched program ends by
 `sys.exit(error.exit_code)`, which sets its status.
 
 ## What the caller gets after a failure

@@ -90,4 +90,4 @@ def test_a_timeout_shows_the_cell_lines_of_the_ranks(outputs):
     (output,) = outputs["timeout"]
     assert output["ename"] == "RunTimeoutError"
     assert "ranks 0-1: still at work in wait (" in output["evalue"]
-    assert "(Cell In[1]:15 in wait: threading.Event().wait()  # without end)" in output["evalue"]
+    assert "(Cell In[1]:15 in wait: threading.Event().wait())" in output["evalue"]

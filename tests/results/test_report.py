@@ -1,19 +1,21 @@
 """The diagnosis and the report of an attempt: pure functions of observations."""
 
+import copy
 import os
 import pickle
 import signal
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, WorkerState
-from mpwatch.results.failure import format_exit
+from mpwatch.results.failure import format_exit, format_ranks
 from mpwatch.results.html import make_group_table
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
-from mpwatch.results.report import FATE_LINES, format_overdue_ranks, format_ranks, format_report
+from mpwatch.results.report import FATE_LINES, format_overdue_ranks, format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
 from mpwatch.watcher.machine.transitions import StopReason
@@ -107,7 +109,7 @@ def test_equal_fates_share_a_line_at_512_ranks():
     ranks[200] = ranks[300] = rank_that_raised(CONNECTION_LOST_ERROR, 9.5)
     text = format_report(diagnose(make_observations(*ranks)))
     assert len(text.splitlines()) == 3
-    assert "ranks 200, 300: a victim of rank 100: RuntimeError" in text
+    assert "ranks 200, 300: victims of rank 100: RuntimeError" in text
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
 
 
@@ -123,7 +125,12 @@ FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
         (stack_in("step", 88) + "\n\n" + stack_in("other", 1, thread="Thread 0x2"), " (train.py:88 in step)"),
         (IN_TORCH + '\n    wait()\n  File "/home/me/train.py", line 88 in step\n    dist.all_reduce(x)', FROM_STEP),
         (f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/c10d.py", line 3 in f', " (c10d.py:3 in f)"),
-        (stack_in("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100})"),
+        (stack_in("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100} ...)"),
+        (stack_in("step", 88, f"run({'x' * 80}, yyyyy, zzzzzz, 0)"), f" (train.py:88 in step: run({'x' * 80}, yyyyy, ...)"),
+        (stack_in("step", 88, "run(  # calls C++"), " (train.py:88 in step: run()"),
+        (stack_in("step", 88, "run('# 1')  # calls C++"), " (train.py:88 in step: run('# 1'))"),
+        (stack_in("step", 88, "isn't # code"), " (train.py:88 in step: isn't # code)"),
+        (stack_in("step", 88, "# of another version"), " (train.py:88 in step: # of another version)"),
         (
             'Thread 0x1 (most recent call first):\n  File "<string>", line 2 in __init__\n  File "/me/train.py", line 8 in f\n    Cfg()',
             " in __init__ (train.py:8 in f: Cfg())",
@@ -140,6 +147,25 @@ FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
 )
 def test_format_location(stacks, phrase):
     assert format_location(stacks) == phrase
+
+
+@pytest.mark.parametrize(
+    ("files", "phrase"),
+    [
+        (
+            ["torch/autograd/graph.py", "torch/_tensor.py", "trainer/precision.py", "trainer/loop.py"],
+            " in f (precision.py:1 in f)",
+        ),
+        (["torch/autograd/graph.py", "torch/_tensor.py"], " (graph.py:1 in f)"),
+        (["mpwatch_tools/a.py", "torch/_tensor.py"], " (a.py:1 in f)"),
+        ([threading.__file__, "torch/_tensor.py", "torchtrainer/loop.py"], " in f (loop.py:1 in f)"),
+        ([threading.__file__, "torch/_tensor.py"], " (threading.py:1 in f)"),
+        ([f"{PACKAGE_FOLDER}/api.py", "trainer/loop.py", "/home/me/train.py"], " in f (train.py:1 in f)"),
+    ],
+)
+def test_without_user_code_the_place_is_in_a_package_other_than_torch(files, phrase):
+    frames = "".join(f'  File "{os.path.join(LIBRARY, file)}", line 1 in f\n' for file in files)
+    assert format_location(HEAD + frames) == phrase
 
 
 def test_ranks_are_grouped_by_where_they_were():
@@ -306,11 +332,25 @@ def test_format_exit():
 @pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
 def test_every_error_pickles(kind):
     error = kind(diagnose(make_observations(rank_that_raised(ValueError("x", lambda: None), 9.0), STOPPED_RANK)))
-    back = pickle.loads(pickle.dumps(error))
-    assert type(back) is kind
-    assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
-    assert back.root_cause.exception.args[0] == "x"
-    assert back.__cause__ is back.root_cause.exception
+    assert repr(error) == f"{kind.__name__}({error.verdict!r})"
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(back) is kind
+        assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
+        assert back.verdict.startswith("rank 0 failed first: ValueError: ")
+        assert back.root_cause.exception.args[0] == "x"
+        assert back.__cause__ is back.root_cause.exception
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([rank_that_raised(ValueError("x"), 9.0)], "<RunResult FAILED: 1 rank, 1 failure>"),
+        ([rank_that_raised(ValueError("x"), 9.0), STOPPED_RANK], "<RunResult FAILED: 2 ranks, 1 failure>"),
+        ([rank_that_died(3), rank_that_died(3)], "<RunResult FAILED: 2 ranks, 2 failures>"),
+    ],
+)
+def test_the_repr_of_a_result_counts_ranks_and_failures(ranks, text):
+    assert repr(diagnose(make_observations(*ranks))) == text
 
 
 def test_is_running():

@@ -7,7 +7,7 @@ The module supports Lightning 2 under each of its package names: lightning.pytor
 and lightning_fabric. It takes all of Lightning's names from the package of the given strategy, so it imports no package that
 the program has not imported.
 
-This module has these guarantees in addition to those of `mpwatch.run`:
+This module gives the guarantees of `mpwatch.run`, and these further guarantees:
 
 - No rank runs the script. (With Lightning's own launchers the ranks run it.)
 - The options stay in the caller's process. In a rank, the launcher starts no processes, and only calls the function.
@@ -59,8 +59,8 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     Lightning's own spawning strategies have the same limits:
 
     - A Trainer can `fit` only once.
-    - If only `configure_model` makes a layer, the layer does not exist in the caller's module. So its weights do not come
-      back, and a warning names them.
+    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. So its weights do not
+      come back, and a warning names them.
     - If a logger counts its versions, each run makes a new version, which the caller's logger does not know.
     - `on_exception` of callbacks is called in the caller, with the RunFailedError. A checkpoint that it writes has the
       weights from before the run. The strategy's `on_exception` is also called in the rank, with the rank's exception.
@@ -69,7 +69,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     function that `mpwatch.run` calls.
 
     mpwatch stops a rank with SIGTERM if another rank has failed or your program got SIGTERM. SIGTERM ends a rank at once,
-    even in a collective. To save something before, set a SIGTERM handler, for example in `on_fit_start`. The handler has
+    even in a collective. To save something first, set a SIGTERM handler, for example in `on_fit_start`. The handler has
     `grace_period` seconds. `trainer.received_sigterm` stays False in these ranks.
 
     Args:

@@ -1,6 +1,7 @@
 """A callback for Lightning's Trainer, with which all ranks save and stop at the same step.
 
-The callback works with both package names of Lightning, since a Trainer accepts any object with all methods of a callback.
+The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. A Trainer of either package accepts
+any object that has all methods of a callback.
 """
 
 from importlib import import_module

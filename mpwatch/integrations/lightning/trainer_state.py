@@ -61,7 +61,7 @@ class TrainerState:
     def restore(self, trainer: Any) -> None:
         """Copy the state into the caller's trainer. If user code raises, only warn, since the training has succeeded.
 
-        The warnings come last. So, if warnings are errors, everything else has been copied before.
+        The warnings come last. So everything else has been copied even if a warning filter turns warnings into errors.
         """
         problems = [*self.problems]
         if self.weights:

@@ -1,8 +1,7 @@
-"""The part of the plugin in pytest's own process, which is the watcher. It calls the ranks for each marked test.
+"""This part of the plugin runs in pytest's own process, which is the watcher. It calls the ranks for each marked test.
 
 `redirect_to_ranks` replaces the body of a marked test by `_run_test`. `_run_test` uses the module's `ModuleGroup` for the
-options of the test, or starts a new one. It raises the exception of the ranks. `rank_session` is the plugin's part in the
-ranks.
+options of the test, or starts a new ModuleGroup. It raises the exception of the ranks. `rank_session` runs in the ranks.
 """
 
 import sys
@@ -87,7 +86,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the module's ModuleGroup for these options. Start a new one if the module has none with these options."""
+    """Return the module's ModuleGroup for these options. If the module has none, start a new ModuleGroup."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -233,7 +232,7 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report warnings and properties of a passed test. If several ranks have the same one, report it only once."""
+    """Report warnings and properties of a passed test. Report a warning or property of several ranks only once."""
     warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
     for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
         arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
@@ -271,7 +270,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. If it is only a skip or an expected failure, return a real failure if another rank has one."""
+    """Return the root cause. But prefer a real failure of another rank to a skip or an expected failure."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause

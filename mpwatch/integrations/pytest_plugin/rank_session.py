@@ -1,7 +1,8 @@
-"""The part of the plugin in a rank. It is a pytest session for one module, and runs the tests that the controller names.
+"""This part of the plugin runs in each rank. It is a pytest session for one module.
 
-The controller calls `prepare_session`, then `run_item` for each test, and finally `end_session`. After a failure the
-controller calls `tear_down_fixtures`. The session is kept in `current_worker().state`, so it ends with the rank.
+The controller (controller.py, in pytest's own process) calls `prepare_session`, then `run_item` for each test, and finally
+`end_session`. After a failure the controller calls `tear_down_fixtures`. The session is kept in `current_worker().state`, so
+it ends with the rank.
 """
 
 import io

@@ -1,6 +1,7 @@
-"""The rendezvous: the nodes of a job join rounds through torch's rendezvous.
+"""The nodes of a job find one another through torch's rendezvous.
 
-A round gives this node its group rank and a part of the store (rounds.py). The entry point is client.py:
+A round is the time in which the same nodes belong to the job. In each round a node has a group rank and uses a part of the
+store (rounds.py). The entry point is client.py:
 
     RendezvousClient --> open_store.py      serve the store, or connect to it
                      --> rounds.py          join a round: torch's dynamic rendezvous (torch_handler.py), or a static one

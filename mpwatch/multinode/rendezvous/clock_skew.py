@@ -33,7 +33,7 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return when this node has first seen the time, by the present local clock, plus `later`.
+        """Return the moment at which this node has first seen the time, as a time of the local clock. Add `later` to it.
 
         If the local clock was set meanwhile, the result changes by the same amount.
         """

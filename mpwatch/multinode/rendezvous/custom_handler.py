@@ -73,7 +73,7 @@ class CustomHandlerClient(RendezvousClient):
         expected_nodes: float = math.inf,  # noqa: ARG002  the handler counts the nodes itself
         wait_report: WaitReport | None = None,  # noqa: ARG002  how many nodes the handler waits for is not known
     ) -> Round:
-        """See RendezvousClient. The handler decides for which nodes it waits. Other exceptions of it are not caught."""
+        """See RendezvousClient. The handler decides for which nodes it waits. Its other exceptions are raised unchanged."""
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
         self._release_connection()
@@ -131,7 +131,7 @@ class CustomHandlerClient(RendezvousClient):
         """Return None, since there is no store before the first round."""
 
     def close(self) -> None:
-        """Leave the round. The handler stays open. If its owner shuts it down, the rendezvous is closed for all nodes."""
+        """Leave the round. The handler stays open. If the owner of the handler shuts it down, no node can join any more."""
         self.cancel()
         if self._has_joined and self._connection is not None:
             leave_within_limit(self._leave, self._connection)

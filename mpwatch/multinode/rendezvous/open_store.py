@@ -126,7 +126,7 @@ class _StoreOpener:
         return OpenedStore(connection, endpoint, True, endpoint.host, None)
 
     def _connect_on_this_machine(self, local_address: SocketAddress | None, deadline: Deadline) -> OpenedStore | None:
-        """Connect to the program that has taken the port on this machine, if it is another node that serves the store."""
+        """If another node on this machine serves the store at the port, connect to this node."""
         endpoint = self._endpoint
         if self._is_host or local_address is None:
             raise LaunchError(

@@ -74,7 +74,7 @@ class Round:
             self.store.add(LEFT_KEY, 1)
 
     def has_other_nodes(self) -> bool:
-        """Return whether any node of this round has not left yet. Such a node is just leaving, or was lost."""
+        """Return whether any node of this round has not left yet. Such a node is leaving now, or was lost."""
         with suppress(StoreLostError):
             return self.store.add(LEFT_KEY, 0) < self.group_world_size
         return False
@@ -173,8 +173,8 @@ class DynamicRendezvous:
     def _last_call(self) -> timedelta:
         """Return how long a round waits for more nodes when the minimum number of nodes has joined.
 
-        It does not wait if all expected nodes have joined and no other node waits. A node that was not in the previous round
-        does not count as expected.
+        The time is zero if all expected nodes have joined, unless another node waits to join. A node that was not in the
+        previous round does not count as expected.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
@@ -182,7 +182,7 @@ class DynamicRendezvous:
         return timedelta() if are_all_here else self._timeouts.last_call
 
     def _is_still_complete(self, info: RendezvousInfo) -> bool:
-        """Return whether no node has left in the time between the forming of the round and the moment this node saw it."""
+        """Return whether all nodes are still in the round. A node may leave before this node sees the formed round."""
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 
     def _make_round(self, info: RendezvousInfo) -> Round:
@@ -229,12 +229,12 @@ class DynamicRendezvous:
             raise StoreLostError(f"rendezvous at {self._opened_store.endpoint}: {reason}") from error
 
     def leave(self) -> None:
-        """Stop the heartbeats and remove this node, so that no node waits for it. It blocks as long as the store blocks."""
+        """Stop the heartbeats and remove this node, so that no node waits for it. This call can block as the store does."""
         self._handler.stop_heartbeats()
         self._remove_this_node()
 
     def has_other_nodes(self) -> bool:
-        """Return whether the state contains other nodes after this node has left. They are just leaving, or were lost."""
+        """Return whether the state contains other nodes after this node has left. These nodes are leaving, or were lost."""
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
             return response is not None and bool(load_state(response[0]).last_heartbeats)

@@ -289,7 +289,7 @@ class DebuggerConsole:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _describe_running(self, rank: int) -> str:
-        """Return where a rank is that has neither a prompt nor an inspector."""
+        """Return a text that says where this rank is. The rank has neither a prompt nor an inspector."""
         ranks = [status.rank for status in self._take_statuses()]
         if ranks and rank not in ranks:
             return f"there is no rank {rank} here, only {format_ranks(ranks)}"
@@ -316,14 +316,14 @@ class DebuggerConsole:
             self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
     def _take_statuses(self) -> Sequence[RankStatus]:
-        """Return the status of each rank of this node. Empty if the watcher thread does not answer in time."""
+        """Return the status of each rank of this node. Return no status if the watcher thread does not answer in time."""
         request = StatusRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
         return request.statuses or ()
 
     def _take_stacks(self) -> Stacks:
-        """Return the stacks of the ranks of this node. Empty if the watcher thread does not answer in time."""
+        """Return the stacks of the ranks of this node. Return no stacks if the watcher thread does not answer in time."""
         request = StacksRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
@@ -334,7 +334,7 @@ class DebuggerConsole:
         return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
 
     def _describe_move(self, last: RankSession, new: RankSession) -> str:
-        """Return where the rank of the last prompt is, and that the prompt is that of another rank now."""
+        """Return a line that says where the rank of the last prompt is, and which rank has the prompt now."""
         now = f"now at rank {new.rank}: {new.place}"
         stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
         if stack is None:

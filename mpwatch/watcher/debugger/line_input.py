@@ -113,7 +113,7 @@ class LineInput:
 
     @contextmanager
     def _terminal_modes(self) -> Iterator[None]:
-        """Restore the modes of the terminal at the end. The guardian restores them if this process is killed."""
+        """Restore the modes of the terminal at the end. The guardian process restores them if this process is killed."""
         try:
             fd = sys.stdin.fileno()
             modes, path = termios.tcgetattr(fd), os.ttyname(fd)

@@ -11,13 +11,13 @@ the same number. Three things can be wrong:
 
 The minority of the ranks is blamed. If the minority is not certain, all ranks that differ are named and no rank is blamed.
 
-The rank numbers of torch may differ from those of mpwatch, because a program may make several worlds or number its processes
+torch and mpwatch may number the ranks differently, because a program may make several worlds or number its processes
 itself. So each rank reports its number in its torch world. If two ranks report the same number, there is no verdict on that
 world. There is also no verdict on process groups whose ranks are unknown.
 
 torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But this needs torch in the process
 that compares. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So mpwatch makes
-its own comparison, and a test compares the verdicts of mpwatch with those of torch.
+its own comparison, and a test compares the verdicts of mpwatch and torch.
 """
 
 import math
@@ -31,8 +31,8 @@ from mpwatch.results.failure import format_ranks
 from mpwatch.results.rank_collectives import RankCollectives
 
 # Operations whose input (or output) tensors must have the same types and numbers of elements on all ranks. Shapes may
-# differ, since a collective does not see them. In other operations, the tensors may differ. The names are those of gloo and
-# NCCL in the flight recorder.
+# differ, since a collective does not see them. In other operations, the tensors may differ. The flight recorder uses these
+# names for gloo and NCCL.
 SAME_INPUTS = {
     "all_reduce",
     "allreduce_coalesced",
@@ -327,7 +327,7 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that follows the names of the first camp's ranks. It describes the calls of all camps of ranks."""
+    """Return a phrase about what each camp of ranks has called. It follows the names of the first camp's ranks."""
     parts = []
     for camp in camps:
         call = called[camp[0]]

@@ -121,6 +121,7 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
             (step for of_rank in attempt.ranks.values() if (step := of_rank.stopped_step) is not None), default=None
         ),
         stop_cause=attempt.stop_cause,
+        elapsed=attempt.ended_at - attempt.run_started_at,
     )
 
 
@@ -152,7 +153,11 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
 
 
 def build_success(
-    workers: tuple[Worker, ...], values: Mapping[int, LoadedValue], progress: Mapping[int, Progress], log_dir: str
+    workers: tuple[Worker, ...],
+    values: Mapping[int, LoadedValue],
+    progress: Mapping[int, Progress],
+    log_dir: str,
+    elapsed: float,
 ) -> RunResult[Any] | None:
     """Return the result of a call in which each rank has returned, or None if a value cannot be rebuilt.
 
@@ -163,6 +168,7 @@ def build_success(
         values: the return value of each rank.
         progress: the last report of each rank.
         log_dir: the folder of the log files. The text is empty if there are no log files.
+        elapsed: seconds of the call.
     """
     if any(loaded.error is not None for loaded in values.values()):
         return None
@@ -173,6 +179,7 @@ def build_success(
         worker_states=dict.fromkeys(values, WorkerState.SUCCEEDED),
         progress=progress,
         log_dir=log_dir,
+        elapsed=elapsed,
     )
 
 
@@ -341,8 +348,11 @@ def _find_silent_ranks(
     for rank in silent:
         assert heartbeat_timeout is not None
         last_beat, progress = attempt.silent_ranks[rank], attempt.ranks[rank].get_progress(attempt.run_started_at)
-        why = texts.format_silence(stopped_at - last_beat, heartbeat_timeout, progress)
-        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
+        is_victim = rank not in to_blame
+        why = texts.format_silence(stopped_at - last_beat, None if is_victim else heartbeat_timeout, progress)
+        if verdict is not None and rank in absent:
+            why += f"; it {verdict.evidence[rank]}"
+        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=is_victim)
     for rank in to_blame - silent:
         why = verdict.evidence[rank] if verdict is not None and rank in absent else texts.KEPT_PEERS_WAITING
         hangs[rank] = build_hang(attempt, running[rank], stopped_at, why)
@@ -404,10 +414,13 @@ def _get_reason(
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:
             return texts.format_stop_timeout(attempt.stop_timeout, attempt.stop_cause, unfinished)
+        unused = attempt.unused_heartbeat_timeout
+        note = "" if unused is None else f"; {texts.format_unused_heartbeat_timeout(unused)}"
         # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
         if verdict is not None:
-            return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}"
-        return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
+            return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}{note}"
+        stragglers = find_stragglers(_get_running(attempt, failures))
+        return texts.format_timeout(attempt.timeout or 0.0, unfinished, stragglers) + note
     # Other nodes may have stopped the ranks just before the signal came to this process.
     if attempt.stop_reason in (StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB) and attempt.signum is not None:
         text = format_interrupt(attempt.signum, attempt.interrupt_cause)

@@ -105,7 +105,8 @@ def build_mismatch(
 ) -> TimedFailure:
     """Build the failure of a rank that called another collective than its peers.
 
-    `before` is the failure of the rank that followed from the mismatch. Its exception, exit code and stack are kept.
+    `before` is the failure that the mismatch has caused in this rank. The new failure has the same exception, exit code and
+    stack.
     """
     if before is None:
         return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)

@@ -77,7 +77,7 @@ class RankObservations:
     """When the watcher sent the first signal to the rank."""
 
     def add_collectives(self, answer: RankCollectives) -> None:
-        """Store the rank's collectives. A later answer replaces an earlier one only if the rank has called more collectives.
+        """Store the rank's collectives. Keep the earlier answer if the rank has not called more collectives since then.
 
         An earlier answer may have the source line that waits for a call. When the call has failed, no line waits any more.
         """
@@ -134,6 +134,12 @@ class AttemptObservations:
     def healthy_seconds(self) -> float:
         """How long all ranks had been ready before the failure, in seconds."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
+
+    @property
+    def unused_heartbeat_timeout(self) -> float | None:
+        """The `heartbeat_timeout`, if it has not applied to any rank: none has sent a heartbeat or a report."""
+        beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
+        return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
     def collect_stderr(self) -> None:
         """Read the last lines of stderr of all ranks."""

@@ -7,7 +7,7 @@ A rank that died of a SIGKILL that the watcher did not send is a *suspect*. Ther
    necessary rights, and only if this process sees the kernel's own pids. In most containers the log cannot be read.
 2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. The counter is used if
    the log cannot be read:
-   - If the counter rose by at least the number of suspects of one wake-up, this is the proof for each suspect.
+   - If the counter rose by at least the number of suspects of one wake-up, this proves that all of them were killed so.
    - If the counter rose by less, the OOM killer is the likely cause.
    - If only the counter of the whole machine (/proc/vmstat) exists and rose, the OOM killer is the likely cause.
 
@@ -26,7 +26,7 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 
 KERNEL_LOG = "/dev/kmsg"
 RECORD_SIZE = 8192  # bytes
-# The PID namespace whose pids are those of the log: PROC_PID_INIT_INO in the kernel's sources.
+# The kernel's log has the pids of this PID namespace: PROC_PID_INIT_INO in the kernel's sources.
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+) \(.*?\).*?anon-rss:\d+kB)")
 

@@ -3,7 +3,8 @@
 The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
 - When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. faulthandler writes the
-  stack of the main thread. The pipe has one of these texts, or both of them mixed.
+  stack of the main thread. The pipe has one of these texts, or both of them mixed. The end of a text is missing
+  if it has not come in time, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. worker/stack_dumps.py is the code in the rank.
@@ -14,9 +15,11 @@ Runs in the watcher thread. Pure, except for `add_source_lines`, which reads sou
 import linecache
 import os
 import re
+import threading
 from itertools import dropwhile, pairwise, takewhile
 
-from mpwatch.results.stack_frames import FRAME_LINE
+from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
+from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
 from mpwatch.wire.messages import STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "
@@ -26,8 +29,12 @@ THREAD_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 END_LINE = STACKS_END.decode()
 MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
 MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
+CUT_STACK = "  (the rest of this stack is missing)"
+MISSING_STACK = "  (its stack is missing)"
+MISSING_THREADS = "Other threads (most recent call first):\n  (not all of their stacks have come)"
 CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
+OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
 DUMP_HANDLER_FRAME = re.compile(r'/mpwatch/worker/stack_dumps\.py", line \d+ in __call__$')
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
@@ -85,13 +92,20 @@ class StackDumpParser:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
             return True
-        return _is_whole_native_stack(self._split_dump()[1])
+        return _is_whole_main_stack(self._split_dump()[1])
 
     @property
     def dump(self) -> str:
-        """The requested stacks, as far as they have come. The stack of the main thread comes first."""
+        """The requested stacks. The stack of the main thread comes first. Lines in parentheses say what is missing."""
         python_stack, native_stack, others = self._split_dump()
-        main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, f"Current thread 0x{self.main_thread:016x}", 1)
+        head = f"Current thread 0x{self.main_thread:016x}"
+        main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
+        if main_stack and not _is_whole_main_stack(main_stack):
+            main_stack = main_stack.rstrip("\n") + f"\n{CUT_STACK}"
+        if others and not main_stack:
+            main_stack = f"{head} (most recent call first):\n{MISSING_STACK}"
+        if (python_stack or others) and self._data.find(STACKS_END, self._dump_start) < 0:
+            others.append(MISSING_THREADS)
         return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others] if stack)
 
     @property
@@ -131,9 +145,11 @@ class StackDumpParser:
         for start, end in pairwise([*starts, len(text)]):
             stack = text[start:end].partition(END_LINE)[0]
             thread = THREAD_HEAD.match(stack)
+            if thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
+                continue  # the kernel has given the signal to this thread: see `send_signal_to_main_thread`
             if thread is None:
                 native_stack = native_stack or stack
-                if not python_stack and _is_whole_native_stack(native_stack):
+                if not python_stack and _is_whole_main_stack(native_stack):
                     break
             elif int(thread[1], 16) != self.main_thread:
                 others.append(stack)
@@ -145,7 +161,7 @@ class StackDumpParser:
         return bytes(self._data[start:]).decode(errors="replace")
 
 
-def _is_whole_native_stack(stack: str) -> bool:
+def _is_whole_main_stack(stack: str) -> bool:
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
 
@@ -153,14 +169,15 @@ def _is_whole_native_stack(stack: str) -> bool:
 def cut_frames_of_mpwatch(stacks: str) -> str:
     """Remove the frames of mpwatch that called the function, and the frames of a signal handler that was writing stacks.
 
-    A thread without other frames is left out.
+    A thread without other frames is left out, and so is a thread of mpwatch's own.
     """
     blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
-    return "\n\n".join(block for block in blocks if "\n" in block)  # a head alone has no frames
+    # a head alone has no frames
+    return "\n\n".join(block for block in blocks if "\n" in block and not _is_thread_of_mpwatch(block))
 
 
 def add_source_lines(stacks: str, started_at: float) -> str:
-    """Add the line of source after each frame, if there is one.
+    """After each frame, add its line of source code, if the line is known.
 
     Files that were changed after `started_at` (seconds since 1970) are left out, since the rank runs an earlier version.
     """
@@ -172,6 +189,14 @@ def add_source_lines(stacks: str, started_at: float) -> str:
         if source:
             lines.append(f"    {source}")
     return "\n".join(lines)
+
+
+def _is_thread_of_mpwatch(block: str) -> bool:
+    """Whether mpwatch has started this thread for itself, and the thread runs no user code."""
+    frames = list(parse_frames(block)) if block.startswith("Thread ") else []
+    target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
+    is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
+    return is_started_by_mpwatch and all(is_of_library(frame.file) for frame in frames)
 
 
 def _cut_at_rank_main(block: str) -> str:

@@ -45,7 +45,7 @@ class Heartbeats:
         self.silent_ranks.clear()
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
-        """Return those of the running `ranks` whose heartbeats must be read now."""
+        """Return the numbers of the running `ranks` whose heartbeats must be read now."""
         # If a reading comes so late, neither the calling program nor its ranks could run. No rank is to blame.
         was_suspended = now > self.due_at + SUSPENDED_SECONDS
         self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
@@ -55,7 +55,7 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Add the time of a rank's last heartbeat. Return True if a second reading has confirmed `silent_ranks`."""
+        """Add the time of a rank's last heartbeat. Return True if `silent_ranks` has ranks after a second reading."""
         self._unread.discard(rank)
         if beat_at is not None:
             self._update(rank, beat_at, now)

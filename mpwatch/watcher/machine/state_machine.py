@@ -99,7 +99,7 @@ class StateMachine:
 
     @property
     def state(self) -> WorkerState:
-        """The state of these ranks together. The final states come from the diagnosis, not from here."""
+        """One state that describes all ranks of this machine. The diagnosis, not this property, finds the final states."""
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
                 return WorkerState.INIT
@@ -407,7 +407,7 @@ class StateMachine:
 
         A signal also kills ranks that are already being stopped. But if other nodes have ended the attempt, the first signal
         leaves the ranks their grace period. Those nodes may have received the same signal a moment before.
-        The calling program's own handler gets the signal after the run, even if this method does nothing.
+        The calling program's own handler gets the signal after the run in any case.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -440,7 +440,10 @@ class StateMachine:
             self._stop_deadline = now + self._stop_timeout
 
     def _on_stop_timeout(self, now: float) -> list[Action]:
-        """Stop ranks that have not returned in time. The call is interrupted if a signal has asked, else it times out."""
+        """Stop ranks that have not returned in time.
+
+        If a signal has requested the stop, the call counts as interrupted. Otherwise it counts as timed out.
+        """
         assert self.stop_request is not None
         self.is_stop_overdue = True
         if self.stop_request.signum is None:

@@ -1,13 +1,13 @@
 """The state machine's tables: phases of a rank, stages of a run, events, actions and legal transitions. Pure data.
 
-Read this file first. state_machine.py applies it, and nothing else changes the state of a run.
+Read this file first. state_machine.py applies these tables, and no other module changes the state of a run.
 
 Rules:
 
 1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
 2. An event that is not in the table raises IllegalEventError with the event and the phase. This error is a bug in mpwatch.
-3. All ranks of a restart group together are in one `RunStage`, and have one StateMachine. The methods of the StateMachine
-   change the stage, as in the second drawing.
+3. Each restart group has one StateMachine, and is in one `RunStage`. The methods of the StateMachine change the stage, as in
+   the second drawing.
 4. Each event of a rank carries a `generation`, which counts the starts of the rank from 0. The machine ignores events of an
    earlier generation, since they come from a process that no longer matters.
 5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
@@ -92,7 +92,7 @@ class RankPhase(Enum):
 
 
 class RunStage(Enum):
-    """The stage of all ranks of one restart group together."""
+    """The stage of one restart group, which applies to all its ranks."""
 
     IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()

@@ -121,7 +121,7 @@ class EventBus:
             self.dispatch()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state of all ranks together. Publish StateChanged if the state is new.
+        """Set the state of the run or the WorkerGroup. Publish StateChanged if the state is new.
 
         Raises ValueError if the transition to this state is not legal.
         """

@@ -3,7 +3,7 @@
     caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A view in a terminal reserves some rows. If the watcher is killed, the guardian writes a text that releases these rows.
+A view in a terminal reserves some rows. If the watcher is killed, the guardian process writes a text that releases them.
 
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
 exception, it is logged and the view is removed. A view never makes a run fail. Without a view there are no requests and no
@@ -69,7 +69,7 @@ class ViewDriver:
         self._guard(lambda: self._open_view(make_view))
 
     def seconds_to_next_update(self) -> float | None:
-        """Return how long the caller's thread may sleep. None means until a wake-up, such as the answer to a request."""
+        """Return how long the caller's thread may sleep. If it is None, the thread may sleep until a wake-up comes."""
         if self._view is None or self._request is not None or self._due_at == math.inf:
             return None
         return max(0.0, self._due_at - time.monotonic())
@@ -131,7 +131,7 @@ class ViewDriver:
             self._due_at = time.monotonic() + self._view.period
 
     def _post_restore(self, view: View) -> None:
-        """Send the guardian the bytes that restore the terminal, if they have changed."""
+        """If the bytes that restore the terminal have changed, send them to the guardian process."""
         terminal_restore = view.terminal_restore
         if terminal_restore != self._posted_restore:
             self._posted_restore = terminal_restore

@@ -272,7 +272,7 @@ class OutputThread:
             self._write_to_sinks()
 
     def _stop_polling(self, pipe: OutputPipe) -> None:
-        """Stop polling a pipe that all writers have closed. Keep it, since startup output may follow for this stderr."""
+        """Stop polling a pipe that all writers have closed. Keep the pipe, since startup output may still come."""
         if pipe.is_polled:
             pipe.is_polled = False
             self._selector.unregister(pipe.fd)

@@ -30,7 +30,7 @@ def find_torch_accelerators() -> set[str]:
 
 
 def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
-    """Return whether a process with this environment can use none of the accelerators that were found."""
+    """Return whether a process with this environment has only CPUs: nothing was found, or the environment hides the GPUs."""
     are_gpus_visible = all(DEVICE_ENTRY.match(env[name]) for name in VISIBLE_DEVICES if name in env)
     return not found or (found == {"gpu"} and not are_gpus_visible)
 

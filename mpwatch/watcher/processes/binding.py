@@ -61,7 +61,7 @@ def bind_rank(
 
 
 def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
-    """Split all CPUs evenly among the ranks. Return the CPUs of each rank.
+    """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
     - The numbers of cores of the ranks differ by one at most. The first ranks have one core more, unless more ranks would
@@ -156,5 +156,5 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return the share of one rank. `users` maps a number of ranks to the number of cores that so many ranks use."""
+    """Return the share of one rank. `users[n]` is the number of cores that n ranks share."""
     return max(1, sum(count // ranks for ranks, count in users.items()))

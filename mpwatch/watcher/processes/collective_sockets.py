@@ -42,7 +42,7 @@ class CollectiveSockets:
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
-        """Take over the descriptor of a socket that the rank has sent. Raises OSError.
+        """Use a socket whose descriptor the rank has sent. This object then owns the descriptor. Raises OSError.
 
         Args:
             selector: calls `on_readable` when an answer, or the stack of a crash, has come.
@@ -113,7 +113,7 @@ class CollectiveSockets:
             return False
 
     def read_crash(self) -> bytes:
-        """Return the part of its crash stack that the rank has written, and let the rank continue."""
+        """Return what the rank has written of its crash stack, and let the rank continue."""
         data = b""
         if self._crash is None or self._selector is None or self._on_crash is None:
             return data

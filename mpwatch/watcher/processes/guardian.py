@@ -94,7 +94,7 @@ class Guardian:
             self._is_gone = True
 
     def close(self) -> None:
-        """Kill the guardian and reap it. No process group is guarded any more."""
+        """Kill the guardian process and reap it. After that, it kills no process group."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._socket.close()  # last, since a live guardian would take it for the death of this process, and kill the groups

@@ -2,9 +2,9 @@
 
     ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
-Where is SIGTERM sent after the first failure? machine/state_machine.py decides and returns the action SendSignal.
-event_loop.py executes the action. `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent in the same way. SIGINT
-goes only to the rank itself (`ProcessPool.interrupt_call`).
+SIGTERM is sent in three steps: machine/state_machine.py decides and returns the action SendSignal, event_loop.py executes
+the action, and `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent in the same way. SIGINT goes only to the rank
+itself (`ProcessPool.interrupt_call`).
 
 A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
 thread may join it. The start of a rank differs from the start of other such processes in three points:
@@ -51,6 +51,7 @@ from mpwatch.os_support.cpython_private import (
 )
 from mpwatch.os_support.descriptors import grow_pipe
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code
+from mpwatch.os_support.signals import send_signal_to_main_thread
 from mpwatch.wire.launch import LaunchInfo, RankProcess
 
 RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
@@ -226,6 +227,12 @@ class RankPopen(Popen):
         with self._lock, suppress(ProcessLookupError, PermissionError):
             if not self._is_reaped:
                 os.kill(self.pid, number)
+
+    def send_signal_to_main_thread(self, number: int) -> None:
+        """Send a signal to the rank's main thread."""
+        with self._lock, suppress(ProcessLookupError, PermissionError):
+            if not self._is_reaped:
+                send_signal_to_main_thread(self.pid, number)
 
     def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process call
         self.send_signal_to_group(sig)

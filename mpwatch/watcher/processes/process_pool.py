@@ -206,7 +206,7 @@ class ProcessPool:
         handle.process.send_signal(signal.SIGINT)
 
     def read_heartbeat(self, handle: RankHandle) -> HeartbeatSample:
-        """Read the time of the rank's last heartbeat, and its last report."""
+        """Read the rank's last report and the time of its last heartbeat."""
         return read_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def read_heartbeat_time(self, handle: RankHandle) -> float | None:

@@ -1,6 +1,6 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has five parts. A later part replaces variables of an earlier one, except the last part.
+A rank's environment has five parts. Parts 2 to 4 replace variables of earlier parts. Part 5 replaces none.
 
 1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,

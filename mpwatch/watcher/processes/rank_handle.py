@@ -255,11 +255,13 @@ class RankHandle:
         """Ask faulthandler for the main thread's stack if Python has not begun to answer, because this thread runs C code.
 
         Do nothing if this request is over, because faulthandler may crash a rank that runs Python code.
+        faulthandler writes the stack of the thread that gets the signal. PYTHON_DUMP_SIGNAL may still be pending in the main
+        thread, and then the kernel would prefer another thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
-            self.process.send_signal(NATIVE_DUMP_SIGNAL)
+            self.process.send_signal_to_main_thread(NATIVE_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Return whether the rank can write stacks when it gets this signal.

@@ -3,9 +3,9 @@
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - A poll set that is built for each wake-up costs time for every descriptor, even if only one descriptor is ready.
-- The kernel's own set (epoll) lists descriptors in the order in which they became ready. A rank that died before another
-  rank sent a message comes first, even if the watcher reads late. If a listed descriptor becomes ready again before it is
-  read, it keeps its place. So a descriptor may come too early in this order, but never too late.
+- The kernel's own set (epoll) lists descriptors in the order in which they became ready. If a rank dies and another rank
+  sends a message afterwards, the death comes first in this list, even if the watcher reads both late. If a listed descriptor
+  becomes ready again before it is read, it keeps its place. So a descriptor may come too early, but never too late.
 """
 
 import selectors
@@ -38,9 +38,9 @@ class Selector(Generic[T]):
         self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
-        """Return the handlers of the ready descriptors, in the kernel's order. The list is empty after so many seconds.
+        """Return the handlers of the ready descriptors, in the kernel's order.
 
-        There is no limit if `seconds` is None.
+        The list is empty if no descriptor is ready after `seconds`. There is no limit if `seconds` is None.
         """
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`
         if not ready:

@@ -24,7 +24,7 @@ pid, or a process of another container may have the same pid and share /dev/shm.
 file while any process can need it. With file_descriptor, only the process that makes a file opens it by name, and keeps it
 open until it is unlinked. With file_system, a file in use has a count of users above 0.
 
-If one of these facts is unknown, the file stays. It also stays if the watcher is killed: the guardian removes no files.
+If one of these facts is unknown, the file stays. It also stays if the watcher is killed.
 """
 
 import os

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpwatch.results.failure import ProcessFailure
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_timeout
+from mpwatch.results.report import format_timeout, format_unused_heartbeat_timeout
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import StopReason
@@ -24,11 +24,11 @@ def merge_results(
     *,
     keep_going: bool = False,
 ) -> RunResult[T]:
-    """Return the result of all restart groups together.
+    """Merge the results of all restart groups into the result of the run.
 
     Without `keep_going`, there are return values only if all ranks have returned. The root cause of the run is the earliest
-    root cause of a group. `restartable_groups` has the lowest ranks of groups whose failure did not end the run. The root
-    cause of such a group counts only if there is no other root cause.
+    root cause of a group. `restartable_groups` has the lowest rank of each group whose failure did not end the run. The
+    root cause of such a group counts only if there is no other root cause.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
@@ -77,4 +77,7 @@ def _describe_timeout(late: Sequence[tuple[AttemptObservations, RunResult[T]]]) 
     if overdue or not late:
         return overdue[0] if overdue else ""
     states = _merge_dicts(result.worker_states for _, result in late)
-    return format_timeout(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])
+    text = format_timeout(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])
+    unused = {observations.unused_heartbeat_timeout for observations, _ in late}
+    notes = [format_unused_heartbeat_timeout(limit) for limit in unused if limit is not None] if len(unused) == 1 else []
+    return "; ".join([text, *notes])

@@ -36,6 +36,8 @@ DECIDE_AFTER_ON_NODES = (
     m.StopReason.CANCELLED_BY_JOB,
 )
 
+SLOW_EXIT = "a slow exit: an exit hook or a finaliser that does not end, or a busy machine"
+
 
 class RestartGroup:
     """The ranks of one restart group, from their first start to the end of the run.
@@ -126,13 +128,16 @@ class RestartGroup:
         return actions
 
     def handle_deadline(self, now: float) -> list[m.Action]:
-        """Pass the time to the state machine. Return the machine's actions. There are none before its deadline."""
+        """Pass the time to the state machine. Return the machine's actions. Before its deadline, it has no actions."""
         return self.machine.handle_deadline(now)
 
     def observations(
         self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
     ) -> AttemptObservations:
-        """Return the observations of the ranks since their last start. In a WorkerGroup, return those of the last call."""
+        """Return the observations of the ranks since their last start.
+
+        In a WorkerGroup, return the observations of the last call.
+        """
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
             ranks=dict(self.observed),
@@ -193,7 +198,7 @@ class RestartGroup:
                 f"rank %d {what_was} but was still running %g s later (%s); mpwatch stopped it{value_kept}",
                 rank,
                 max(self._spec.grace_period, m.EXIT_SECONDS),
-                self.exit_blockers.get(rank) or "an exit hook or a finaliser that does not end",
+                self.exit_blockers.get(rank) or SLOW_EXIT,
             )
         for rank, observed in self.observed.items():
             was_signalled = -(observed.exit_code or 0) in observed.signals_sent
@@ -237,7 +242,7 @@ class RestartGroup:
 
 
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
-    """Return the state of all ranks of this node together.
+    """Return one state that describes all ranks of this node.
 
     The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). It is INIT if all ranks are
     restarted.

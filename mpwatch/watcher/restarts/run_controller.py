@@ -197,10 +197,10 @@ class RunController(Generic[T]):
         )
         reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
         self._publish_run_ended(result.state, reason)
-        return replace(result, events=tuple(self.event_bus.events))
+        return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose values `keep_going` would have kept. The tuple is empty if it is set, or is not allowed."""
+        """Return the ranks whose values `keep_going` would have kept. Return () if it is set or not allowed."""
         if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))

@@ -134,7 +134,7 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 
 
 def is_builtin_class(cls: type) -> bool:
-    """Return whether a class is builtin. Its `__module__` can be wrong: that of pytest's class Skipped is "builtins"."""
+    """Return whether a class is builtin. Its `__module__` can be wrong: pytest's class Skipped has "builtins"."""
     return getattr(builtins, cls.__name__, None) is cls
 
 

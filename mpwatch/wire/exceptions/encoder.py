@@ -8,10 +8,10 @@ makes a list of all nodes, and encodes it in three messages. The messages refer 
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-`plain` is sent first. To make `plain`, the encoder runs no code of the exceptions' classes, except `__str__` and
-`__notes__`. It catches whatever these raise. To make `details`, the encoder pickles each node and tries to rebuild it. That
-runs code of the classes, which may raise, exit, crash or hang. The watcher already has `plain` then, so it knows that the
-rank failed, where and why. `locals` is sent last, since making it runs code of the classes of all variables.
+The message `plain` is sent first. To make this message, the encoder runs no code of the exceptions' classes, except
+`__str__` and `__notes__`. It catches whatever these raise. To make `details`, the encoder pickles each node and tries to
+rebuild it. That runs code of the classes, which may raise, exit, crash or hang. The watcher already has `plain` then, so it
+knows that the rank failed, where and why. `locals` is sent last, since making it runs code of the classes of all variables.
 
 If a part cannot be pickled, only this part is left out.
 """
@@ -132,7 +132,7 @@ def _get_class_name(cls: type, name: str) -> str:
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
-    """Return the names of the nearest builtin exceptions among the base classes. None is a base class of another one."""
+    """Return the names of the nearest builtin exceptions among the base classes. Leave out their own base classes."""
     found: list[type] = []
     for base in cls.__mro__:
         is_ancestor = is_builtin_class(base) and issubclass(base, BaseException)
@@ -197,7 +197,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Mark an attribute that is missing: this function is used as its value, since no attribute has this value."""
+    """Stand for the value of a missing attribute. This function can do so, since no attribute has it as its value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -25,7 +25,7 @@ MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or o
 
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the sources that `linecache` has for those of these file names for which no file exists."""
+    """Return the sources that `linecache` has for these file names. Leave out the names of files that exist."""
     import linecache
 
     found: dict[str, str] = {}
@@ -69,7 +69,7 @@ def cell_name(file: str) -> str:
 
 
 def add_to_linecache(sources: Mapping[str, str]) -> None:
-    """Add those of these sources to `linecache` that it does not have."""
+    """Add these sources to `linecache`, except sources that `linecache` already has."""
     if sources:
         import linecache
 

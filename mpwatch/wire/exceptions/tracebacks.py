@@ -11,7 +11,7 @@ A debugger, IPython and the traceback module read file, function, lines and colu
 `build_traceback` compiles a stub for each frame. A stub is a `raise` at the frame's position, in code that begins at the
 frame's first line. When the stub raises, the traceback contains a frame like the rank's frame, with the local variables of
 the `Frame`. One of these is `__tracebackhide__ = True`, if the rank's frame had it (pytest and IPython hide such a frame).
-With the option `capture_locals`, the others are texts of the rank's variables (local_variables.py).
+With the option `capture_locals`, all other variables are texts of the rank's variables (local_variables.py).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_frame(
     is_hidden: bool = False,
     span: Span | None = None,
 ) -> Frame:
-    """Return a dictionary like that of `tblib.Traceback.to_dict`, with "co_qualname", "co_firstlineno" and "span" added.
+    """Return a dictionary as `tblib.Traceback.to_dict` makes it, with "co_qualname", "co_firstlineno" and "span" added.
 
     Args:
         file: name of the file.
@@ -179,7 +179,7 @@ def _run_stub(code: CodeType, global_variables: dict[str, Any], local_variables:
         trace = error.__traceback__
     del global_variables[RAISED]  # otherwise a reference cycle: the error refers to the frame, and that to these variables
     assert trace is not None  # the stub raised
-    assert trace.tb_next is not None  # the first entry is that of this function
+    assert trace.tb_next is not None  # the first entry is the frame of this function
     return trace.tb_next
 
 

@@ -339,7 +339,7 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
 
 
 def _load_section(unpickler: pickle.Unpickler) -> Any:
-    """Load the object of a section. Add the section's definitions to `__main__`, and its sources to `linecache`."""
+    """Load the object of a section. Add the definitions in the section to `__main__`, and the sources to `linecache`."""
     content = unpickler.load()
     while names := unpickler.load():
         vars(sys.modules["__main__"]).update(names)

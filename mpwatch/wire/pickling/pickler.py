@@ -76,7 +76,7 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:
-    """Return the module that defines a class whose `__module__` is wrong, such as pytest's Skipped, or None."""
+    """Find the module of a class whose `__module__` is wrong, such as pytest's Skipped. Return None if it is not found."""
     for base in cls.__mro__[1:]:
         module = sys.modules.get(base.__module__)
         # with vars(), since getattr() could make a module load something

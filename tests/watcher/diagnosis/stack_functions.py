@@ -74,6 +74,15 @@ def holds_the_gil(pid):
     ctypes.PyDLL(None).usleep(60_000_000)
 
 
+def takes_no_signal_in_its_main_thread(pid):
+    threading.Thread(target=wait_in_a_thread, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {NATIVE_DUMP_SIGNAL})
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    pid.value = os.getpid()
+    libc.pthread_mutex_lock(mutex)  # waits for itself, and no signal ends this wait
+
+
 def waits_with_a_thread(pid):
     threading.Thread(target=wait_in_a_thread, daemon=True).start()
     shares_its_pid_and_waits(pid)

@@ -9,6 +9,7 @@ from mpwatch import FailureKind, WorkerState
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.results.report import format_verdict
 from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from mpwatch.watcher.diagnosis.diagnose import DEATH_LAG_SECONDS, diagnose
 from mpwatch.watcher.machine.transitions import StopReason
@@ -198,6 +199,16 @@ def test_a_late_rank_cannot_break_a_connection():
 def test_a_late_rank_is_blamed_if_others_have_timed_out():
     result = diagnose(make_observations(*numbered(TIMED_OUT, LATE, LOST)))
     assert (result.root_cause.rank, result.root_cause.kind) == (1, FailureKind.HANG)
+
+
+def test_the_verdict_on_a_silent_rank_names_the_collective_that_it_has_not_joined():
+    waits = with_calls(STOPPED_RANK, call("barrier", 1), waiting("barrier", 2))
+    beats = {0: 4.0, 1: 4.5, 2: 4.0}
+    result = diagnose(make_observations(*numbered(waits, LATE, waits), silent_ranks=beats, heartbeat_timeout=5.0))
+    silence = "rank 1 was silent for 5.5 s (heartbeat_timeout=5)"
+    late = "it has not joined barrier #2 (default group), in which ranks 0, 2 wait; its last collective was barrier #1"
+    assert format_verdict(result) == f"{silence}; {late}: still at work"
+    assert {rank: failure.is_secondary for rank, failure in result.failures.items()} == {0: True, 1: False, 2: True}
 
 
 def test_a_rank_that_has_returned_is_blamed_and_not_one_that_is_late():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from mpwatch import FailureKind
 from mpwatch.results.report import format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.wire.shared_memory import (
     HEARTBEAT_AT,
     HEARTBEAT_SIZE,
@@ -156,10 +158,25 @@ def test_a_silent_rank_is_reported_with_its_last_step():
     result = silent(WAITS, there, beats={0: 4.0, 1: 4.5})
     assert format_report(result).splitlines() == [
         "rank 1 was silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))",
-        "  rank 0: a victim of rank 1: was silent for 6.0 s (heartbeat_timeout=5): still at work (c10d.py:3 in all_reduce: work.wait())",
+        "  rank 0: a victim of rank 1: waited (c10d.py:3 in all_reduce: work.wait()), silent for 6.0 s",
     ]
     assert result.progress[1] == mpwatch.Progress(step=120, total=500, metrics={"loss": 0.5}, elapsed=4.5)
     assert (result.root_cause.elapsed, result.root_cause.stack) == (4.5, LOADS["stacks"])
+
+
+def test_the_victims_of_a_silent_rank_share_a_line():
+    waits = {**WAITS, "stacks": f"{IN_TORCH}\n{stack_in('train', 21).partition(chr(10))[2]}"}
+    waits["heartbeat"] = HeartbeatSample(4.0, (4.0, 7, 20, {}))
+    result = silent(waits, waits, LOADS, waits, beats={0: 4.0, 1: 4.1, 2: 4.0, 3: 4.2})
+    line = "ranks 0-1, 3: victims of rank 2: waited in all_reduce (train.py:21 in train), silent for 6.0 s at step 7 of 20"
+    assert format_report(result).splitlines()[1:] == [f"  {line}"]
+    assert str(result.failures[0]) == line.replace("ranks 0-1, 3: victims of rank 2", "rank 0")
+
+
+def test_several_ranks_that_are_blamed_share_a_line():
+    result = silent(LOADS, LOADS, LOADS, beats={0: 4.0, 1: 4.1, 2: 4.2})
+    line = "ranks 1-2: silent for 5.9 s (heartbeat_timeout=5): still at work (train.py:12 in load: sleep(60))"
+    assert format_report(result).splitlines()[1:] == [f"  {line}"]
 
 
 def test_of_several_silent_ranks_the_one_with_the_earliest_heartbeat_is_the_cause():
@@ -187,6 +204,26 @@ def test_a_timeout_names_the_missing_rank_and_blames_none():
     ]
     assert {failure.kind for failure in result.failures.values()} == {FailureKind.TIMEOUT}
     assert result.root_cause is None
+
+
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_a_timeout_says_that_no_rank_has_sent_the_heartbeat_that_begins_the_limit(scope):
+    limits = {"stop_reason": StopReason.TIMED_OUT, "timeout": 10.0, "heartbeat_timeout": 5.0}
+    beats = {**LOADS, "heartbeat": HeartbeatSample(9.0, None)}
+    text = "the run did not end within timeout=10 s: ranks 0-1 had not returned"
+    note = "; heartbeat_timeout=5 did not apply: no rank has called report() or heartbeat()"
+    for ranks, reason in (([LOADS, LOADS], text + note), ([LOADS, beats], text)):
+        if scope == "group":
+            assert diagnose(make_observations(*ranks, **limits)).reason == reason
+        else:
+            attempts = [make_observations({}, rank, **limits) for rank in ranks]
+            for number, attempt in enumerate(attempts):
+                attempts[number] = replace(attempt, ranks={number: replace_rank(attempt.ranks[1], number)})
+            assert merge_results([(attempt, diagnose(attempt)) for attempt in attempts]).reason == reason
+
+
+def replace_rank(observed, number):
+    return replace(observed, worker=replace(observed.worker, rank=number))
 
 
 def test_a_value_that_arrives_after_the_timeout_does_not_count():

@@ -4,20 +4,27 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import mpwatch
+from mpwatch.results.places import PACKAGE_FOLDER
 from mpwatch.results.stack_frames import parse_frames
+from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.stack_dumps import (
+    CUT_STACK,
+    MISSING_STACK,
+    MISSING_THREADS,
     StackDumpParser,
     add_source_lines,
     cut_frames_of_mpwatch,
 )
 from mpwatch.wire.messages import STACKS_END
 from support import failing
+from support.observations import LIBRARY
 from support.programs import call, in_own_process
 from watcher.diagnosis import stack_functions
 
@@ -28,6 +35,8 @@ OTHER = '\nThread 0x0000000000001000 (most recent call first):\n  File "threadin
 HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
 NATIVE_DUMP_HEAD = "Stack (most recent call first):\n"
 FRAMES = '  File "/home/me/train.py", line 3 in step\n'
+MPWATCH = f"{PACKAGE_FOLDER}/worker/collectives.py"
+THREADING = threading.__file__
 RANK_MAIN = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
 OUTERMOST = '  File "<string>", line 1 in <module>\n'
 WHOLE = HEAD + FRAMES + OUTERMOST
@@ -125,6 +134,37 @@ def test_the_main_thread_alone_is_seen_in_c_code(later):
     assert parser_with(NATIVE_WHOLE + later).dump == WHOLE.strip()
 
 
+NATIVE_OF_THREAD = (
+    NATIVE_DUMP_HEAD
+    + '  File "/x/collectives.py", line 181 in _answer_requests\n'
+    + '  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
+)
+
+
+def test_another_thread_is_never_called_the_main_thread():
+    """faulthandler writes the stack of the thread that gets the signal, and does not name the thread."""
+    for length in range(len(NATIVE_OF_THREAD) + 1):
+        assert not parser_with(NATIVE_OF_THREAD[:length]).is_complete()
+    assert parser_with(NATIVE_OF_THREAD).dump == ""
+    assert parser_with(NATIVE_OF_THREAD + NATIVE_WHOLE).dump == WHOLE.strip()
+    assert parser_with(NATIVE_OF_THREAD + WHOLE + OTHER + END).dump == WHOLE + OTHER.rstrip()
+
+
+def test_an_incomplete_dump_says_what_is_missing():
+    other = OTHER.strip()
+    whole = WHOLE.strip()
+    assert parser_with(NATIVE_DUMP_HEAD + FRAMES).dump == f"{HEAD}{FRAMES}{CUT_STACK}"
+    assert parser_with(HEAD + FRAMES[:20]).dump == f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}\n\n{MISSING_THREADS}"
+    assert parser_with(HEAD + FRAMES[:20] + OTHER + END).dump == f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}\n\n{other}"
+    assert parser_with(WHOLE).dump == f"{whole}\n\n{MISSING_THREADS}"
+    assert parser_with(WHOLE + OTHER).dump == f"{whole}\n\n{other}\n\n{MISSING_THREADS}"
+    assert parser_with(OTHER + END).dump == f"{HEAD}{MISSING_STACK}\n\n{other}"
+    for text in (HEAD + FRAMES[:20], OTHER):  # the notes are in the report, too
+        assert cut_frames_of_mpwatch(parser_with(text).dump) == parser_with(text).dump
+    stacks = Stacks({0: parser_with(OTHER).dump})
+    assert str(stacks).startswith(f"rank 0:\n  main thread (most recent call first):\n  {MISSING_STACK}\n")
+
+
 def test_a_crash_comes_after_the_stacks():
     parser = parser_with(WHOLE + END + CRASH)
     assert parser.dump.endswith("in <module>")
@@ -170,6 +210,28 @@ def test_stacks_begin_at_the_function():
     )
 
 
+def frames_in(*files):
+    return "".join(f'  File "{file}", line 9 in f\n' for file in files).rstrip()
+
+
+@pytest.mark.parametrize(
+    ("files", "is_shown"),
+    [
+        ([MPWATCH, THREADING, THREADING], False),
+        ([json.__file__, f"{LIBRARY}/torch/distributed/distributed_c10d.py", MPWATCH, THREADING], False),
+        (["/home/me/batch.py", MPWATCH, THREADING], True),  # `__repr__` of a local variable
+        (["/home/me/train.py", THREADING], True),
+        ([MPWATCH, "/home/me/train.py", THREADING], True),
+        ([THREADING, THREADING], True),
+        ([f"{LIBRARY}/torch/utils/data/_utils/pin_memory.py", THREADING], True),
+    ],
+)
+def test_a_thread_of_mpwatch_is_not_shown(files, is_shown):
+    thread = f"Thread 0x0000000000001000 (most recent call first):\n{frames_in(*files)}"
+    text = cut_frames_of_mpwatch(f"{HEAD}{FRAMES}\n{thread}")
+    assert text == (f"{HEAD}{FRAMES}\n{thread}" if is_shown else f"{HEAD}{FRAMES}".rstrip())
+
+
 def test_stacks_begin_below_a_handler_that_still_writes_the_stacks_before():
     """The watcher may ask again before the handler has returned."""
     handler = "".join(
@@ -198,7 +260,7 @@ def test_frames_show_their_source(tmp_path):
 
 def test_a_thread_that_floods_the_pipe_is_cut_off():
     parser = parser_with(HEAD + "x" * (3 << 20))
-    assert len(parser.dump) == 1 << 20
+    assert len(parser.dump.partition(f"\n{CUT_STACK}")[0]) == 1 << 20
 
 
 def error_of(fn, *args, nprocs=2, **options):
@@ -220,6 +282,14 @@ def test_stacks_of_a_rank_whose_faulthandler_does_not_answer():
         stack_functions.fails_while_rank_0_sleeps, stack_functions.waits_without_faulthandler, SPAWN.Value("i", 0)
     )
     assert "in waits_without_faulthandler" in error.stacks[0]
+
+
+def test_a_rank_of_which_only_another_thread_can_get_the_signal_has_no_stack(monkeypatch):
+    monkeypatch.setattr("mpwatch.watcher.machine.state_machine.STACK_DUMP_SECONDS", 0.5)
+    function = stack_functions.takes_no_signal_in_its_main_thread
+    error = error_of(stack_functions.fails_while_rank_0_sleeps, function, SPAWN.Value("i", 0), grace_period=0.3)
+    assert error.fates == ["rank 0: stopped by the watcher"]
+    assert error.stacks == {}
 
 
 def test_stacks_of_all_threads():

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def of_kind(kind, events):
 
 
 def test_failed_ranks_are_restarted():
+    started_at = time.monotonic()
     result = mpwatch.run(attempt_functions.fails, 3, args=(2, 1, make_barriers(3, 3)), max_restarts=2)
     assert [attempt for attempt, *_ in result] == [2, 2, 2]
     assert (result.state, result.restarts, result.failures, result.root_cause) == (WorkerState.SUCCEEDED, 2, {}, None)
@@ -49,6 +51,7 @@ def test_failed_ranks_are_restarted():
     assert re.fullmatch(r"restart 2, \d\.\d s: SUCCEEDED", str(third))
     assert first.started_at < second.started_at < third.started_at
     assert all(attempt.elapsed > 0 for attempt in result.attempts)
+    assert sum(attempt.elapsed for attempt in result.attempts) < result.elapsed < time.monotonic() - started_at
 
 
 def test_each_attempt_has_its_own_port_and_number():
