@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from logging import WARNING
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -564,7 +564,7 @@ class ItemMap:
         feed.tasks.clear()
         feed.chunks.clear()
         self._close_feed(feed)
-        result = handle.result()
+        result = replace(handle.result(), ended_ranks=())  # they are those of this map, which starts them again by itself
         cause = result.root_cause
         if result.state is WorkerState.SUCCEEDED:
             self._queue.put_back(unbegun)

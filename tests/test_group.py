@@ -161,6 +161,37 @@ def test_ranks_are_restarted_if_one_has_to_be_stopped(fail, barrier, caplog):
     assert record.message.startswith("all ranks are restarted: not all of them survived the last call: rank 1 ")
 
 
+def test_the_report_says_that_the_next_call_starts_the_ranks_again():
+    returned, pids = [], []
+
+    def kill_the_last_one(event):
+        if event.name == "worker_succeeded" and pids:
+            returned.extend(event.ranks)
+            if sorted(returned) == [0, 2]:
+                os.kill(pids[1], signal.SIGKILL)
+
+    with WorkerGroup(3, on_event=kill_the_last_one) as group:
+        with pytest.raises(mpwatch.RunFailedError, match=r"ValueError(?s:.)*ranks 0, 2: had returned$") as caught:
+            group.run(raise_on_rank_1)
+        assert caught.value.result.ended_ranks == ()
+        pids[:] = pids_of(group)
+        text = r"\n  ranks 0, 2: had returned\n  the next call starts ranks 0-2 again; their state is lost$"
+        with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
+            group.run(wait_on_rank_1)
+        assert caught.value.result.ended_ranks == (0, 1, 2)
+        assert group.run(functions.rank).ended_ranks == ()
+
+
+def raise_on_rank_1():
+    if functions.rank() == 1:
+        raise ValueError
+
+
+def wait_on_rank_1():
+    if functions.rank() == 1:
+        failing.wait_to_be_stopped()
+
+
 def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
     with WorkerGroup(3) as group:
         before = pids_of(group)

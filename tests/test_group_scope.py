@@ -51,7 +51,7 @@ def test_a_lost_rank_ends_its_own_call_only(group):
 
 def test_the_next_call_that_needs_a_lost_rank_restarts_it(group, caplog):
     pids = pids_of(group)
-    with pytest.raises(RunFailedError):
+    with pytest.raises(RunFailedError, match=r"\n  the next call starts rank 0 again; its state is lost$"):
         group.run(kill_own_process, ranks=0)
     assert group.state is WorkerState.UNHEALTHY
     assert sorted(group.stacks()) == [1, 2]

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -323,7 +324,7 @@ def test_a_second_ctrl_c_is_a_ctrl_c():
         )
 
 
-def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(received):
+def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(received, caplog):
     event = SPAWN.Event()
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(
@@ -334,6 +335,8 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
     assert caught.value.result.state is WorkerState.STOPPED
     assert "hold_on" in caught.value.result.stacks[0]
     assert received == [signal.SIGUSR1]
+    begin = "ranks 0-1 had not returned within stop_timeout=0.1 s, at step 0 in "
+    assert re.fullmatch(begin + r"\w+ \(stop_functions.py:\d+ in hold_on: event.wait\(\)\)", caplog.messages[-1])
 
 
 def test_ranks_that_do_not_return_in_time_exceed_a_timeout():
@@ -354,11 +357,23 @@ if __name__ == "__main__":
     assert python("-c", program, check=False).returncode == -signal.SIGTERM
 
 
+def test_a_program_that_has_stopped_its_ranks_shows_no_report():
+    program = """
+import os, signal, mpwatch, stop_functions
+if __name__ == "__main__":
+    request = lambda event: event.name == "worker_ready" and os.kill(os.getpid(), signal.SIGTERM)
+    mpwatch.run(stop_functions.count_steps, 1, stop_signals=[signal.SIGTERM], on_event=request)
+"""
+    (line,) = python("-c", program).stderr.splitlines()
+    assert line.startswith("a stop was requested (SIGTERM)")
+
+
 def test_a_log_warns_if_no_rank_asks(caplog):
     with pytest.raises(mpwatch.RunTimeoutError):
         mpwatch.run(time.sleep, 2, args=(600,), stop_after=0.1, stop_timeout=0.1)
-    (text,) = caplog.messages
-    assert text.startswith("a stop was requested (stop_after=0.1); should_stop() has not been called by ranks 0-1 yet")
+    asked, overdue = caplog.messages
+    assert asked.startswith("a stop was requested (stop_after=0.1); should_stop() has not been called by ranks 0-1 yet")
+    assert overdue.startswith("ranks 0-1 had not returned within stop_timeout=0.1 s")
 
 
 def test_a_fork_of_a_rank_neither_stops_nor_asks():

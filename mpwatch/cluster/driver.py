@@ -104,6 +104,7 @@ class _Node:
                 pid=None,
                 hostname=self.hostname,
                 group_rank=self.group_rank,
+                node_ranks=tuple(self.ranks),
                 kind=mpwatch.FailureKind.LOST,
                 exit_code=1,
                 evidence=reason,

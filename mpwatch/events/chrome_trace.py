@@ -15,8 +15,7 @@ from mpwatch.events.timeline import Lane, ProcessSpan, Timeline, calls_within, t
 from mpwatch.events.to_json import to_json
 from mpwatch.events.types import Event, HeartbeatLate, RendezvousCompleted, Restarting, WorkerFailed
 from mpwatch.results.collective import CollectiveState
-from mpwatch.results.failure import format_failure, format_root_cause
-from mpwatch.results.report import format_ranks
+from mpwatch.results.failure import format_failure, format_ranks, format_root_cause
 
 GROUP_LANE = 1  # not 0, which some viewers show as the kernel's idle thread
 FIRST_RANK_LANE = 2

@@ -28,8 +28,7 @@ from mpwatch.events.types import (
     WorkerStopped,
     WorkerSucceeded,
 )
-from mpwatch.results.failure import format_exit, format_failure, format_root_cause
-from mpwatch.results.report import format_ranks
+from mpwatch.results.failure import format_exit, format_failure, format_ranks, format_root_cause
 
 log = logging.getLogger("mpwatch")
 ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish runs

@@ -34,8 +34,7 @@ from mpwatch.multinode.protocol.messages import (
     RestartHistory,
 )
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.results.failure import FailureKind
-from mpwatch.results.report import format_ranks
+from mpwatch.results.failure import FailureKind, format_ranks
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
@@ -150,7 +149,7 @@ def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng:
     """Decide when a node is lost and no rank failed on its own."""
     node, loss = next(iter(summary.lost_nodes.items()))
     first_rank = _first_rank(summary, node)
-    reason = f"{describe_node(summary.node_infos, node)} is lost: {loss}"
+    reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
     infos = summary.node_infos
     server = next((lost for lost in summary.lost_nodes if lost in infos and infos[lost].serves_store), None)
     if server is not None:

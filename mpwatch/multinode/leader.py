@@ -271,7 +271,7 @@ class Leader:
                 self._heartbeats[node] = (count, now)
             elif now - since > self._node_timeout and self.stage is not RoundStage.FINISHED:
                 actions += self._handle_lost_node(
-                    node, f"it sent no heartbeat for {self._node_timeout:g} s (node_timeout)", now
+                    node, f"its program sent no sign of life for {self._node_timeout:g} s (node_timeout)", now
                 )
         return actions
 
@@ -403,7 +403,7 @@ class Leader:
             return self._finish_if_acknowledged()
         if self.stage is RoundStage.WAITING_FOR_NODES:
             return self._decide(now)
-        return self._stop_attempt(f"{self._describe(node)} is lost: {reason}", now) + self._decide_if_complete(now)
+        return self._stop_attempt(f"{self._describe(node)} was lost: {reason}", now) + self._decide_if_complete(now)
 
     def _stop_attempt(self, reason: str, now: float) -> list[LeaderAction]:
         if self.stage is RoundStage.STARTING:  # no node has started its ranks

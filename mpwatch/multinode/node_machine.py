@@ -256,7 +256,7 @@ class NodeMachine:
         if count != self._leader_heartbeat:
             self._leader_heartbeat, self._leader_seen_at = count, now
         elif now - self._leader_seen_at > self._node_timeout:
-            return self.handle_leader_loss(f"it sent no heartbeat for {self._node_timeout:g} s (node_timeout)")
+            return self.handle_leader_loss(f"its program sent no sign of life for {self._node_timeout:g} s (node_timeout)")
         return []
 
     def extend_deadlines(self, seconds: float) -> None:
@@ -470,4 +470,5 @@ class NodeMachine:
         return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, history, **facts))]
 
     def _describe_leader_loss(self) -> str:
-        return f"the node of group rank 0 is lost: {self._loss}"
+        hostname = "" if self._start is None else f" ({self._start.leader_hostname})"
+        return f"node 0{hostname} was lost: {self._loss}"

@@ -47,7 +47,7 @@ from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.multinode.protocol.store_channel import StoreChannel
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
-from mpwatch.multinode.rendezvous.rounds import Round
+from mpwatch.multinode.rendezvous.rounds import Round, WaitReport
 from mpwatch.multinode.round_runner import RoundRunner
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.processes import wait_for_thread_exit
@@ -70,6 +70,7 @@ LEAVE_SECONDS = 2.0
 # An earlier job with the same name may just be ending. So a new node tries again to connect, for this time with these
 # pauses.
 RECONNECT_SECONDS, RECONNECT_PAUSE = 10.0, 0.2
+FIRST_WAIT_SECONDS, REJOIN_WAIT_SECONDS = 10.0, 3.0  # after which a node logs that it waits for others
 REJOIN_LAST_CALL_SECONDS = 2.0  # how long remaining nodes wait for more nodes, if not all expected nodes join at once
 
 
@@ -295,12 +296,25 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Join the next round. Raises LaunchError, which also names a node that was refused because of its JobConfig."""
         try:
-            return self._client.join(deadline, last_call=last_call, expected_nodes=expected_nodes)
+            return self._client.join(
+                deadline, last_call=last_call, expected_nodes=expected_nodes, wait_report=self._make_wait_report(deadline)
+            )
         except LaunchError as error:
             store = self._client.get_job_store()
             if store is not None and (refusal := self._job_config_check.describe_refusal(store)):
                 raise LaunchError(f"{error}. {refusal}") from error
             raise
+
+    def _make_wait_report(self, deadline: float) -> WaitReport:
+        """Return what logs that this node waits for others. The nodes of the first round may start at different times."""
+        now, needed = time.monotonic(), self._rendezvous.min_nodes
+
+        def log(present: int) -> None:
+            what = "another node" if needed - present == 1 else f"{needed - present} more nodes"
+            text = "waiting up to %.0f s for %s (present: %d of %d)"
+            self._deferred_log.warning(text, deadline - now, what, present, needed)
+
+        return WaitReport(now + (REJOIN_WAIT_SECONDS if self._local_ranks.has_started else FIRST_WAIT_SECONDS), log)
 
     def _run_round(self, round_: Round, history: RestartHistory) -> Rejoin | None:
         """Run one round. Return a Rejoin, which says how the node joins the next round, or None if the job is over."""

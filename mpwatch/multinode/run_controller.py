@@ -267,7 +267,7 @@ class MultiNodeRunController(RunController[T]):
         for node in decision.lost_nodes:
             if node.first_rank >= 0:
                 ranks = range(node.first_rank, node.first_rank + node.nprocs)
-                found |= {rank: _make_lost_failure(node, rank) for rank in ranks}
+                found |= {rank: _make_lost_failure(node, tuple(ranks), rank) for rank in ranks}
         for encoded in decision.failures:
             try:
                 failure = decode_failure(encoded)
@@ -348,13 +348,14 @@ def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
 
 
-def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
+def _make_lost_failure(node: LostNode, ranks: tuple[int, ...], rank: int) -> ProcessFailure:
     failure = ProcessFailure(
         rank=rank,
         local_rank=rank - node.first_rank,
         pid=None,
         hostname=node.hostname,
         group_rank=node.group_rank,
+        node_ranks=ranks,
         kind=FailureKind.LOST,
         exit_code=1,
         evidence=node.reason,

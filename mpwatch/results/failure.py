@@ -5,7 +5,7 @@ exception. The watcher thread calls only `format_exit`, which runs no user code.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -67,6 +67,7 @@ class ProcessFailure:
             because the node was lost.
         hostname: name of the machine of the rank, as `platform.node()` returns it there.
         group_rank: number of the rank's node in a job of several nodes. It is None in a run on one node.
+        node_ranks: the ranks of the rank's node if the whole node was lost. Otherwise it is empty.
         kind: what kind of failure it is.
         exit_code: the exit status that a shell would show: 1 for an exception, the code of SystemExit, or 128 + n for signal
             n. It is never 0.
@@ -95,6 +96,7 @@ class ProcessFailure:
     pid: int | None
     hostname: str
     group_rank: int | None = None
+    node_ranks: tuple[int, ...] = ()
     kind: FailureKind
     exit_code: int
     signal: int | None = None
@@ -139,6 +141,8 @@ def format_failure(failure: ProcessFailure) -> str:
 
 def format_root_cause(root: ProcessFailure) -> str:
     """Return the verdict of the report for this root cause."""
+    if root.node_ranks:
+        return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
         return f"no rank was seen to fail by itself; the first to report a problem with a peer: {format_failure(root)}"
     if root.kind is FailureKind.EXCEPTION:
@@ -146,10 +150,29 @@ def format_root_cause(root: ProcessFailure) -> str:
     return f"{name_rank(root)} {describe_failure(root)}"
 
 
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 4-7`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    word = "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks"
+    return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
 def name_rank(failure: ProcessFailure) -> str:
-    """Return the name of the rank, such as `rank 3`. In a job of several nodes it has the node, too."""
-    node = "" if failure.group_rank is None else f" on node {failure.group_rank} ({failure.hostname})"
+    """Return the name of the rank, such as `rank 3`. In a job of several nodes it has the node, too.
+
+    If the node was lost, the words of the failure name the node.
+    """
+    node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"
+
+
+def _name_node(failure: ProcessFailure) -> str:
+    return f"node {failure.group_rank} ({failure.hostname})"
 
 
 def describe_failure(failure: ProcessFailure) -> str:
@@ -170,8 +193,8 @@ def describe_failure(failure: ProcessFailure) -> str:
         return f"{failure.evidence or 'hung'}: still at work{format_location(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:
         return f"still at work{format_location(failure.stack)}"
-    if failure.kind is FailureKind.LOST and failure.pid is None and failure.evidence:  # its node was lost
-        return f"was lost: {failure.evidence}"
+    if failure.node_ranks:
+        return f"lost with {_name_node(failure)}: {failure.evidence}"
     because = failure.evidence or (_describe_exception(failure) if failure.exception else "")
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")

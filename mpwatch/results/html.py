@@ -10,11 +10,10 @@ from reprlib import Repr
 from typing import Any
 
 from mpwatch.options.worker_info import Worker
-from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.failure import ProcessFailure, format_ranks
 from mpwatch.results.model import RunData, WorkerState
 from mpwatch.results.report import (
     format_count,
-    format_ranks,
     format_report,
     format_restarts,
     format_times,

@@ -146,6 +146,9 @@ class RunData(Generic[T]):
             `stop_cause`, but `stopped_at` is None.
         dropped_values: the ranks whose return values were dropped because another rank failed. `keep_going` would have kept
             these values. A rank that returned None does not count. It is always empty for a call of a WorkerGroup.
+        ended_ranks: the ranks of a WorkerGroup that have ended with this call, because it failed. The next call that needs
+            these ranks starts them again, and what they had in `current_worker().state` is lost. It is always empty for a
+            run.
         elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
             WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
     """
@@ -168,6 +171,7 @@ class RunData(Generic[T]):
     stopped_at: int | None = None
     stop_cause: str = ""
     dropped_values: tuple[int, ...] = ()
+    ended_ranks: tuple[int, ...] = ()
     elapsed: float = 0.0
 
     @property

@@ -9,6 +9,7 @@ A report looks like this:
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
       last reports: ranks 0-3 at step 30 of 100                   of a run that no failure has ended
+      the next call starts ranks 0-2 again; their state is lost   of a call of a WorkerGroup
       restarted 2 times, then no more: ...                        restarts
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
 """
@@ -25,6 +26,7 @@ from mpwatch.results.failure import (
     FailureKind,
     ProcessFailure,
     describe_failure,
+    format_ranks,
     format_root_cause,
     summarize_exception,
 )
@@ -66,6 +68,9 @@ def format_report(result: RunData[Any]) -> str:
         groups.append(
             f"  the return values of {format_ranks(result.dropped_values)} are dropped; keep_going=True keeps them"
         )
+    if result.ended_ranks:
+        whose = "its" if len(result.ended_ranks) == 1 else "their"
+        groups.append(f"  the next call starts {format_ranks(result.ended_ranks)} again; {whose} state is lost")
     restarts = [f"  {text}"] if (text := format_restarts(result)) else []
     restarts += format_attempts(select_failed_attempts(result))
     return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts])
@@ -137,11 +142,13 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
 
     Ranks that failed come first. Texts that differ only in the port of a peer or in the seconds of silence are one group.
     The group has the text of its first rank. No text begins with "was", because it may follow the names of several ranks.
+    If the root cause is the loss of a node, all ranks of that node are left out, because the verdict has them.
     """
+    root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
     for rank, state in sorted(result.worker_states.items(), key=partial(_get_fate_order, result)):
         failure = result.failures.get(rank)
-        if failure is None or failure is not result.root_cause:
+        if root is None or (failure is not root and rank not in root.node_ranks):
             fate = _describe_fate(result, rank, failure, state)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
     return {fate if len(ranks) == 1 else VICTIM.sub("victims of rank", fate): ranks for fate, ranks in found.values()}
@@ -176,18 +183,6 @@ def format_last_steps(progress: Mapping[int, Progress]) -> str:
 def _get_fate_order(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
     failure = result.failures.get(item[0])
     return failure is None or failure.is_secondary, item[0]
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 4-7`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    word = "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks"
-    return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:
@@ -245,6 +240,25 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
     """
     ranks = format_ranks(unfinished)
     return f"a stop was requested ({cause}), and {ranks} had not returned within stop_timeout={stop_timeout:g} s"
+
+
+def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
+    """Return the warning that ranks have not returned in time after a stop was requested.
+
+    Args:
+        stop_timeout: seconds.
+        places: where each of these ranks is, as a phrase that may be empty: `, at step 20 (train.py:88 in step: ...)`.
+    """
+    ranks_by_place: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        ranks_by_place.setdefault(place, []).append(rank)
+    text = f"{format_ranks(places)} had not returned within stop_timeout={stop_timeout:g} s"
+    if len(ranks_by_place) == 1:
+        return text + next(iter(ranks_by_place))
+    groups = [f"{format_ranks(ranks)}{place}" for place, ranks in ranks_by_place.items()]
+    if len(groups) > FATE_LINES:
+        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks"]
+    return f"{text}: {'; '.join(groups)}"
 
 
 def format_end_of_program() -> str:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from textwrap import indent
 
 from mpwatch.results.collective import Collective
+from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_location
-from mpwatch.results.report import format_ranks
 
 MAIN_THREAD_HEAD = re.compile(r"^Current thread 0x[0-9a-f]+", re.MULTILINE)
 OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the number differs from rank to rank

@@ -765,6 +765,9 @@ class EventLoop:
             self._stop_agreements.begin(group, group.known_stop_request.cause)
         stage = group.known_stage
         is_new_stage = stage is not stage_before
+        is_stop_beginning = outcome_before[0] is None or stage_before is m.RunStage.DUMPING_STACKS
+        if group.machine.is_stop_overdue and is_stop_beginning and stage is not m.RunStage.DUMPING_STACKS:
+            self._log_overdue_ranks(group)
         if (group.known_stop_reason, group.known_signum) != outcome_before or (
             is_new_stage and stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
@@ -794,6 +797,13 @@ class EventLoop:
             if group.machine.stop_reason is not m.StopReason.SUCCEEDED and not may_go_on:
                 return [m.Abort()]
         return []
+
+    def _log_overdue_ranks(self, group: RestartGroup) -> None:
+        """Log where the ranks are that did not return after a request to stop. They are just being stopped."""
+        assert self._spec.stop_timeout is not None
+        for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
+            self._take_stacks(handle)
+        self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
         """Answer the call of independent ranks that have ended with the call. Other ranks stay alive."""

@@ -9,16 +9,18 @@ During a run no handler raises an exception in the caller's thread:
 - A signal of the option `stop_signals` asks the ranks to save and return. The program's own handler does not get it. If the
   signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run. SIGINT then stops the run
   as Ctrl-C does, and every other signal as SIGTERM does.
-- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the calling program otherwise.
+- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it. A
+  shell without job control starts a program in the background (`&`) with SIGQUIT ignored. SIGQUIT asks for the stacks there,
+  too.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if it would stop the program
   otherwise. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
 - For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as by SIGTERM,
   and the exception is raised when the run is over.
 
-Signals that the calling program ignores, or that C code handles, are not changed. For a call in another thread than the main
-thread, no signal is changed, since Python runs signal handlers only in the main thread. program_end.py interrupts such a
-call when Ctrl-C ends the program.
+Other signals that the calling program ignores, and signals that C code handles, are not changed. For a call in another
+thread than the main thread, no signal is changed, since Python runs signal handlers only in the main thread. program_end.py
+interrupts such a call when Ctrl-C ends the program.
 
     kernel ---> C handler, in any thread ---> WakeupPipe: wakes up the caller's thread
                                                     |
@@ -118,10 +120,10 @@ class HostSignals:
         # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
         self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
         handlers = list_python_handlers()
-        terminating = run_until_handler_raises(partial(_list_terminating_signals, handlers))
+        without_handler = run_until_handler_raises(partial(_find_signals_without_handler, handlers))
         stopping = self._find_host_handlers(self._stop_signals, handlers)
         forwarded = self._find_host_handlers(self._forward_signals, handlers)
-        self._host_handlers = stopping | forwarded | handlers | dict.fromkeys(terminating, signal.SIG_DFL)
+        self._host_handlers = stopping | forwarded | handlers | without_handler
         for signum in self._host_handlers:
             if signum in stopping:
                 set_handler(signum, self._receive_stop_signal)
@@ -129,7 +131,7 @@ class HostSignals:
                 set_handler(signum, self._defer_signal)
             elif signum in forwarded:
                 set_handler(signum, self._forward_signal)
-            elif signum in terminating:
+            elif signum in without_handler:
                 set_handler(signum, self._request_suspension if signum == signal.SIGTSTP else self._request_stacks)
             else:
                 set_handler(signum, self._call_host_handler)
@@ -242,6 +244,10 @@ class HostSignals:
         """Make the wake-up pipe available to other threads, because this thread does not wait any more."""
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
+    def will_end_program(self) -> bool:
+        """Return whether a deferred signal ends the program without an exception. Ctrl-C does not count: its user knows."""
+        return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
+
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
@@ -352,14 +358,18 @@ def _can_be_woken(fd: int) -> bool:
         return False
 
 
-def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:
-    """Return the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the calling program.
+def _find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
+    """Return those signals to take over for which the calling program has no handler, each with its SIG_DFL or SIG_IGN.
+
+    These are the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the calling program, and a
+    SIGQUIT that the calling program ignores.
 
     `signal.getsignal` also returns SIG_DFL for a signal that C code handles. The kernel knows which signals are caught.
     """
-    candidates = [*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP]
-    default = [
-        signum for signum in candidates if signum not in python_handlers and signal.getsignal(signum) is signal.SIG_DFL
-    ]
+    candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
+    default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]
     state = read_process_state(os.getpid()) if default else None
-    return [signum for signum in default if state is None or not state.catches(signum)]
+    found: dict[int, Any] = {signum: signal.SIG_DFL for signum in default if state is None or not state.catches(signum)}
+    if signal.SIGQUIT in candidates and signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        found[signal.SIGQUIT] = signal.SIG_IGN
+    return found

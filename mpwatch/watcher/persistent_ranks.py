@@ -301,7 +301,9 @@ class PersistentRanks:
 
     def _build_result(self, watcher_thread: WatcherThread, call: PendingCall) -> RunResult[Any]:
         if call.observations:
-            return self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
+            outcome = self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
+            has_succeeded = outcome.state is WorkerState.SUCCEEDED
+            return outcome if has_succeeded else replace(outcome, ended_ranks=self._list_ended_ranks(call))
         assert call.direct is not None  # it is over
         workers = call.direct.idle_ranks.workers
         values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
@@ -312,6 +314,12 @@ class PersistentRanks:
             return self._diagnose(watcher_thread, self._observe(call), (), values)
         watcher_thread.emit_logs_and_events()
         return result
+
+    def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
+        """Return the ranks that have ended with this call, and that a later call would start again."""
+        if self._is_at_exit:
+            return ()
+        return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
     def _observe(self, call: PendingCall) -> AttemptObservations:
         """Return the observations of the caller's own thread during a call that has succeeded."""

@@ -21,6 +21,7 @@ called yet, or have answered, are not stopped. In other threads than the main th
 when the wait is over.
 """
 
+import logging
 import math
 import signal
 import sys
@@ -44,6 +45,7 @@ from mpwatch.watcher.commands import Command
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import InterruptCause
+from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
@@ -239,12 +241,14 @@ class BlockingCall:
 
         Call this last, after all cleanup, and outside an `except` block. Then a KeyboardInterrupt has no other cause or
         context than the failure of the run. If the signal has stopped the run, a note of the exception reports where the
-        ranks were.
+        ranks were. If a signal ends the program without an exception, the report is logged before.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
             if observations.interrupt_cause is InterruptCause.STOP_TIMEOUT:
                 self.signals.defer_stop_signal(observations.signum)
+        if result.state is not WorkerState.SUCCEEDED and self.signals.will_end_program():
+            log_now(logging.WARNING, "%s", format_report(replace(result, ended_ranks=())))  # there will be no next call
         try:
             self.signals.deliver_received()
         except BaseException as error:

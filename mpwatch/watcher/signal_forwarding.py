@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import name_signal
-from mpwatch.results.report import format_ranks
+from mpwatch.results.failure import format_ranks
 from mpwatch.watcher.commands import ForwardSignal
 from mpwatch.watcher.machine.transitions import RankPhase
 from mpwatch.watcher.observers.deferred_log import DeferredLog

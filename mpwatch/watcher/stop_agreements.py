@@ -1,5 +1,7 @@
 """Make ranks agree on the step at which all of them stop, when a stop is requested. Runs in the watcher thread.
 
+Log which ranks have not returned within `stop_timeout`.
+
     StopRequested --> begin: hold the ranks --- HOLD_SECONDS later ---> read the steps that they have passed
     one node                   '--> agree on the highest step
     several nodes              '--> on_steps_held: the leader gets the highest step of each node --- StopAfter ---> agree
@@ -12,7 +14,10 @@ from collections.abc import Callable
 from functools import partial
 
 from mpwatch.events.types import Stopping
-from mpwatch.results.report import format_ranks
+from mpwatch.results.failure import format_ranks
+from mpwatch.results.places import format_location
+from mpwatch.results.report import format_overdue_ranks
+from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.processes.process_pool import ProcessPool
@@ -81,3 +86,14 @@ class StopAgreements:
             self._deferred_log.warning(text, cause, ranks)
         else:
             self._deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
+
+    def log_overdue_ranks(self, group: RestartGroup, stop_timeout: float) -> None:
+        """Log where the ranks are that have not returned in time. They have been asked for their stacks."""
+        places = {}
+        for rank, observed in group.observed.items():
+            if observed.answer is None and observed.died_at is None:
+                step = self._pool.get_stop_memory(rank).read_passed_step()
+                at_step = "" if step is None else f", at step {step}"
+                places[rank] = at_step + format_location(get_stacks_or_state(observed))
+        if places:  # otherwise the last one has just returned
+            self._deferred_log.warning("%s", format_overdue_ranks(stop_timeout, places))

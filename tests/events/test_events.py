@@ -96,6 +96,7 @@ def test_an_event_as_json_data():
             "pid": 101,
             "hostname": "here",
             "group_rank": None,
+            "node_ranks": [],
             "kind": "EXCEPTION",
             "exit_code": 1,
             "signal": None,

@@ -311,7 +311,7 @@ def test_a_node_that_was_silent_for_too_long_starts_no_ranks_until_it_rejoins():
     (decision,) = round_.decisions
     assert (decision.next_step, decision.reason) == (
         NextStep.RE_RENDEZVOUS,
-        "node 2 (host2) is lost: it was silent for 16.0 s",
+        "node 2 (host2) was lost: it was silent for 16.0 s",
     )
     assert late.is_finished
     assert [rejoin.history for rejoin in round_.actions_of(2, Rejoin)] == [decision.history]

@@ -84,7 +84,7 @@ def test_with_a_handler_a_killed_node_is_lost_in_time(job):
     world = job.await_world(2)
     killed_at = lost.kill()
     assert job.await_end(world) - killed_at < NODE_TIMEOUT + 1
-    assert "no heartbeat" in kept.outcome().reason
+    assert "no sign of life" in kept.outcome().reason
 
 
 @pytest.mark.parametrize(("order", "status"), [(("exit", 7), 7), (("raise", "x"), 1), (("be_killed",), 137)])

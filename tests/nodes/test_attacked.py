@@ -94,10 +94,13 @@ def test_a_job_that_gets_no_replacement_reports_the_node_that_it_has_lost(job):
     job.await_world(2)
     lost.kill()
     outcome = kept.outcome()
-    assert outcome.text.startswith(f"rank 1 on node 1 ({lost.hostname}) was lost: it sent no heartbeat")
+    assert outcome.text.startswith(f"node 1 ({lost.hostname}) with rank 1 was lost: its program sent no sign of life")
     assert "1 of 2 nodes had joined" in outcome.not_restarted
     assert outcome.root_cause["hostname"] == lost.hostname
     assert outcome.attempts == [{"number": 0, "state": "FAILED", "cause": 1}]
+    assert [line for line in kept.log.splitlines() if "waiting" in line] == [
+        "waiting up to 4 s for another node (present: 1 of 2)"
+    ]
 
 
 def test_a_leader_that_was_stopped_for_too_long_joins_again_as_a_newcomer(job):

@@ -19,6 +19,7 @@ from mpwatch import LaunchError
 from mpwatch.multinode.rendezvous import store
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
+from mpwatch.multinode.rendezvous.rounds import WaitReport
 from mpwatch.multinode.rendezvous.torch_state import State, load_state
 from mpwatch.options.rendezvous import Rendezvous
 from support.programs import ENV
@@ -196,6 +197,22 @@ def test_too_few_nodes_are_an_error(make_client):
     with pytest.raises(LaunchError, match=r"job 'job' at 127\.0\.0\.1:\d+: 1 of 3 nodes had joined after \d\.\d s\. Check"):
         host.join(deadline_in(1))
     assert not read_state(host).participants
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "static", "options": {"rank": 0}}], ids=["c10d", "static"])
+def test_a_node_that_waits_for_others_reports_it_once(make_client, options):
+    (host,) = connect(make_client(3, **options))
+    counts = []
+    with pytest.raises(LaunchError):
+        host.join(deadline_in(1), wait_report=WaitReport(deadline_in(0.3), counts.append))
+    assert counts == [1]
+
+
+def test_a_node_that_could_begin_alone_reports_no_wait(make_client):
+    (host,) = connect(make_client((1, 2)))
+    assert (
+        host.join(deadline_in(30), last_call=0.5, wait_report=WaitReport(deadline_in(0), pytest.fail)).group_world_size == 1
+    )
 
 
 def test_a_node_beyond_the_maximum_is_an_error(make_client):

@@ -58,7 +58,7 @@ def test_a_node_that_is_suspended_for_longer_is_lost(job, suspend, number):
     suspended.send(signal.SIGCONT)
     outcome = suspended.outcome()
     assert outcome.error == "RunFailedError"
-    assert f"on node {number} ({suspended.hostname}) was lost: it" in outcome.text
+    assert outcome.text.startswith(f"node {number} ({suspended.hostname}) with rank {number} was lost: its ")
     store.kill()
     store.exit_status()
 

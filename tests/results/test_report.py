@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, WorkerState
-from mpwatch.results.failure import format_exit
+from mpwatch.results.failure import format_exit, format_ranks
 from mpwatch.results.html import make_group_table
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
-from mpwatch.results.report import format_ranks, format_report
+from mpwatch.results.report import FATE_LINES, format_overdue_ranks, format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
 from mpwatch.watcher.machine.transitions import StopReason
@@ -85,16 +85,22 @@ def test_a_rank_that_was_never_ready():
     assert "was not ready after 300 s" in format_report(result)
 
 
-def test_an_interrupt():
-    result = diagnose(
-        make_observations(STOPPED_RANK, rank_that_returned(), stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM)
-    )
+@pytest.mark.parametrize("stop_reason", [StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB])
+def test_an_interrupt(stop_reason):
+    result = diagnose(make_observations(STOPPED_RANK, rank_that_returned(), stop_reason=stop_reason, signum=signal.SIGTERM))
     assert result.state is WorkerState.STOPPED
     assert format_report(result).splitlines() == [
         "the run was stopped: this process received SIGTERM",
         "  rank 0: stopped by the watcher",
         "  rank 1: had returned",
     ]
+
+
+def test_a_rank_that_a_signal_to_all_processes_has_ended_did_not_fail():
+    """It ended before the watcher had sent it a signal. A crash is a failure."""
+    died = [rank_that_died(-signal.SIGTERM, 10.1), rank_that_died(-signal.SIGSEGV, 10.1)]
+    result = diagnose(make_observations(*died, stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM))
+    assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED}
 
 
 def test_equal_fates_share_a_line_at_512_ranks():
@@ -406,3 +412,62 @@ def test_a_rank_that_has_not_started_is_starting():
     given = make_observations(STOPPED_RANK, stop_reason=StopReason.TIMED_OUT)
     given.ranks[0].was_ready = False
     assert format_report(diagnose(given)).splitlines()[-1] == "  rank 0: still at work (starting)"
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ({1: ", at step 20 (a.py:6 in f)"}, "rank 1 had not returned within stop_timeout=4 s, at step 20 (a.py:6 in f)"),
+        ({0: "", 1: ""}, "ranks 0-1 had not returned within stop_timeout=4 s"),
+        (
+            {0: ", at step 1 (a.py:6 in f)", 1: " (a.py:1 in g)", 2: ", at step 1 (a.py:6 in f)"},
+            "ranks 0-2 had not returned within stop_timeout=4 s: ranks 0, 2, at step 1 (a.py:6 in f); rank 1 (a.py:1 in g)",
+        ),
+    ],
+)
+def test_ranks_that_do_not_return_in_time_are_grouped_by_where_they_are(places, text):
+    assert format_overdue_ranks(4, places) == text
+
+
+def test_very_many_ranks_that_do_not_return_in_time_are_counted():
+    text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + 2)})
+    assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and 2 more groups of ranks")
+
+
+def make_losses(*ranks):
+    """Return the failures of the ranks of node 1, which was lost."""
+    return {
+        rank: ProcessFailure(
+            rank=rank,
+            local_rank=rank - min(ranks),
+            pid=None,
+            hostname="gpu7",
+            group_rank=1,
+            node_ranks=ranks,
+            kind=FailureKind.LOST,
+            exit_code=1,
+            evidence="its program sent no sign of life for 15 s (node_timeout)",
+        )
+        for rank in ranks
+    }
+
+
+def test_a_lost_node_is_the_subject_of_the_verdict():
+    losses = make_losses(2, 3)
+    states = dict.fromkeys((0, 1), WorkerState.STOPPED) | dict.fromkeys(losses, WorkerState.FAILED)
+    result = RunResult(WorkerState.FAILED, failures=losses, root_cause=losses[2], worker_states=states)
+    assert format_report(result).splitlines() == [
+        "node 1 (gpu7) with ranks 2-3 was lost: its program sent no sign of life for 15 s (node_timeout)",
+        "  ranks 0-1: stopped by the watcher",
+    ]
+    assert str(losses[3]) == "rank 3: lost with node 1 (gpu7): its program sent no sign of life for 15 s (node_timeout)"
+
+
+def test_the_ranks_of_a_lost_node_share_a_line_if_another_rank_failed_first():
+    failed = diagnose(make_observations(rank_that_died(7))).failures
+    failures = {**failed, **make_losses(2, 3)}
+    states = dict.fromkeys(failures, WorkerState.FAILED)
+    result = RunResult(WorkerState.FAILED, failures=failures, root_cause=failed[0], worker_states=states)
+    assert format_report(result).splitlines()[1:] == [
+        "  ranks 2-3: lost with node 1 (gpu7): its program sent no sign of life for 15 s (node_timeout)"
+    ]

@@ -170,7 +170,9 @@ def test_the_grace_period_does_not_count_the_suspension(gate):
         program.suspend()
         stay_suspended(2.5)
         program.resume()
-        assert program.finish() == (-signal.SIGTERM, "saved\n" * 2, "")
+        status, out, err = program.finish()
+        assert (status, out) == (-signal.SIGTERM, "saved\n" * 2)
+        assert err.startswith("the run was stopped: this process received SIGTERM\n")
 
 
 @pytest.mark.parametrize(

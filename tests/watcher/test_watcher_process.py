@@ -18,7 +18,7 @@ from support import failing
 from support.programs import ENV, call, command, python
 from support.thoroughness import choose
 from watcher import interrupting_functions
-from watcher.watcher_program import PATIENT_RUN, Program, alive, guardian_of
+from watcher.watcher_program import PATIENT_RUN, RUN, Program, alive, guardian_of
 
 SAVE = r"signal.signal(2, lambda *_: (os.write(1, b'saved\n'), os._exit(0)))"
 IGNORE = r"signal.signal(2, lambda *_: os.write(1, b'received\n')); signal.signal(15, signal.SIG_IGN)"
@@ -154,11 +154,23 @@ def test_ctrl_c_twice_while_a_program_waits_for_the_run_of_a_thread():
     end_soon(program, signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_and_sighup_end_the_program_after_its_ranks(number):
-    program = Program()
+@pytest.mark.parametrize(
+    ("number", "call"),
+    [(signal.SIGTERM, RUN), (signal.SIGHUP, RUN), (signal.SIGTERM, "mpwatch.WorkerGroup(2, grace_period=5).run(work)")],
+)
+def test_sigterm_and_sighup_end_the_program_after_its_ranks(number, call):
+    """The report is shown before, since no exception has it."""
+    program = Program(call)
     program.signal(number)
-    assert end_soon(program, number)[1] == ""
+    verdict, where = end_soon(program, number)[1].splitlines()
+    assert verdict == f"the run was stopped: this process received {number.name}"
+    assert re.match(r"  ranks 0-1: stopped by the watcher \(failing.py:\d+ in wait_to_be_stopped", where)
+
+
+def test_only_a_signal_that_ends_the_program_shows_a_report_by_itself():
+    program = Program(in_host="signal.signal(2, signal.SIG_DFL)")
+    program.signal(signal.SIGINT)
+    assert end_soon(program, signal.SIGINT)[1] == ""
 
 
 def test_a_host_s_own_handler_runs_when_all_is_over():
@@ -169,6 +181,7 @@ def test_a_host_s_own_handler_runs_when_all_is_over():
     assert status == 1
     assert "own handler" in out
     assert "RunFailedError: the run was stopped: this process received SIGTERM" in err
+    assert err.count("the run was stopped") == 1
 
 
 def test_nohup_is_respected():

@@ -10,7 +10,7 @@ from support.process_state import is_alive
 from support.programs import ENV, command
 from watcher.watched_program import PATIENT_RUN, RUN, main
 
-__all__ = ["PATIENT_RUN", "Program", "alive", "guardian_of"]
+__all__ = ["PATIENT_RUN", "RUN", "Program", "alive", "guardian_of"]
 
 
 class Program:

@@ -283,14 +283,18 @@ class FlakyEngine(cluster.ThreadEngine):
 
 
 def test_a_job_whose_only_node_is_lost_at_its_end_fails():
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: the machine is gone\n") as caught:
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"node 0 \(.*\) with ranks 0-1 was lost: the machine is gone\n"
+    ) as caught:
         cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
     assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
     assert "not restarted: the ranks had ended before that" in str(caught.value)
 
 
 def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank \d on node \d \(.*\) was lost: the machine is gone\n") as caught:
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"node \d \(.*\) with rank \d was lost: the machine is gone\n"
+    ) as caught:
         cluster.run(FlakyEngine(), functions.rank, 1, nodes=2)
     result = caught.value.result
     assert len(result.return_values) == len(result.failures) == 1
@@ -372,7 +376,7 @@ def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog)
     assert second.is_counted
     (restarting,) = [event for event in kill.events if isinstance(event, mpwatch.events.Restarting)]
     assert restarting.restarts_left == 1
-    assert re.search(r"\(restart 1, 1 left\): rank \d on node \d", caplog.text)
+    assert re.search(r"\(restart 1, 1 left\): node \d \(.*\) with rank", caplog.text)
 
 
 @pytest.mark.slow
@@ -380,7 +384,7 @@ def test_a_job_whose_nodes_are_all_lost_again_and_again_fails():
     engine = ProcessEngine()
     kill = KillAllNodes(engine, 1, times=3)
     with pytest.raises(
-        mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: its process was killed\n"
+        mpwatch.RunFailedError, match=r"node 0 \(.*\) with rank 0 was lost: its process was killed\n"
     ) as caught:
         cluster.run(
             engine, functions.wait_unless_restarted, 1, nodes=1, args=(9,), max_restarts=2, node_timeout=2.0, on_event=kill
@@ -407,7 +411,7 @@ def test_a_job_whose_nodes_are_all_lost_fails_without_new_nodes(error, text):
     engine = ProcessEngine(limit=1, error=error)
     kill = KillAllNodes(engine, 1)
     with pytest.raises(
-        mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: its process was killed\n"
+        mpwatch.RunFailedError, match=r"node 0 \(.*\) with rank 0 was lost: its process was killed\n"
     ) as caught:
         cluster.run(engine, signal.pause, 1, nodes=1, max_restarts=2, join_timeout=10.0, on_event=kill)
     assert f"not restarted: {text}" in str(caught.value)

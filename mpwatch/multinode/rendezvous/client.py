@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from mpwatch.multinode.rendezvous.cancellable_wait import Deadline
 from mpwatch.multinode.rendezvous.open_store import OpenedStore, open_store
-from mpwatch.multinode.rendezvous.rounds import DynamicRendezvous, Round, StaticRendezvous
+from mpwatch.multinode.rendezvous.rounds import DynamicRendezvous, Round, StaticRendezvous, WaitReport
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.os_support.processes import wait_for_thread_exit
@@ -70,7 +70,14 @@ class RendezvousClient:
         else:
             self._implementation = DynamicRendezvous(self._rendezvous, opened, self.address)
 
-    def join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
+    def join(
+        self,
+        deadline: float,
+        *,
+        last_call: float | None = None,
+        expected_nodes: float = math.inf,
+        wait_report: WaitReport | None = None,
+    ) -> Round:
         """Leave the previous round, join the next round, and return it when it is complete.
 
         Args:
@@ -80,6 +87,7 @@ class RendezvousClient:
                 the minimum has joined. The node with the shortest last call completes the round.
             expected_nodes: number of nodes of the previous round that will join again. When they have joined and no other
                 node waits, the last call ends at once.
+            wait_report: reports that this node waits. None: nothing does.
 
         Raises:
             LaunchError: the deadline has passed. The text contains the number of nodes that have joined.
@@ -90,7 +98,7 @@ class RendezvousClient:
         """
         if last_call is None:
             last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
-        return self._get_implementation().join(Deadline(deadline, self._cancelled), last_call, expected_nodes)
+        return self._get_implementation().join(Deadline(deadline, self._cancelled), last_call, expected_nodes, wait_report)
 
     def count_waiting_nodes(self) -> int:
         """Return the number of nodes that wait to join the next round. Raises StoreLostError."""

@@ -33,7 +33,7 @@ from mpwatch.multinode.rendezvous.client import (
     wait_for_others_to_leave,
 )
 from mpwatch.multinode.rendezvous.errors import JobClosedError, StoreLostError
-from mpwatch.multinode.rendezvous.rounds import Round
+from mpwatch.multinode.rendezvous.rounds import Round, WaitReport
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, wrap_store
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.torch_private import leave_rendezvous, stop_heartbeats
@@ -71,6 +71,7 @@ class CustomHandlerClient(RendezvousClient):
         *,
         last_call: float | None = None,  # noqa: ARG002  the handler has its own
         expected_nodes: float = math.inf,  # noqa: ARG002  the handler counts the nodes itself
+        wait_report: WaitReport | None = None,  # noqa: ARG002  how many nodes the handler waits for is not known
     ) -> Round:
         """See RendezvousClient. The handler decides for which nodes it waits. Its other exceptions are raised unchanged."""
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)

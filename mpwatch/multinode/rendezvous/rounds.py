@@ -39,6 +39,23 @@ LEFT_KEY = "left"  # the key in the store of a round for the number of its nodes
 LEAVE_TRIES = 20  # a try fails if another node has written the state meanwhile
 
 
+@dataclass
+class WaitReport:
+    """Reports once that a join has to wait, since too few nodes have joined."""
+
+    due_at: float
+    """When to report it, in seconds of CLOCK_MONOTONIC."""
+    report: Callable[[int], object]
+    """Called with the number of nodes that have joined, this one included."""
+    is_done: bool = False
+
+    def check(self, count: int) -> None:
+        """Report that so many nodes have joined if it is time."""
+        if not self.is_done and time.monotonic() >= self.due_at:
+            self.is_done = True
+            self.report(count)
+
+
 @dataclass(frozen=True)
 class Round:
     """One round of the job, as this node sees it.
@@ -108,10 +125,12 @@ class DynamicRendezvous:
         self._previous_nodes: set[Node] = set()  # the nodes of the previous round
         self._expected_nodes = math.inf
         self._job_store = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
+        self._wait_report: WaitReport | None = None  # of the join that is in progress
 
-    def join(self, deadline: Deadline, last_call: float, expected_nodes: float) -> Round:
+    def join(self, deadline: Deadline, last_call: float, expected_nodes: float, wait_report: WaitReport | None) -> Round:
         """See `RendezvousClient.join`."""
         started_at = time.monotonic()
+        self._wait_report = wait_report
         self._timeouts.deadline, self._timeouts.last_call_seconds = deadline.at, last_call
         self._deadline, self._joined_count, self._expected_nodes = deadline, 0, expected_nodes
         try:
@@ -137,7 +156,7 @@ class DynamicRendezvous:
             self._remove_this_node()
             raise
         finally:
-            self._deadline = None
+            self._deadline = self._wait_report = None
 
     def _on_state(self, state: State) -> None:
         """Record a state that torch has read. During a join, torch reads the state at least once a second.
@@ -148,6 +167,8 @@ class DynamicRendezvous:
         node = self._handler.node
         if node in state.participants:
             self._joined_count = len(state.participants)
+            if self._wait_report and not state.complete and self._joined_count < self._rendezvous.min_nodes:
+                self._wait_report.check(self._joined_count)
         if self._deadline and not self._deadline.seconds_left(1) and node in state.redundancy_list:
             raise _NoRoomError
 
@@ -252,7 +273,7 @@ class StaticRendezvous:
         self._round: Round | None = None  # the latest round
         self._own_entry: tuple[PrefixedStore, str] | None = None  # the store and the key of a join that is in progress
 
-    def join(self, deadline: Deadline, *_: float) -> Round:
+    def join(self, deadline: Deadline, _last_call: float, _expected_nodes: float, wait_report: WaitReport | None) -> Round:
         """See `RendezvousClient.join`."""
         started_at = time.monotonic()
         deadline.seconds_left(0)
@@ -270,6 +291,8 @@ class StaticRendezvous:
             while missing := [key for key in missing if not store.check([key])]:
                 if self._job_store.check(["closed"]):
                     raise JobClosedError(f"the job at {self._opened_store.endpoint} is over")
+                if wait_report is not None:
+                    wait_report.check(size - len(missing))
                 if not deadline.wait_before_retry():
                     raise LaunchError(self._describe_timeout(missing, time.monotonic() - started_at))
         except (CancelledError, JobClosedError, LaunchError):

@@ -24,9 +24,9 @@ from operator import attrgetter
 from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
+from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.results.report import format_ranks
 from mpwatch.results.stacks import Stacks, group_places
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest, StatusRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt

@@ -421,7 +421,8 @@ def _get_reason(
             return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}{note}"
         stragglers = find_stragglers(_get_running(attempt, failures))
         return texts.format_timeout(attempt.timeout or 0.0, unfinished, stragglers) + note
-    if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
+    # Other nodes may have stopped the ranks just before the signal came to this process.
+    if attempt.stop_reason in (StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB) and attempt.signum is not None:
         text = format_interrupt(attempt.signum, attempt.interrupt_cause)
         if attempt.stop_timeout is not None:
             unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]

@@ -159,13 +159,14 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     """Return whether the watcher did not cause this death.
 
     While the watcher stops the ranks, this holds for a crash, and for a SIGKILL that the watcher did not send.
+    A signal that stops the run may have reached the ranks, too, since some schedulers send it to all processes.
     """
     if is_before_stop(attempt, at):
         return True
     number = -(observed.exit_code or 0)
     if observed.was_asked_for_stacks and number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
         return False
-    if not observed.signals_sent:
+    if not observed.signals_sent and attempt.stop_reason is not StopReason.INTERRUPTED:
         return True  # the watcher was still reading stacks, and had not sent SIGTERM
     return number > 0 and number not in observed.signals_sent and (number in CRASH_SIGNALS or number == signal.SIGKILL)
 

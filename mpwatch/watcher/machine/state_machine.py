@@ -403,7 +403,7 @@ class StateMachine:
         return [m.RequestExit(rank) for rank in ranks]
 
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
-        """Stop the ranks at the first signal, and kill them at the second one.
+        """Stop the ranks at the first signal, when their stacks have come. Kill them at the second one.
 
         A signal also kills ranks that are already being stopped. But if other nodes have ended the attempt, the first signal
         leaves the ranks their grace period. Those nodes may have received the same signal a moment before.
@@ -414,7 +414,7 @@ class StateMachine:
             return []
         is_first, self._first_interrupt = self._first_interrupt is None, self._first_interrupt or event
         stop_reason = self.stop_reason or StopReason.INTERRUPTED  # a success or a failure before the signal remains one
-        if is_first and signum == signal.SIGINT and self.is_call_running():
+        if is_first and self.is_call_running():
             return self._dump_stacks_then_stop(now, stop_reason)
         if self.stage is RunStage.TERMINATING and is_first and self.stop_reason is StopReason.CANCELLED_BY_JOB:
             return []

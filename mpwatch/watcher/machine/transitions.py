@@ -32,13 +32,13 @@ The stages of a run:
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
     RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
     RUNNING --- CollectivesMismatched ---> DUMPING_STACKS
-    RUNNING --- Abort, CancelAttempt, SIGINT, or the Lease has run out ---> DUMPING_STACKS
+    RUNNING --- Abort, CancelAttempt, the first Interrupted, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
         (ranks that have returned send their collectives, since after SIGTERM they could not answer)
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
-    each stage above --- Interrupted ---> TERMINATING        (except SIGINT in IDLE, and the first SIGINT in RUNNING)
+    each stage above --- Interrupted ---> TERMINATING        (except SIGINT in IDLE, and the first one in RUNNING)
 
     the end is AWAITING_DECISION if the ranks may be restarted, and FINISHED otherwise
     AWAITING_DECISION --- Restart ---> RUNNING, in the next generation

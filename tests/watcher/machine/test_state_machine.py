@@ -372,7 +372,7 @@ def test_ctrl_c_together_with_the_last_exit_changes_nothing():
 
 def test_sigterm_to_the_watcher_is_sigterm_to_the_ranks():
     machine = running_machine(1)
-    assert machine.handle(Interrupted(signal.SIGHUP), 1.0) == sigterm(0)
+    assert after_stack_dump(machine, Interrupted(signal.SIGHUP), 1.0, 0) == sigterm(0)
     assert machine.signum == signal.SIGHUP
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import (
+    STACK_DUMP_SECONDS,
     DoNotRestart,
     DumpStacks,
     Exited,
@@ -85,7 +86,8 @@ def test_ranks_that_are_late_have_exceeded_a_timeout_if_there_was_no_signal():
 def test_a_signal_that_is_not_a_request_stops_the_ranks_at_once():
     machine = running_machine()
     machine.handle(BY_SIGNAL, 1.0)
-    assert SendSignal(0, signal.SIGTERM) in machine.handle(Interrupted(signal.SIGTERM), 2.0)
+    machine.handle(Interrupted(signal.SIGTERM), 2.0)
+    assert SendSignal(0, signal.SIGTERM) in machine.handle_deadline(2.0 + STACK_DUMP_SECONDS)
 
 
 def fail(machine, now):

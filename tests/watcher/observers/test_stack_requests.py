@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,8 @@ from mpwatch.watcher.diagnosis.stragglers import BLOCKED_STATES
 from mpwatch.watcher.machine.transitions import STACK_DUMP_SECONDS
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from support.functions import rank
-from support.programs import ENV, in_own_process
+from support.process_state import SPAWN
+from support.programs import ENV, call, in_own_process
 from support.screens import Program
 from watcher.observers import stack_request_functions as fn
 
@@ -237,3 +239,34 @@ def test_sigquit_has_its_default_action_again_after_a_run():
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     mpwatch.run(rank, 1)
     assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
+
+
+def ask_for_stacks(event):
+    os.kill(os.getppid(), signal.SIGQUIT)
+    event.wait()
+
+
+def run_until_stacks_come():
+    """Run a rank that asks for stacks, and ends when this program prints them."""
+    come, stderr = SPAWN.Event(), sys.stderr
+
+    class Stderr:
+        def write(self, text):
+            stderr.write(text)
+            come.set()
+
+        def flush(self):
+            stderr.flush()
+
+    sys.stderr = Stderr()
+    before = signal.getsignal(signal.SIGQUIT)
+    mpwatch.run(ask_for_stacks, 1, args=(come,))
+    print(before.name, signal.getsignal(signal.SIGQUIT).name)
+
+
+def test_sigquit_asks_for_stacks_in_the_background_of_a_script():
+    """A shell without job control ignores SIGQUIT and SIGINT for a program that it starts in the background."""
+    done = call(run_until_stacks_come, within=("sh", "-c", '"$@" & wait $!', "sh"))
+    assert "where the ranks are now" in done.stderr
+    assert "in ask_for_stacks" in done.stderr
+    assert done.stdout == "SIG_IGN SIG_IGN\n"
