@@ -241,6 +241,7 @@ def report_and_print(steps):
     print("done", flush=True)
 
 
+@pytest.mark.slow
 def test_the_view_shows_the_ranks_of_all_nodes(capfd):
     cluster.run(cluster.ThreadEngine(), report_and_print, 2, nodes=2, args=(5,), progress=True)
     assert "step 5 of 5 (100 %); 4 ranks returned" in capfd.readouterr().err
@@ -260,6 +261,7 @@ def test_an_observer_that_raises_is_dropped_and_the_others_go_on(caplog):
     assert sum("receives no more events" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_output_goes_to_the_streams_of_the_log_spec():
     out = io.StringIO()
     logs = mpwatch.LogSpec(stdout=out, prefix="{rank}> ")
@@ -460,6 +462,7 @@ def return_interrupting_value():
     return InterruptingValue() if mpwatch.current_worker().rank == 0 else None
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_outcome_of_a_node_is_read(monkeypatch):
     monkeypatch.setattr(driver, "END_SECONDS", 600.0)
     with pytest.raises(KeyboardInterrupt):

@@ -64,6 +64,7 @@ def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion,
     assert re.fullmatch(others, "\n".join(failed.value.fates))
 
 
+@pytest.mark.slow
 def test_a_rank_in_another_collective_does_not_fit():
     with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 called broadcast #4 with float32\[1\] ") as failed:
         mpwatch.run(train, 3, args=(joins_another_collective,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)

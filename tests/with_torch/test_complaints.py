@@ -129,6 +129,7 @@ def test_the_rank_that_keeps_its_peers_waiting_is_the_root_cause(hang, nprocs, v
     assert all(" of rank 1: RuntimeError" in line or "stopped by the watcher" in line for line in others)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_one_another_have_no_root_cause():
     """Each rank waits in a collective of another group, so neither is to blame."""
 

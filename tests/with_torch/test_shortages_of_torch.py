@@ -27,6 +27,7 @@ def test_a_shared_tensor_needs_no_more_shared_memory():
     assert lines == ["values [1000.0]", "1000.0", "values [262144.0, 262144.0]"]
 
 
+@pytest.mark.slow
 def test_the_report_says_that_shared_memory_is_full():
     output, *_ = call_in_small_shared_memory(shared_memory_programs.share_while_shared_memory_is_full)
     assert output.startswith("EXCEPTION rank 0 failed first: RuntimeError: unable to "), output

@@ -58,6 +58,7 @@ def test_report_accepts_numbers_of_numpy_and_torch(gloo_ranks):
     assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
 
 
+@pytest.mark.slow
 def test_a_function_may_destroy_the_group():
     mpwatch.run(dist.destroy_process_group, 2, backend="gloo")
 

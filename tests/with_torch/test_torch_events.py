@@ -114,7 +114,7 @@ def test_events_and_metrics_equal_those_of_torch_s_agent(recorded, failures, str
     assert {group for group, _, _ in recorded.metrics} == {"torchelastic"}
 
 
-@pytest.mark.parametrize("failures", [1, 2])
+@pytest.mark.parametrize("failures", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_real_run_sends_the_events_of_torch_s_agent(recorded, failures):
     expected = record_torch_agent(failures)
     observe = TorchElasticEvents("test")
