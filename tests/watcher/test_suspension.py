@@ -16,6 +16,7 @@ from support.continuer import continued
 from support.process_state import is_alive
 from support.programs import ENV, TESTS, command, in_own_process
 from support.signal_at_line import SignalAtLine
+from support.thoroughness import THOROUGH
 from watcher import suspended_functions
 
 CPU_SECONDS = 0.2  # that a process may use from SIGTSTP to its stop
@@ -295,7 +296,8 @@ def test_the_run_of_another_thread_is_left_alone(gate):
 
 
 @pytest.mark.parametrize(
-    ("first", "stride"), [(1, 11), *(pytest.param(first, 3, marks=pytest.mark.slow) for first in (1, 2, 3))]
+    ("first", "stride"),
+    [(1, 11), pytest.param(1, 3, marks=pytest.mark.slow), *(pytest.param(first, 3, marks=THOROUGH) for first in (2, 3))],
 )
 @pytest.mark.parametrize("name", ["run.py", "host_signals.py", "suspension.py"])
 @in_own_process

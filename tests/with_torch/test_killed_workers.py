@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 from support.programs import ENV, call
+from support.thoroughness import choose
 from with_torch import killed_workers
 
 IN_NAMESPACE = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs mpwatch-test /dev/shm && exec "$@"', "sh")
@@ -24,7 +25,7 @@ def call_with_own_shared_memory(function, *args):
     return ast.literal_eval(call(function, *args, within=IN_NAMESPACE, env={**ENV, "PYTHONWARNINGS": "ignore"}).stdout)
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(choose(60, 200), marks=pytest.mark.slow)])
 def test_files_of_killed_workers_are_removed_if_the_rank_survives(count):
     assert call_with_own_shared_memory(killed_workers.watch, "load_batches", count) == (count, [])
 
