@@ -257,7 +257,7 @@ def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
         return text + next(iter(ranks_by_place))
     groups = [f"{format_ranks(ranks)}{place}" for place, ranks in ranks_by_place.items()]
     if len(groups) > FATE_LINES:
-        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks"]
+        groups[FATE_LINES:] = [f"and {format_count(len(groups) - FATE_LINES, 'more group')} of ranks"]
     return f"{text}: {'; '.join(groups)}"
 
 

@@ -429,9 +429,10 @@ def test_ranks_that_do_not_return_in_time_are_grouped_by_where_they_are(places, 
     assert format_overdue_ranks(4, places) == text
 
 
-def test_very_many_ranks_that_do_not_return_in_time_are_counted():
-    text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + 2)})
-    assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and 2 more groups of ranks")
+@pytest.mark.parametrize(("more", "words"), [(1, "1 more group of ranks"), (2, "2 more groups of ranks")])
+def test_very_many_ranks_that_do_not_return_in_time_are_counted(more, words):
+    text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + more)})
+    assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and {words}")
 
 
 def make_losses(*ranks):
