@@ -199,7 +199,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
     """Return a sentence that says why `heartbeat_timeout` has not ended a run that ran into its timeout."""
-    return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: no rank has called report() or heartbeat()"
+    return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: it begins with a rank's first report() or heartbeat()"
 
 
 def format_signal(number: int) -> str:

@@ -211,7 +211,7 @@ def test_a_timeout_says_that_no_rank_has_sent_the_heartbeat_that_begins_the_limi
     limits = {"stop_reason": StopReason.TIMED_OUT, "timeout": 10.0, "heartbeat_timeout": 5.0}
     beats = {**LOADS, "heartbeat": HeartbeatSample(9.0, None)}
     text = "the run did not end within timeout=10 s: ranks 0-1 had not returned"
-    note = "; heartbeat_timeout=5 did not apply: no rank has called report() or heartbeat()"
+    note = "; heartbeat_timeout=5 did not apply: it begins with a rank's first report() or heartbeat()"
     for ranks, reason in (([LOADS, LOADS], text + note), ([LOADS, beats], text)):
         if scope == "group":
             assert diagnose(make_observations(*ranks, **limits)).reason == reason
