@@ -96,10 +96,11 @@ def test_an_interrupt(stop_reason):
     ]
 
 
-def test_a_rank_that_a_signal_to_all_processes_has_ended_did_not_fail():
+@pytest.mark.parametrize("stop_reason", [StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB])
+def test_a_rank_that_a_signal_to_all_processes_has_ended_did_not_fail(stop_reason):
     """It ended before the watcher had sent it a signal. A crash is a failure."""
     died = [rank_that_died(-signal.SIGTERM, 10.1), rank_that_died(-signal.SIGSEGV, 10.1)]
-    result = diagnose(make_observations(*died, stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM))
+    result = diagnose(make_observations(*died, stop_reason=stop_reason, signum=signal.SIGTERM))
     assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED}
 
 
