@@ -378,6 +378,20 @@ def test_format_location_of_a_rank_outside_of_its_function():
     assert format_location(f"{HEAD}{user}\n{call}") == " while loading the call (model.py:3 in <module>: import torch)"
 
 
+@pytest.mark.parametrize(
+    ("functions", "phrase"),
+    [
+        (["_receive", "interaction"], " at a prompt of the debugger (train.py:3 in f)"),
+        (["_connect", "open", "interaction"], " in _recv (train.py:3 in f)"),
+        (["_connect", "open", "set_trace"], " in _recv (train.py:3 in f)"),
+    ],
+)
+def test_a_rank_that_asks_for_a_prompt_of_the_debugger_is_not_at_a_prompt(functions, phrase):
+    debugger = "".join(f'  File "{PACKAGE_FOLDER}/worker/debugger.py", line 2 in {function}\n' for function in functions)
+    waits = f'  File "{os.path.join(LIBRARY, "connection.py")}", line 9 in _recv\n'
+    assert format_location(f'{HEAD}{waits}{debugger}  File "/home/me/train.py", line 3 in f') == phrase
+
+
 def test_a_crash_without_python_frames_has_no_stack():
     """A thread that runs no Python code has crashed."""
     crash = "Fatal Python error: Aborted\n\n<no Python frame>"
