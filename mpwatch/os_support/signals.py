@@ -5,6 +5,7 @@ This module runs in the watcher and in the ranks.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -69,7 +70,9 @@ def send_signal_to_main_thread(pid: int, number: int) -> None:
     # the id of the main thread is that of the process
     if libc.syscall(*map(ctypes.c_long, (TGKILL_NUMBERS[machine], pid, pid, number))):
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        if code != errno.EAGAIN:
+            raise OSError(code, os.strerror(code))
+        os.kill(pid, number)  # the user has too many pending signals (RLIMIT_SIGPENDING); kill(2) has no such limit
 
 
 def _load_libc() -> Any:

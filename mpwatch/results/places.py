@@ -50,7 +50,8 @@ def format_location(stacks: str) -> str:
     frame = frames[find_user_frame(files)]
     source = f": {shorten_source(frame.source)}" if frame.source else ""
     place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
-    if any(file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE) for file in files):
+    in_debugger = {each.function for each in frames if each.file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE)}
+    if "interaction" in in_debugger and "_connect" not in in_debugger:  # `_connect` asks the watcher for a prompt
         return f" at a prompt of the debugger{'' if is_of_library(frame.file) else place}"
     is_item_loop = files[-1].startswith(PACKAGE_FOLDER + ITEM_LOOP_FILE)
     if is_item_loop and is_of_library(frame.file):

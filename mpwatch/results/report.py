@@ -48,6 +48,7 @@ MANY_SECONDS = 100  # durations of this length and more are printed without tent
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
 VICTIM = re.compile(r"^a victim of rank")
+SINGULAR = re.compile(r"^(silent for [^;]*; )it (?=has )|^(?=has |waits in )")  # "has not joined", "silent for 5 s; it has"
 # Evidence of failures, as phrases that follow the name of the rank or what happened to it.
 KEPT_PEERS_WAITING = "kept its peers waiting"
 KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
@@ -141,8 +142,8 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Group all ranks except the root cause by what happened to them. Return a dict from each text to its ranks.
 
     Ranks that failed come first. Texts that differ only in the port of a peer or in the seconds of silence are one group.
-    The group has the text of its first rank. No text begins with "was", because it may follow the names of several ranks.
-    If the root cause is the loss of a node, all ranks of that node are left out, because the verdict has them.
+    The group has the text of its first rank. Each text can follow the names of its ranks. If the root cause is the loss of
+    a node, all ranks of that node are left out, because the verdict has them.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -151,7 +152,11 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
         if root is None or (failure is not root and rank not in root.node_ranks):
             fate = _describe_fate(result, rank, failure, state)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
-    return {fate if len(ranks) == 1 else VICTIM.sub("victims of rank", fate): ranks for fate, ranks in found.values()}
+    return {fate if len(ranks) == 1 else _use_plural(fate): ranks for fate, ranks in found.values()}
+
+
+def _use_plural(fate: str) -> str:
+    return SINGULAR.sub(r"\1each ", VICTIM.sub("victims of rank", fate))
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
@@ -199,7 +204,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
     """Return a sentence that says why `heartbeat_timeout` has not ended a run that ran into its timeout."""
-    return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: no rank has called report() or heartbeat()"
+    return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: it begins with a rank's first report() or heartbeat()"
 
 
 def format_signal(number: int) -> str:
@@ -257,7 +262,7 @@ def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
         return text + next(iter(ranks_by_place))
     groups = [f"{format_ranks(ranks)}{place}" for place, ranks in ranks_by_place.items()]
     if len(groups) > FATE_LINES:
-        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks"]
+        groups[FATE_LINES:] = [f"and {format_count(len(groups) - FATE_LINES, 'more group')} of ranks"]
     return f"{text}: {'; '.join(groups)}"
 
 

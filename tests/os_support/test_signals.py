@@ -1,6 +1,7 @@
 """Signals that are sent to one thread of a process."""
 
 import os
+import resource
 import signal
 import threading
 
@@ -28,3 +29,13 @@ def test_the_main_thread_gets_the_signal_even_if_only_another_thread_can_take_it
     while not taken:
         os.sched_yield()
     assert signal.sigpending() == {signal.SIGUSR1}
+
+
+@in_own_process
+def test_a_limit_of_pending_signals_does_not_stop_the_signal():
+    """The kernel refuses a real-time signal of tgkill(2) at this limit, but not one of kill(2)."""
+    taken = []
+    signal.signal(signal.SIGRTMAX, lambda number, _: taken.append(number))
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, 0))
+    send_signal_to_main_thread(os.getpid(), signal.SIGRTMAX)
+    assert taken == [signal.SIGRTMAX]

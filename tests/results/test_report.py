@@ -96,10 +96,11 @@ def test_an_interrupt(stop_reason):
     ]
 
 
-def test_a_rank_that_a_signal_to_all_processes_has_ended_did_not_fail():
+@pytest.mark.parametrize("stop_reason", [StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB])
+def test_a_rank_that_a_signal_to_all_processes_has_ended_did_not_fail(stop_reason):
     """It ended before the watcher had sent it a signal. A crash is a failure."""
     died = [rank_that_died(-signal.SIGTERM, 10.1), rank_that_died(-signal.SIGSEGV, 10.1)]
-    result = diagnose(make_observations(*died, stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM))
+    result = diagnose(make_observations(*died, stop_reason=stop_reason, signum=signal.SIGTERM))
     assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED}
 
 
@@ -377,6 +378,20 @@ def test_format_location_of_a_rank_outside_of_its_function():
     assert format_location(f"{HEAD}{user}\n{call}") == " while loading the call (model.py:3 in <module>: import torch)"
 
 
+@pytest.mark.parametrize(
+    ("functions", "phrase"),
+    [
+        (["_receive", "interaction"], " at a prompt of the debugger (train.py:3 in f)"),
+        (["_connect", "open", "interaction"], " in _recv (train.py:3 in f)"),
+        (["_connect", "open", "set_trace"], " in _recv (train.py:3 in f)"),
+    ],
+)
+def test_a_rank_that_asks_for_a_prompt_of_the_debugger_is_not_at_a_prompt(functions, phrase):
+    debugger = "".join(f'  File "{PACKAGE_FOLDER}/worker/debugger.py", line 2 in {function}\n' for function in functions)
+    waits = f'  File "{os.path.join(LIBRARY, "connection.py")}", line 9 in _recv\n'
+    assert format_location(f'{HEAD}{waits}{debugger}  File "/home/me/train.py", line 3 in f') == phrase
+
+
 def test_a_crash_without_python_frames_has_no_stack():
     """A thread that runs no Python code has crashed."""
     crash = "Fatal Python error: Aborted\n\n<no Python frame>"
@@ -429,9 +444,10 @@ def test_ranks_that_do_not_return_in_time_are_grouped_by_where_they_are(places, 
     assert format_overdue_ranks(4, places) == text
 
 
-def test_very_many_ranks_that_do_not_return_in_time_are_counted():
-    text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + 2)})
-    assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and 2 more groups of ranks")
+@pytest.mark.parametrize(("more", "words"), [(1, "1 more group of ranks"), (2, "2 more groups of ranks")])
+def test_very_many_ranks_that_do_not_return_in_time_are_counted(more, words):
+    text = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + more)})
+    assert text.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and {words}")
 
 
 def make_losses(*ranks):

@@ -166,7 +166,8 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     number = -(observed.exit_code or 0)
     if observed.was_asked_for_stacks and number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
         return False
-    if not observed.signals_sent and attempt.stop_reason is not StopReason.INTERRUPTED:
+    is_cancelled = attempt.stop_reason is StopReason.CANCELLED_BY_JOB and attempt.signum is not None
+    if not (observed.signals_sent or is_cancelled or attempt.stop_reason is StopReason.INTERRUPTED):
         return True  # the watcher was still reading stacks, and had not sent SIGTERM
     return number > 0 and number not in observed.signals_sent and (number in CRASH_SIGNALS or number == signal.SIGKILL)
 

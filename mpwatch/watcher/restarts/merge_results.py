@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpwatch.results.failure import ProcessFailure
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_timeout, format_unused_heartbeat_timeout
+from mpwatch.results.report import format_stop_timeout, format_timeout, format_unused_heartbeat_timeout
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import StopReason
@@ -54,7 +54,9 @@ def merge_results(
         keep_going=keep_going,
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=next((result.stop_cause for result in results if result.stop_cause), ""),
-        reason=_describe_timeout(late) or next((result.reason for result in results if result.reason), ""),
+        reason=_describe_stop_timeout(parts)
+        or _describe_timeout(late)
+        or next((result.reason for result in results if result.reason), ""),
     )
 
 
@@ -73,11 +75,21 @@ def _find_earliest_cause(results: Iterable[RunResult[Any]]) -> ProcessFailure | 
 
 
 def _describe_timeout(late: Sequence[tuple[AttemptObservations, RunResult[T]]]) -> str:
-    overdue = [result.reason for observations, result in late if observations.stop_timeout is not None]
-    if overdue or not late:
-        return overdue[0] if overdue else ""
-    states = _merge_dicts(result.worker_states for _, result in late)
-    text = format_timeout(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])
+    if not late:
+        return ""
+    text = format_timeout(late[0][0].timeout or 0.0, _list_unfinished(late))
     unused = {observations.unused_heartbeat_timeout for observations, _ in late}
     notes = [format_unused_heartbeat_timeout(limit) for limit in unused if limit is not None] if len(unused) == 1 else []
     return "; ".join([text, *notes])
+
+
+def _describe_stop_timeout(parts: Sequence[tuple[AttemptObservations, RunResult[T]]]) -> str:
+    overdue = [part for part in parts if part[0].stop_timeout is not None]
+    for observations, _ in overdue[:1]:
+        return format_stop_timeout(observations.stop_timeout or 0.0, observations.stop_cause, _list_unfinished(overdue))
+    return ""
+
+
+def _list_unfinished(parts: Sequence[tuple[AttemptObservations, RunResult[T]]]) -> list[int]:
+    states = _merge_dicts(result.worker_states for _, result in parts)
+    return [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]

@@ -9,7 +9,7 @@ from mpwatch import FailureKind, WorkerState
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.results.report import format_verdict
+from mpwatch.results.report import format_report, format_verdict
 from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from mpwatch.watcher.diagnosis.diagnose import DEATH_LAG_SECONDS, diagnose
 from mpwatch.watcher.machine.transitions import StopReason
@@ -209,6 +209,17 @@ def test_the_verdict_on_a_silent_rank_names_the_collective_that_it_has_not_joine
     late = "it has not joined barrier #2 (default group), in which ranks 0, 2 wait; its last collective was barrier #1"
     assert format_verdict(result) == f"{silence}; {late}: still at work"
     assert {rank: failure.is_secondary for rank, failure in result.failures.items()} == {0: True, 1: False, 2: True}
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_one_line_about_several_ranks_that_have_not_joined_speaks_of_each(is_silent):
+    first = with_calls(STOPPED_RANK, waiting("barrier", 2, ranks=(0, 1, 2, 3)))
+    ranks = numbered(first, *([with_calls(STOPPED_RANK, call("barrier", 1, ranks=(0, 1, 2, 3)))] * 3))
+    beats = {"silent_ranks": dict.fromkeys(range(4 if is_silent else 1), 4.0), "heartbeat_timeout": 5.0}
+    lines = format_report(diagnose(make_observations(*ranks, **beats))).splitlines()
+    late = "each has not joined barrier #2 (default group), in which rank 0 waits; its last collective was barrier #1"
+    silence = "silent for 6.0 s (heartbeat_timeout=5); " if is_silent else ""
+    assert lines[1] == f"  ranks 2-3: {silence}{late}: still at work"
 
 
 def test_a_rank_that_has_returned_is_blamed_and_not_one_that_is_late():

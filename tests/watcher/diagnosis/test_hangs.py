@@ -211,7 +211,7 @@ def test_a_timeout_says_that_no_rank_has_sent_the_heartbeat_that_begins_the_limi
     limits = {"stop_reason": StopReason.TIMED_OUT, "timeout": 10.0, "heartbeat_timeout": 5.0}
     beats = {**LOADS, "heartbeat": HeartbeatSample(9.0, None)}
     text = "the run did not end within timeout=10 s: ranks 0-1 had not returned"
-    note = "; heartbeat_timeout=5 did not apply: no rank has called report() or heartbeat()"
+    note = "; heartbeat_timeout=5 did not apply: it begins with a rank's first report() or heartbeat()"
     for ranks, reason in (([LOADS, LOADS], text + note), ([LOADS, beats], text)):
         if scope == "group":
             assert diagnose(make_observations(*ranks, **limits)).reason == reason
@@ -220,6 +220,15 @@ def test_a_timeout_says_that_no_rank_has_sent_the_heartbeat_that_begins_the_limi
             for number, attempt in enumerate(attempts):
                 attempts[number] = replace(attempt, ranks={number: replace_rank(attempt.ranks[1], number)})
             assert merge_results([(attempt, diagnose(attempt)) for attempt in attempts]).reason == reason
+
+
+@pytest.mark.parametrize(("stop_reason", "signum"), [(StopReason.TIMED_OUT, None), (StopReason.INTERRUPTED, signal.SIGTERM)])
+def test_the_reason_names_all_ranks_that_do_not_return_after_a_stop_was_requested(stop_reason, signum):
+    limits = {"stop_reason": stop_reason, "signum": signum, "stop_cause": "SIGTERM", "stop_timeout": 4.0}
+    attempts = [make_observations(LOADS, **limits), make_observations(rank_that_returned(), LOADS, **limits)]
+    attempts[1] = replace(attempts[1], ranks={1: attempts[1].ranks[1]})
+    text = "a stop was requested (SIGTERM), and ranks 0-1 had not returned within stop_timeout=4 s"
+    assert merge_results([(attempt, diagnose(attempt)) for attempt in attempts]).reason == text
 
 
 def replace_rank(observed, number):
