@@ -280,7 +280,6 @@ class Driver:
         outcome = _unpack(future.result(), node.number)
         if isinstance(outcome, Exception):
             if isinstance(outcome, mpwatch.LaunchError) and not node.has_joined and self._count_running():
-                node.outcome = outcome
                 self._handle_loss(node, outcome)  # the other nodes do not need it
                 return
             node.outcome = outcome

@@ -652,6 +652,29 @@ def test_join_timeout_does_not_limit_a_node_that_had_begun_before_the_last_other
     assert result.state is mpwatch.WorkerState.SUCCEEDED
 
 
+def test_a_late_node_that_could_not_join_is_no_reason_for_a_loss_without_restart():
+    engine = PlayedEngine()
+    begin, start = engine.begin, engine.start
+    engine.begin = lambda number: (begin(number), engine.nodes[0].join(attempt=0))
+    refused = cluster.NodeOutcome.pack(mpwatch.LaunchError("it has another version"))
+
+    def lose_node_0_after_node_1(call, number):
+        if number == 2:
+            engine.nodes[0].connection.close()
+        return start(call, number)
+
+    def refuse_node_1(event):
+        if isinstance(event, mpwatch.events.RendezvousCompleted):
+            engine._futures[1].set_result(refused)
+
+    engine.start = lose_node_0_after_node_1
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"with rank 0 was lost: its connection to the driver has broken"
+    ) as caught:
+        cluster.run(engine, functions.rank, 1, nodes=(1, 2), on_event=refuse_node_1, last_call_timeout=0.0)
+    assert "not restarted" not in str(caught.value)
+
+
 class ForgetfulEngine(cluster.ThreadEngine):
     """Loses node 0 when its ranks are called, although the node is alive."""
 
