@@ -327,6 +327,7 @@ class Driver:
         history, event = restart
         self._store.write_history(history)
         self._are_meeting = True
+        self._early_losses = 0
         with ignore_user_errors():
             LogEvents()(event)
         self._call_observers(event)
