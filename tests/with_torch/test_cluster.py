@@ -616,9 +616,14 @@ class PlayedEngine(cluster.ThreadEngine):
     def finish(self, number, seconds):
         """End the node after these seconds, or when the driver stops the node. Return whether the driver stops it."""
         is_stopped = self.nodes[number].connection.poll(seconds)
-        self.nodes[number].connection.close()
+        self.nodes[number].connection.send(("end", None))
         self._futures[number].set_result(cluster.NodeOutcome.pack(mpwatch.RunResult(state=mpwatch.WorkerState.SUCCEEDED)))
         return is_stopped
+
+    def close(self):
+        super().close()
+        for node in self.nodes.values():
+            node.connection.close()
 
 
 def test_a_job_whose_only_node_is_gone_before_it_has_joined_is_an_error():
