@@ -32,7 +32,7 @@ from typing import Any
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.links import NodeLinks
-from mpwatch.cluster.node import NodeSpec, run_node
+from mpwatch.cluster.node import NodeSpec, run_node, shut_down
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.store import JobStore
@@ -209,9 +209,10 @@ class Driver:
             self._give_up()
         elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
             self._deadline = math.inf  # the engine brings their outcomes
-        elif any(node.has_begun for node in self._nodes.values()):
-            if not self._has_outcome():
-                self._restarts.not_restarted = f"no new node has begun within {limit:g} s (join_timeout)"
+        elif self._has_outcome():
+            self._stop_nodes()
+        elif self._losses:
+            self._restarts.not_restarted = f"no new node has begun within {limit:g} s (join_timeout)"
             self._stop_nodes()
         else:
             raise mpwatch.LaunchError(f"the cluster has begun no node of the job within {limit:g} s (join_timeout)")
@@ -279,7 +280,6 @@ class Driver:
         outcome = _unpack(future.result(), node.number)
         if isinstance(outcome, Exception):
             if isinstance(outcome, mpwatch.LaunchError) and not node.has_joined and self._count_running():
-                node.outcome = outcome
                 self._handle_loss(node, outcome)  # the other nodes do not need it
                 return
             node.outcome = outcome
@@ -294,6 +294,8 @@ class Driver:
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
         """If the job goes on, make the engine start another node in the place of this node."""
         node.is_lost = True
+        if node.connection is not None:
+            shut_down(node.connection)  # this ends a node that the engine has lost although it is alive
         self._view.drop(node.number)
         self._losses += node.make_failures(_summarize(error))
         if self._is_stopping or self._has_outcome():
@@ -314,6 +316,8 @@ class Driver:
                     return
                 raise node.outcome from error
         self._start_node()
+        if not any(other.has_begun and not other.is_over for other in self._nodes.values()):
+            self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for a new node to begin
 
     def _restart(self) -> bool:
         """Let new nodes restart the ranks, since no node is left that knows of the job. Return False if none may."""
@@ -323,7 +327,7 @@ class Driver:
         history, event = restart
         self._store.write_history(history)
         self._are_meeting = True
-        self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first new node to begin
+        self._early_losses = 0
         with ignore_user_errors():
             LogEvents()(event)
         self._call_observers(event)

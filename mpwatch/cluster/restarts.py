@@ -56,7 +56,7 @@ class JobRestarts:
                 self._counted.add(event.attempt + 1)
         elif isinstance(event, Stopping):
             self._stop_reason = describe_stop(event.stop_cause)
-        elif isinstance(event, RunEnded) and event.state is not mpwatch.WorkerState.STOPPED:
+        elif isinstance(event, RunEnded) and event.ranks and event.state is not mpwatch.WorkerState.STOPPED:
             self._stop_reason = HAS_ENDED
 
     def lose_all(

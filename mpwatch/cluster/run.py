@@ -71,7 +71,7 @@ def run(
         progress: the live view of the ranks of all nodes, in the calling program. See `mpwatch.run`.
         find_address: returns the address of a node when it is called on this node. None means that mpwatch finds the
             address.
-        join_timeout: seconds that nodes wait for each other.
+        join_timeout: seconds that the first node may need to begin, and that nodes wait for each other after that.
         node_timeout: seconds without a sign of life after which a node is lost.
         last_call_timeout: seconds to wait for more nodes, once min nodes have met. None means 30 s. If the engine knows that
             the cluster has no room for more nodes now, None means that the job begins at once. More nodes may join later.

@@ -90,10 +90,13 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def read_history(self, store: PrefixedStore) -> RestartHistory:
-        """Return the history of a job whose nodes were all lost, or an empty one. Raises StoreLostError."""
+        """Return the history of a job whose nodes were all lost, or an empty one. Raises StoreLostError and LaunchError."""
         if not store.check([HISTORY_KEY]):
             return RestartHistory()
-        return from_json(RestartHistory, self._signed_json.decode(HISTORY_KEY, store.get(HISTORY_KEY)))
+        try:
+            return from_json(RestartHistory, self._signed_json.decode(HISTORY_KEY, store.get(HISTORY_KEY)))
+        except InvalidEntryError as error:
+            raise LaunchError(f"the restart history of the job cannot be read: {error}") from error
 
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published its JobConfig, publish this node's.

@@ -31,16 +31,13 @@ may join.
 These steps follow when a node is lost:
 
 1. `check_heartbeats` finds that the heartbeats of the node have not changed for `node_timeout`. A node also counts as lost
-if
-   it leaves (NodeLeaving), or if it does not send its NodeInfo or stop its ranks in time.
+   if it leaves (NodeLeaving), or if it does not send its NodeInfo or stop its ranks in time.
 2. The leader broadcasts StopAttempt. Every other node stops its ranks and sends an AttemptReport.
 3. When all nodes that are not lost have reported, job_decision.py decides. The decision is FAILED if the lost node served
-the
-   store. Otherwise it is RE_RENDEZVOUS if enough nodes remain or a restart is left, else FAILED. The leader broadcasts the
-   AttemptDecision.
+   the store. Otherwise it is RE_RENDEZVOUS if enough nodes remain or a restart is left, else FAILED. The leader broadcasts
+   the AttemptDecision.
 4. If it is RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader itself is
-lost,
-   every other node decides on its own (`NodeMachine.handle_leader_loss`).
+   lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
 Guarantees: there is one decision for each attempt. The leader waits for every node that is not lost. A node that sends no
 heartbeat for `node_timeout` is lost. The number of messages grows linearly with the number of nodes.

@@ -462,6 +462,7 @@ class NodeMachine:
             lost_nodes=lost_nodes,
             reason=self._describe_leader_loss(),
             restarts_left=max(0, self._max_restarts - history.restarts_used),
+            is_restart_counted=remaining < self._min_nodes,
         )
         return [ReportAttempt(decision), Rejoin(history, remaining)]
 

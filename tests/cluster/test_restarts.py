@@ -127,3 +127,11 @@ def test_a_job_that_had_ended_is_not_restarted():
     )
     assert lose_all(restarts) is None
     assert restarts.not_restarted == "the ranks had ended before that"
+
+
+def test_a_node_that_could_not_join_does_not_end_the_job():
+    restarts = make_restarts()
+    start(restarts, 0)
+    facts = {**BASE, "ranks": (), "state": mpwatch.WorkerState.FAILED, "elapsed": 1.0, "restarts": 0, "reason": ""}
+    restarts.handle_event(RunEnded(**facts, time=1.0))
+    assert lose_all(restarts) is not None

@@ -67,11 +67,11 @@ def make_node_info(node, *, history=NEW, function="train", serves_store=False):
     return NodeInfo(node, f"host{node}", "", 1, "default", serves_store, GRACE, job_config, history)
 
 
-def make_node_machine(node, *, size, max_restarts=0, **of_node_info):
+def make_node_machine(node, *, size, min_nodes=1, max_restarts=0, **of_node_info):
     return NodeMachine(
         make_node_info(node, **of_node_info),
         size=size,
-        min_nodes=1,
+        min_nodes=min_nodes,
         max_restarts=max_restarts,
         node_timeout=TIMEOUT,
         now=0.0,
@@ -797,3 +797,11 @@ def test_the_job_fails_if_the_leader_is_lost_after_a_request():
     (report,) = machine.report_attempt(AttemptReport(0, 0, NodeOutcome.STOPPED))
     assert isinstance(report, ReportJob)
     assert report.decision.no_restart_reason == "a stop was requested (SIGUSR1)"
+
+
+@pytest.mark.parametrize(("min_nodes", "restarts_left"), [(1, 2), (2, 1)])
+def test_the_loss_of_the_leader_counts_as_a_restart_if_too_few_nodes_remain(min_nodes, restarts_left):
+    machine = make_node_machine(1, size=2, min_nodes=min_nodes, max_restarts=2)
+    report, _ = machine.handle_leader_loss("it is gone")
+    assert report.decision.restarts_left == restarts_left
+    assert report.decision.is_restart_counted == (min_nodes == 2)

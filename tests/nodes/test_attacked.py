@@ -53,6 +53,18 @@ def test_control_characters_in_the_reason_of_a_refusal_reach_no_terminal(job):
     assert CLEAR_SCREEN not in outcome.text
 
 
+def test_a_restart_history_of_another_program_is_an_error(job):
+    job.rendezvous["nnodes"] = 1
+    store = job.start_store()
+    write_into_job_store(job, "history", {"attempts": CLEAR_SCREEN})
+    outcome = job.start().outcome()
+    store.kill()
+    store.exit_status()
+    assert outcome.error == "LaunchError"
+    assert "the restart history of the job cannot be read" in outcome.text
+    assert CLEAR_SCREEN not in outcome.text
+
+
 def write_into_job_store(job, key, body):
     host, _, port = job.rendezvous["endpoint"].rpartition(":")
     store = PrefixStore(f"mpwatch.{job.rendezvous['run_id']}", TCPStore(host, int(port), wait_for_workers=False))

@@ -578,6 +578,131 @@ def test_a_cluster_that_begins_no_node_is_an_error():
         cluster.run(FullEngine(), functions.rank, 1, nodes=1, join_timeout=0.5)
 
 
+class PlayedNode:
+    """A node that the test plays. It has connected."""
+
+    def __init__(self, call):
+        (spec,) = call.args
+        self.connection = Client(spec.driver, authkey=spec.key)
+        self.connection.send(("hello", (spec.number, "host")))
+
+    def send_event(self, kind, **facts):
+        event = kind(time=0.0, monotonic=0.0, run_id="job", ranks=(0,), **facts)
+        self.connection.send(("event", pickle.dumps(event)))
+
+    def join(self, attempt):
+        sizes = {"group_world_size": 1, "world_size": 1, "role_rank": 0, "role_world_size": 1}
+        names = {"job": "job", "backend": "c10d", "master_addr": "host", "master_port": 1}
+        self.send_event(mpwatch.events.RendezvousCompleted, attempt=attempt, group_rank=0, **sizes, **names)
+
+
+class PlayedEngine(cluster.ThreadEngine):
+    """Starts node 0, which the test plays. All other nodes wait until the test starts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.nodes = {}, {}
+
+    def start(self, call, number):
+        self.calls[number] = call
+        self._futures[number] = Future()
+        if number == 0:
+            self.begin(number)
+        return self._futures[number]
+
+    def begin(self, number):
+        self.nodes[number] = PlayedNode(self.calls[number])
+
+    def finish(self, number, seconds):
+        """End the node after these seconds, or when the driver stops the node. Return whether the driver stops it."""
+        is_stopped = self.nodes[number].connection.poll(seconds)
+        self.nodes[number].connection.send(("end", None))
+        self._futures[number].set_result(cluster.NodeOutcome.pack(mpwatch.RunResult(state=mpwatch.WorkerState.SUCCEEDED)))
+        return is_stopped
+
+    def close(self):
+        super().close()
+        for node in self.nodes.values():
+            node.connection.close()
+
+
+def test_a_job_whose_only_node_is_gone_before_it_has_joined_is_an_error():
+    engine = PlayedEngine()
+    begin = engine.begin
+    engine.begin = lambda number: (begin(number), engine.nodes[number].connection.close())
+    with pytest.raises(mpwatch.LaunchError, match=r"has begun no node of the job within 0\.5 s"):
+        cluster.run(engine, functions.rank, 1, nodes=1, join_timeout=0.5)
+
+
+def test_join_timeout_does_not_limit_a_node_that_had_begun_before_the_last_other_node_was_lost():
+    engine = PlayedEngine()
+
+    def lose_node_0_when_node_1_has_begun(event):
+        if isinstance(event, mpwatch.events.RendezvousCompleted):
+            if event.attempt == 0:
+                engine.begin(1)
+                engine.nodes[1].send_event(mpwatch.events.WorkerReady)
+            else:
+                engine.ending = engine._executor.submit(engine.finish, 1, seconds=1.0)
+        elif isinstance(event, mpwatch.events.WorkerReady):
+            engine.nodes[0].connection.close()
+        elif isinstance(event, mpwatch.events.Restarting):
+            engine.nodes[1].join(attempt=1)
+
+    begin = engine.begin
+    engine.begin = lambda number: (begin(number), number == 0 and engine.nodes[0].join(attempt=0))
+    options = {"max_restarts": 1, "join_timeout": 0.5, "last_call_timeout": 0.0}
+    result = cluster.run(engine, functions.rank, 1, nodes=(1, 2), on_event=lose_node_0_when_node_1_has_begun, **options)
+    assert not engine.ending.result()
+    assert result.state is mpwatch.WorkerState.SUCCEEDED
+
+
+def test_a_late_node_that_could_not_join_is_no_reason_for_a_loss_without_restart():
+    engine = PlayedEngine()
+    begin, start = engine.begin, engine.start
+    engine.begin = lambda number: (begin(number), engine.nodes[0].join(attempt=0))
+    refused = cluster.NodeOutcome.pack(mpwatch.LaunchError("it has another version"))
+
+    def lose_node_0_after_node_1(call, number):
+        if number == 2:
+            engine.nodes[0].connection.close()
+        return start(call, number)
+
+    def refuse_node_1(event):
+        if isinstance(event, mpwatch.events.RendezvousCompleted):
+            engine._futures[1].set_result(refused)
+
+    engine.start = lose_node_0_after_node_1
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"with rank 0 was lost: its connection to the driver has broken"
+    ) as caught:
+        cluster.run(engine, functions.rank, 1, nodes=(1, 2), on_event=refuse_node_1, last_call_timeout=0.0)
+    assert "not restarted" not in str(caught.value)
+
+
+class ForgetfulEngine(cluster.ThreadEngine):
+    """Loses node 0 when its ranks are called, although the node is alive."""
+
+    def start(self, call, number):
+        future = super().start(call, number)
+        if number > 0:
+            return future
+        self.lost = Future()
+        return self.lost
+
+    def lose_node(self, event):
+        if isinstance(event, mpwatch.events.CallStarted) and not self.lost.done():
+            self.lost.set_exception(ConnectionError("its machine does not answer"))
+
+
+def test_a_node_that_the_engine_has_lost_does_not_go_on():
+    engine = ForgetfulEngine()
+    result = cluster.run(
+        engine, functions.wait_unless_restarted, 1, nodes=1, args=(1,), max_restarts=1, on_event=engine.lose_node
+    )
+    assert list(result) == [(0, 1)]
+
+
 def test_what_cannot_be_pickled_is_named():
     with pytest.raises(mpwatch.LaunchError, match=r"args\[0\], a _thread.lock, which cannot be sent"):
         cluster.run(cluster.ThreadEngine(), print, 1, nodes=1, args=(threading.Lock(),))

@@ -43,7 +43,8 @@ def run(
             from what it has saved. After that, `stopped_at` of the result is the step at which the ranks have stopped.
         address: the address of this process, to which the nodes connect. If it is None, this is the address of the machine's
             host name.
-        join_timeout: seconds that nodes wait for each other once SLURM has started the first one.
+        join_timeout: seconds that the job may wait in SLURM's queue, and that nodes wait for each other after that. If the
+            queue is long, give a larger number.
         options: other options of `mpwatch.cluster.run`.
 
     Raises: see `mpwatch.cluster.run`.
