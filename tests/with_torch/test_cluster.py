@@ -617,6 +617,7 @@ class PlayedEngine(cluster.ThreadEngine):
         """End the node after these seconds, or when the driver stops the node. Return whether the driver stops it."""
         is_stopped = self.nodes[number].connection.poll(seconds)
         self.nodes[number].connection.send(("end", None))
+        self.nodes[number].connection.close()
         self._futures[number].set_result(cluster.NodeOutcome.pack(mpwatch.RunResult(state=mpwatch.WorkerState.SUCCEEDED)))
         return is_stopped
 
