@@ -9,8 +9,8 @@ job does not join. It would wait for others until `join_timeout`, so the driver 
 
 Guarantees:
 
-- The driver waits without a deadline only in three cases: ranks of a node run, nodes wait for other nodes (`join_timeout`
-  limits this), or the engine is sending the outcome of a node that has ended. A large outcome takes time.
+- The driver has no deadline of its own in three cases: the ranks of a node are running; nodes wait for other nodes, with
+  `join_timeout` as their limit; or the engine is sending the outcome of a node that has ended. A large outcome takes time.
 - The job has not succeeded if the outcome of a node with ranks is missing.
 """
 

@@ -1,8 +1,8 @@
 """Decides which rank has called a wrong collective, from the collectives of the ranks of all nodes. All functions are pure.
 
 Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and with its AttemptReport. The
-leader compares the collectives of all nodes with the code that also compares the ranks of one node. The leader blames a rank
-only if no node is lost and no rank of the job has failed on its own.
+leader compares the collectives of all nodes with the code that also compares the ranks of one node. If a node was lost, or a
+rank has failed by itself, that is the cause. Otherwise the leader blames the rank that the comparison finds.
 """
 
 import signal

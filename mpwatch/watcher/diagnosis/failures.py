@@ -85,7 +85,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    """Return the kind of peer error of a rank that has died, or None if the death may be the rank's own failure."""
+    """Return which error about another rank has ended a rank that died. None means that the rank may have died by itself."""
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
     backend = collective.backend if collective is not None and is_waiting else ""

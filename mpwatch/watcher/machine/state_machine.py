@@ -510,7 +510,7 @@ class StateMachine:
     ) -> list[Action]:
         """Send SIGTERM to all ranks that are alive. Running ranks get `signum_for_running` instead.
 
-        SIGCONT follows, since a process that SIGSTOP has stopped handles no signal except SIGKILL before it continues.
+        SIGCONT follows, since a process that is stopped by SIGSTOP handles SIGTERM only when it has been continued.
         """
         self.stage = RunStage.TERMINATING
         self.stop_reason = stop_reason

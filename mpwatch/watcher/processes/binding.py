@@ -64,8 +64,8 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - The numbers of cores of the ranks differ by one at most. The first ranks have one core more, unless more ranks would
-      then span two NUMA nodes.
+    - If the cores cannot be divided equally, some ranks get one extra core. These are the first ranks, or the ranks with
+      which the fewest ranks span two NUMA nodes.
     - On a hybrid processor, each rank has its share of each kind of core.
 
     Raises ValueError if there are fewer CPUs than ranks.
