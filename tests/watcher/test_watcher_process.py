@@ -162,9 +162,10 @@ def test_sigterm_and_sighup_end_the_program_after_its_ranks(number, call):
     """The report is shown before, since no exception has it."""
     program = Program(call)
     program.signal(number)
-    verdict, where = end_soon(program, number)[1].splitlines()
+    verdict, *places = end_soon(program, number)[1].splitlines()
     assert verdict == f"the run was stopped: this process received {number.name}"
-    assert re.match(r"  ranks 0-1: stopped by the watcher \(failing.py:\d+ in wait_to_be_stopped", where)
+    assert places  # one line, unless the ranks were at different places, or one of them did not answer in time
+    assert all(re.match(r"  ranks? [01-]+: stopped by the watcher( |$)", place) for place in places), places
 
 
 def test_only_a_signal_that_ends_the_program_shows_a_report_by_itself():
