@@ -29,7 +29,8 @@ class JobRestarts:
         run_id: name of the job.
 
     Attributes:
-        not_restarted: why there was no restart after the loss of all nodes. Empty before that, or if the policy allows none.
+        not_restarted: why there was no restart after the loss of all nodes. It is empty before that, and if the policy
+            allows no restarts.
     """
 
     def __init__(self, policy: mpwatch.RestartPolicy, run_id: str) -> None:
@@ -62,10 +63,12 @@ class JobRestarts:
     def lose_all(
         self, losses: Sequence[mpwatch.ProcessFailure], time: float, monotonic: float
     ) -> tuple[RestartHistory, Restarting] | None:
-        """Decide what follows on the loss of all nodes. Return what new nodes need to know, and the event. None: no restart.
+        """Decide whether new nodes restart the ranks after the loss of all nodes.
+
+        Return the history that new nodes need, and the event to publish. Return None if there is no restart.
 
         Args:
-            losses: the ranks of the nodes, the first one first.
+            losses: a failure for each rank of the lost nodes, in the order in which the nodes were lost.
             time: seconds since 1970.
             monotonic: seconds of CLOCK_MONOTONIC.
         """

@@ -11,12 +11,12 @@ class JobStore:
     """The store of one job.
 
     Args:
-        address: of the driver.
+        address: the address of the driver.
         run_id: name of the job.
         key: the secret of the job.
 
     Attributes:
-        port: where it listens.
+        port: the port of the store.
     """
 
     def __init__(self, address: str, run_id: str, key: bytes) -> None:
@@ -37,7 +37,7 @@ class JobStore:
         self._store.set(HISTORY_KEY, self._signed_json.encode(HISTORY_KEY, to_json(history)))
 
     def write_expected_nodes(self, count: int) -> None:
-        """Let new nodes wait for no further nodes when so many have joined."""
+        """Let new nodes begin when this number of nodes has joined."""
         from mpwatch.multinode.rendezvous.rounds import EXPECTED_NODES_KEY
 
         self._store.set(EXPECTED_NODES_KEY, str(count))

@@ -87,7 +87,7 @@ class RendezvousClient:
                 the minimum has joined. The node with the shortest last call completes the round.
             expected_nodes: number of nodes of the previous round that will join again. When they have joined and no other
                 node waits, the last call ends at once.
-            wait_report: reports that this node waits. None: nothing does.
+            wait_report: logs once that this node waits for other nodes. If it is None, nothing is logged.
 
         Raises:
             LaunchError: the deadline has passed. The text contains the number of nodes that have joined.
