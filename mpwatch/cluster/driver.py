@@ -226,6 +226,7 @@ class Driver:
             elif not self._is_stopping:
                 self._deadline = math.inf
         elif kind == "closed":
+            self._links.release(content)
             node.is_link_closed |= node.connection is content
             if node.is_link_closed and not node.has_ended and not node.is_over:
                 self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know; "done" follows

@@ -22,6 +22,7 @@ import torch
 import mpwatch
 from mpwatch import cluster
 from mpwatch.cluster import driver
+from mpwatch.cluster.links import NodeLinks
 from support import functions
 from support.programs import ENV
 
@@ -160,6 +161,23 @@ class BlindEngine(cluster.ThreadEngine):
 def test_a_node_whose_link_breaks_is_replaced():
     result = cluster.run(BlindEngine(), functions.rank, 1, nodes=2)
     assert list(result) == [0, 1]
+
+
+def test_the_connection_of_a_lost_node_is_closed_at_once(monkeypatch):
+    released, seen = [], []
+    release = NodeLinks.release
+
+    def note_release(self, connection):
+        release(self, connection)
+        released.append(connection.closed)
+
+    def look(event):
+        if isinstance(event, mpwatch.events.CallStarted):
+            seen.append(list(released))
+
+    monkeypatch.setattr(NodeLinks, "release", note_release)
+    cluster.run(BlindEngine(), functions.rank, 1, nodes=2, on_event=look)
+    assert seen[0] == [True]
 
 
 class UnreadableEngine(BlindEngine):
