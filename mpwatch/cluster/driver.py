@@ -252,8 +252,9 @@ class Driver:
         if not self._waits_for_more:
             self._waits_for_more = True
             seconds = self._rendezvous.options[LAST_CALL_OPTION]
-            text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
-            log_now(logging.INFO, text, count, most, seconds)
+            if seconds:
+                text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
+                log_now(logging.INFO, text, count, most, seconds)
         if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
             text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
             log_now(logging.INFO, text, count, most)

@@ -554,9 +554,11 @@ class LateEngine(cluster.ThreadEngine):
         return late
 
 
-def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting():
+def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting(caplog):
+    caplog.set_level("INFO", "mpwatch")
     result = cluster.run(LateEngine(), functions.rank, 1, nodes=(1, 2), last_call_timeout=0.0)
     assert list(result) == [0]
+    assert "waiting" not in caplog.text
 
 
 class SmallEngine(cluster.ThreadEngine):
