@@ -10,12 +10,10 @@ workers exist.
 """
 
 import asyncio
-import logging
 import multiprocessing
 import pickle
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -36,7 +34,6 @@ POLL_SECONDS = 1.0  # between two looks at the list of workers
 END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
 SYNC_SECONDS = 10.0  # for the scheduler to answer
 LARGE_CALL = 1_000_000  # bytes; Dask warns if a larger object is in the graph of tasks
-logger = logging.getLogger("mpwatch")
 
 
 def run(
@@ -48,7 +45,6 @@ def run(
     workers: Collection[str] | None = None,
     resources: Mapping[str, float] | None = None,
     address: str | None = None,
-    join_timeout: float = 600.0,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
@@ -67,8 +63,8 @@ def run(
         resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
         address: the address of this process, to which the nodes connect. If it is None, this is the address of the network
             interface that leads to the scheduler.
-        join_timeout: seconds that nodes wait for each other, and for the cluster to have enough workers.
-        options: other options of `mpwatch.cluster.run`.
+        options: other options of `mpwatch.cluster.run`. The job waits without limit until the cluster has workers for min
+            nodes, unless `queue_timeout` is set.
 
     Raises: see `mpwatch.cluster.run`.
     """
@@ -76,16 +72,8 @@ def run(
     _check_client(client)
     least, _ = cluster.check_nodes(nodes)
     grace_period = options.get("grace_period", 10.0)
-    engine = DaskEngine(
-        client,
-        least,
-        workers=workers,
-        resources=resources,
-        address=address,
-        seconds=join_timeout,
-        grace_period=grace_period,
-    )
-    return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
+    engine = DaskEngine(client, least, workers=workers, resources=resources, address=address, grace_period=grace_period)
+    return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, **options)
 
 
 def _check_client(client: Client) -> None:
@@ -110,7 +98,6 @@ class DaskEngine:
         resources: the resources that each node takes from its worker.
         address: the address of this process. If it is None, this is the address of the network interface that leads to the
             scheduler.
-        seconds: how long to wait for enough workers.
         grace_period: the option of the job.
     """
 
@@ -122,7 +109,6 @@ class DaskEngine:
         workers: Collection[str] | None = None,
         resources: Mapping[str, float] | None = None,
         address: str | None = None,
-        seconds: float = 600.0,
         grace_period: float = 10.0,
     ) -> None:
         if isinstance(workers, str):
@@ -132,7 +118,7 @@ class DaskEngine:
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
         self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
-        self._least, self._seconds, self._grace_period = least, seconds, grace_period
+        self._least, self._grace_period = least, grace_period
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -144,13 +130,19 @@ class DaskEngine:
         self._lock = asyncio.Lock()
         self.address: str = address or get_ip(get_address_host(client.scheduler.address))
 
-    def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a task, on a worker of its own. The first call waits for the least number of workers.
+    def describe_wait(self) -> str:
+        """Return "" if the cluster has the least number of workers. Raises LaunchError if the scheduler does not answer."""
+        if self._futures or (count := self._count_places()) >= self._least:
+            return ""
+        needs = f" with {self._resources}" if self._resources else ""
+        return (
+            f"the Dask cluster has {count} suitable workers for {self._least} nodes of the job: each node needs a worker of"
+            f" its own{needs}, on a host of its own if there are several hosts. Start more workers, ask for fewer nodes, or"
+            " list workers of any host in `workers`"
+        )
 
-        Raises LaunchError if the cluster has too few workers.
-        """
-        if not self._futures:
-            self._wait_for_workers(self._least, self._seconds)
+    def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
+        """Execute the call in a task, on a worker of its own."""
         if self._client.status == "running":
             self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
         else:
@@ -258,9 +250,9 @@ class DaskEngine:
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
 
-    async def _count_places(self) -> int:
+    async def _list_places(self) -> set[str]:
         workers = await self._list_workers()
-        return len({self._find_place(worker, workers) for worker in workers})
+        return {self._find_place(worker, workers) for worker in workers}
 
     async def _wait_for_tasks(self) -> None:
         if self._tasks:
@@ -271,29 +263,11 @@ class DaskEngine:
     def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _wait_for_workers(self, least: int, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        count = self._ask_for_places()
-        if count < least:
-            logger.warning(
-                "the Dask cluster has %d suitable workers for %d nodes; waiting %g s for more", count, least, seconds
-            )
-        while count < least:
-            if time.monotonic() >= deadline:
-                needs = f" with {self._resources}" if self._resources else ""
-                raise mpwatch.LaunchError(
-                    f"the Dask cluster had {count} suitable workers for {least} nodes of the job after {seconds:g} s: each "
-                    f"node needs a worker of its own{needs}, on a host of its own if there are several hosts. Start more "
-                    "workers, ask for fewer nodes, or list workers of any host in workers="
-                )
-            time.sleep(min(POLL_SECONDS, seconds))
-            count = self._ask_for_places()
-
-    def _ask_for_places(self) -> int:
+    def _count_places(self) -> int:
         """Return how many nodes the present workers can be. Raises LaunchError."""
-        answer = self._begin(self._count_places())
+        answer = self._begin(self._list_places())
         try:
-            return int(answer.result(SYNC_SECONDS))
+            return len(answer.result(SYNC_SECONDS))
         except OSError as error:  # TimeoutError, or an error of the connection
             answer.cancel()
             reason = str(error) or f"no answer within {SYNC_SECONDS:g} s"

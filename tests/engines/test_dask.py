@@ -233,8 +233,8 @@ def test_nodes_are_on_several_hosts_if_there_are_several():
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": None}}
     with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
         assert list(run(client, report_rank, 1, nodes=2)) == [0, 1]
-        with pytest.raises(mpwatch.LaunchError, match="had 2 suitable workers for 3 nodes"):
-            run(client, report_rank, 1, nodes=3, join_timeout=0.5)
+        with pytest.raises(mpwatch.LaunchError, match="has 2 suitable workers for 3 nodes"):
+            run(client, report_rank, 1, nodes=3, queue_timeout=0.5)
         everywhere = list(client.scheduler_info()["workers"])
         assert list(run(client, report_rank, 1, nodes=3, workers=everywhere)) == [0, 1, 2]
 
@@ -332,14 +332,14 @@ def test_the_ranks_end_with_the_driver(client):
     ("options", "error", "text"),
     [
         (
-            {"nodes": 3, "join_timeout": 0.5},
+            {"nodes": 3, "queue_timeout": 0.5},
             mpwatch.LaunchError,
-            "the Dask cluster had 2 suitable workers for 3 nodes of the job after",
+            r"the Dask cluster has 2 suitable workers for 3 nodes of the job: .*The job has waited for 0\.5 s \(queue_timeout\)",
         ),
-        ({"workers": ["tcp://10.0.0.1:1"], "join_timeout": 0.5}, mpwatch.LaunchError, "had 0 suitable workers for 2"),
+        ({"workers": ["tcp://10.0.0.1:1"], "queue_timeout": 0.5}, mpwatch.LaunchError, "has 0 suitable workers for 2"),
         ({"workers": "tcp://10.0.0.1:1"}, TypeError, "workers must be a collection of addresses, not a string"),
         (
-            {"resources": {"GPU": 1}, "join_timeout": 0.5},
+            {"resources": {"GPU": 1}, "queue_timeout": 0.5},
             mpwatch.LaunchError,
             r"a worker of its own with {'GPU': 1}, on a host",
         ),
