@@ -10,13 +10,15 @@ workers exist.
 """
 
 import asyncio
+import logging
 import multiprocessing
 import pickle
 import secrets
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -34,6 +36,7 @@ POLL_SECONDS = 1.0  # between two looks at the list of workers
 END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
 SYNC_SECONDS = 10.0  # for the scheduler to answer
 LARGE_CALL = 1_000_000  # bytes; Dask warns if a larger object is in the graph of tasks
+logger = logging.getLogger("mpwatch")
 
 
 def run(
@@ -128,7 +131,8 @@ class DaskEngine:
         self._listed: list[str] = []
         self._listed_at = -POLL_SECONDS
         self._lock = asyncio.Lock()
-        self.address: str = address or get_ip(get_address_host(client.scheduler.address))
+        self._scheduler: str = client.scheduler.address
+        self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
         """Return "" if the cluster has the least number of workers. Raises LaunchError if the scheduler does not answer."""
@@ -144,7 +148,8 @@ class DaskEngine:
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
         """Execute the call in a task, on a worker of its own."""
         if self._client.status == "running":
-            self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
+            call_pickle = cloudpickle.dumps(call)
+            self._futures[number] = asyncio.run_coroutine_threadsafe(self._execute(call_pickle, number), self._loop)
         else:
             self._futures[number] = Future()
             self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
@@ -159,16 +164,19 @@ class DaskEngine:
         self._futures[number].cancel()
 
     def close(self) -> None:
-        """Remove all tasks, and wait until none of them runs."""
+        """Remove all tasks, and wait until none of them runs.
+
+        If the cluster is gone, this logs a warning, since the job has an error of its own.
+        """
         for future in self._futures.values():
             future.cancel()
-        if self._client.status != "running" or not self._futures:
+        if not self._futures:
             return
-        with suppress(TimeoutError):
-            self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
-            if self._left and (workers := sorted(self._left & self._client.nthreads().keys())):
-                seconds = self._grace_period + END_SECONDS
-                self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
+        seconds = self._grace_period + END_SECONDS
+        try:
+            self._ask(partial(self._wait_for_tasks, seconds), seconds + SYNC_SECONDS)
+        except OSError as error:
+            logger.warning("it is not known whether the Dask tasks of the job have ended: %s", error)
 
     # --- In the event loop of the client
 
@@ -254,25 +262,36 @@ class DaskEngine:
         workers = await self._list_workers()
         return {self._find_place(worker, workers) for worker in workers}
 
-    async def _wait_for_tasks(self) -> None:
+    async def _wait_for_tasks(self, seconds: float) -> None:
+        """Wait until no task is left, neither here nor in a worker."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._left and (workers := sorted(self._left & (await self._client.nthreads()).keys())):
+            await self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
 
     # --- In the driver's thread
 
-    def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _ask(self, question: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """Execute a coroutine in the event loop of the client. Raises OSError if there is no answer in time."""
+        if self._client.status != "running":
+            raise ConnectionError(f"the Dask client is {self._client.status}")
+        answer = asyncio.run_coroutine_threadsafe(question(), self._loop)
+        try:
+            return answer.result(seconds)
+        except CancelledError:
+            raise ConnectionError("the Dask client was closed") from None
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from None
+        finally:
+            answer.cancel()
 
     def _count_places(self) -> int:
         """Return how many nodes the present workers can be. Raises LaunchError."""
-        answer = self._begin(self._list_places())
         try:
-            return len(answer.result(SYNC_SECONDS))
-        except OSError as error:  # TimeoutError, or an error of the connection
-            answer.cancel()
-            reason = str(error) or f"no answer within {SYNC_SECONDS:g} s"
+            return len(self._ask(self._list_places, SYNC_SECONDS))
+        except OSError as error:
             raise mpwatch.LaunchError(
-                f"the Dask scheduler at {self._client.scheduler.address} does not say which workers it has: {reason}."
+                f"the Dask scheduler at {self._scheduler} does not say which workers it has: {error}."
                 " It hangs, is too busy, or has ended. Check that `client.nthreads()` answers, or make a new Client"
             ) from error
 

@@ -15,6 +15,7 @@ from support.process_state import is_alive
 
 pytest.importorskip("distributed")
 from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
+from distributed.comm import CommClosedError
 
 from engines import cases
 from engines.cases import wait_until
@@ -184,6 +185,16 @@ def test_ctrl_c_twice_ends_all_nodes_at_once(client):
     with pytest.raises(KeyboardInterrupt):
         run(client, signal.pause, 2, nodes=2, on_event=cases.interrupt)
     assert not any(client.run(list_own_tasks).values())
+
+
+def test_a_cluster_that_is_gone_at_the_end_does_not_hide_ctrl_c(client, monkeypatch, caplog):
+    async def fail(*_, **__):
+        raise CommClosedError("the scheduler is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(client, "run", fail)
+        run(client, signal.pause, 2, nodes=2, on_event=cases.interrupt)
+    assert "it is not known whether the Dask tasks of the job have ended: the scheduler is gone" in caplog.messages
 
 
 def test_ranks_stop_together(client):
@@ -361,6 +372,16 @@ def test_a_bad_client_is_named(client):
     closed.close()
     with pytest.raises(ValueError, match="the Dask client is not connected to a scheduler, it is closed; make a new Client"):
         run(closed, report_pid, 2, nodes=2)
+
+
+def test_a_client_that_is_closed_while_the_job_waits_is_named(client):
+    other = Client(client.scheduler.address)
+    engine = dask.DaskEngine(other, 3)
+    assert "has 2 suitable workers for 3 nodes" in engine.describe_wait()
+    other.close()
+    with pytest.raises(mpwatch.LaunchError, match="does not say which workers it has: the Dask client is closed"):
+        engine.describe_wait()
+    engine.close()
 
 
 def test_a_scheduler_that_does_not_answer_is_named(monkeypatch, tmp_path):
