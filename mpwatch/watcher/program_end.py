@@ -51,7 +51,7 @@ _is_interrupted = False
 
 
 def add_call(call: CallOfThread) -> None:
-    """Interrupt this call when Ctrl-C ends the program, or now if that has happened already."""
+    """Interrupt this call when Ctrl-C ends the program. If Ctrl-C has ended it already, interrupt the call now."""
     _register_functions()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -59,7 +59,7 @@ def add_call(call: CallOfThread) -> None:
 
 
 def remove_call(call: CallOfThread) -> None:
-    """Mark the call as over. The program's end does not interrupt it any more."""
+    """Mark the call as over. The end of the program does not interrupt this call any more."""
     _calls.pop(id(call), None)
     call.is_over.set()
 
@@ -76,9 +76,9 @@ def _register_functions() -> None:
 
 
 def _interrupt_after_script() -> None:
-    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for their threads.
+    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for the threads of these calls.
 
-    An interactive Python continues after Ctrl-C, so another event has ended it.
+    Do nothing in an interactive Python, because Ctrl-C does not end it.
     """
     if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         _interrupt_calls()
