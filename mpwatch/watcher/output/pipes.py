@@ -16,7 +16,10 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 
 
 class StdioFds:
-    """The descriptors that become the stdout and stderr of one rank. None means that the rank inherits the caller's."""
+    """The descriptors that become the stdout and stderr of one rank.
+
+    None means that the rank inherits the caller's descriptor.
+    """
 
     def __init__(self) -> None:
         self.stdout: int | None = None
@@ -38,7 +41,7 @@ class StdioFds:
 
 
 class OutputPipe:
-    """The owner of the watcher's end of one stream's pipe, and of the stream's log file. Only the output thread uses it.
+    """The watcher's end of the pipe of one stream, and the log file of this stream. Only the output thread uses this class.
 
     Args:
         fd: the end of the pipe to read from.
@@ -66,7 +69,7 @@ class OutputPipe:
             return None
 
     def close_file(self) -> None:
-        """Close the log file. Later output is not written to it."""
+        """Close the log file. Later output is not written to the file."""
         file_fd, self.file_fd = self.file_fd, None
         if file_fd is not None:
             os.close(file_fd)
