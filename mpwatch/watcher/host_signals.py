@@ -20,9 +20,9 @@ During a run no handler raises an exception in the caller's thread:
 - For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as SIGTERM
   would stop it, and the exception is raised when the run is over.
 
-mpwatch changes nothing for other signals that the calling program ignores, and for signals that C code handles. For a call
-outside the main thread, mpwatch changes no signal handler, because Python runs signal handlers only in the main thread.
-program_end.py interrupts such a call when Ctrl-C ends the program.
+mpwatch does not replace handlers of C code. A signal that the calling program ignores stays ignored, except SIGQUIT and the
+signals of these options. For a call outside the main thread, mpwatch changes no signal handler, because Python runs signal
+handlers only in the main thread. program_end.py interrupts such a call when Ctrl-C ends the program.
 
     kernel ---> C handler, in any thread ---> WakeupPipe: wakes up the caller's thread
                                                     |

@@ -9,10 +9,11 @@ The machine does not decide whether failed ranks are restarted. run_controller.p
 Guarantees:
 
 - IDLE has a deadline only while ranks start or while the node has a lease. RUNNING also has deadlines for the limits of the
-  call and for heartbeats. AWAITING_DECISION has no deadline, because it lasts as long as the user code that decides. Every
-  other stage before FINISHED has a deadline.
+  call and for heartbeats. AWAITING_DECISION has no deadline, because it lasts as long as the user code that decides.
+  DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. AWAITING_ROOT_CAUSE has a deadline except while a
+  debugger's prompt is open.
 - In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
-  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all of them return or raise in this time, all ranks stay alive.
+  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all other ranks return or raise in this time, all ranks stay alive.
 - In one call, the machine asks a rank for its stacks at most once. It also stops, kills or abandons a rank at most once.
 - No report of a rank is lost.
 """
@@ -403,7 +404,9 @@ class StateMachine:
         return [m.RequestExit(rank) for rank in ranks]
 
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
-        """After the first signal, ask the ranks for their stacks and stop the ranks. After the second signal, kill them.
+        """After the first signal, ask the ranks for their stacks and stop the ranks.
+
+        After the second signal, kill the ranks.
 
         A signal also kills ranks that are already being stopped. If other nodes have ended the attempt, however, only the
         second signal kills the ranks. The other nodes may have received the same signal a moment before. In each case, the

@@ -224,6 +224,6 @@ class CollectiveMonitor:
     def _is_final(self, stall: CollectiveVerdict) -> bool:
         """Return whether this collective can never end, because ranks have returned that should have called it.
 
-        In a WorkerGroup, such a rank may call a non-blocking collective in a later call.
+        In a WorkerGroup, a later call can complete a collective that blocks no main thread.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

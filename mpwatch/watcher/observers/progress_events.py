@@ -45,5 +45,5 @@ class ProgressEvents:
         """Do nothing, because this view shows nothing."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Publish the reports that have come since the last `show`, at the end of the call."""
+        """At the end of the call, publish the reports that have come since the last `show`."""
         self.show(statuses)

@@ -4,8 +4,8 @@
                                       `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-The state machine also asks for stacks and collectives when it stops the ranks. The CollectiveMonitor asks for collectives. A
-rank's answer is used for all requests that wait for it at that time.
+The state machine also asks for stacks and collectives when it stops the ranks. The CollectiveMonitor asks for collectives.
+One answer of a rank serves all requests that are waiting for it.
 """
 
 import time

@@ -124,7 +124,7 @@ class OutputThread:
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the thread drain all pipes and end, but do not wait for that. No rank will run any more."""
+        """Make the thread drain all pipes and end, but do not wait for its end. No rank will run any more."""
         self.post(self._drain_and_stop)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class OutputThread:
                 pipe.is_polled = True
 
     def end_pipes(self, pipes: Sequence[OutputPipe], startup_output: bytes) -> None:
-        """Drain and close the pipes of a rank that has ended together with its process group.
+        """Drain and close the pipes of a rank when the rank and its process group have ended.
 
         Args:
             pipes: all pipes of the rank.

@@ -99,7 +99,7 @@ class RankOutput:
         return stdio
 
     def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
-        """Drain and close the streams of a rank that is dead together with its process group.
+        """Drain and close the streams of a rank when the rank and its process group are dead.
 
         Args:
             stdio: the streams of the rank.

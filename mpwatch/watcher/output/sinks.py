@@ -3,8 +3,8 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for it, and then the ranks wait, too. `stop_fd` can end this wait.
-Otherwise a run could not end while the reader, such as a pager, is stopped.
+If the reader of a stream is slow, the output thread waits for the reader, and then the ranks wait, too. `stop_fd` can end
+this wait. Otherwise a run could not end while the reader, such as a pager, is stopped.
 """
 
 import codecs
@@ -112,8 +112,8 @@ class _FileSink:
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
     """Return a second descriptor of the same file, whether writing to it can block, and how many bytes are written at once.
 
-    The caller's descriptor may be in blocking mode. Its mode stays unchanged, because other processes share it. Where there
-    is /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
+    The caller's descriptor may be in blocking mode. This mode is not changed, because other processes share the open file.
+    Where there is /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
     # exception cannot leak the descriptor.

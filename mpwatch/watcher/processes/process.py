@@ -269,7 +269,10 @@ class RankPopen(Popen):
         return True
 
     def _wait_for_status(self) -> tuple[int, int]:
-        """Return the pid and the status from waitpid. Wait only for a debugger, or if the sentinel is not a pidfd."""
+        """Return the pid and the status from waitpid.
+
+        Wait only if a debugger holds the rank, or if the sentinel is not a pidfd.
+        """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -296,7 +299,10 @@ class RankPopen(Popen):
             forget_child(process)
 
     def close(self) -> None:
-        """Close the descriptors of a reaped rank. Those of a running rank stay open, because the watcher waits on them."""
+        """Close the descriptors of a reaped rank.
+
+        The descriptors of a running rank stay open, because the watcher waits on them.
+        """
         if self._is_reaped:
             super().close()
 

@@ -179,7 +179,7 @@ class RankHandle:
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # on a system with smaller socket buffers
 
     def read_messages(self) -> list[Message]:
-        """Read the messages that have arrived. If the channel has ended, or after an error, close the channel."""
+        """Read the messages that have arrived. Close the channel if it has ended, or after an error."""
         messages: list[Message] = []
         if self.channel.fileno() == -1:
             return messages

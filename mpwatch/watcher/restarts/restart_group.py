@@ -247,8 +247,8 @@ class RestartGroup:
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
     """Return one state that describes all ranks of this node.
 
-    The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). It is INIT if all ranks are
-    restarted.
+    The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). The state is INIT if all ranks
+    are restarted.
     """
     states = {group.known_state for group in groups}
     is_rank_restarting = len(groups) > 1 and any(

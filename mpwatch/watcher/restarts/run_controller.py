@@ -8,7 +8,7 @@
 delay. The watcher thread waits until the delay is over, so a slow observer does not make the delay longer.
 
 User code runs here. Exceptions and return values are unpickled. If their classes raise an error, the error becomes part of
-the diagnosis. `retry_if` and `env` are called. If one of these functions raises, the exception ends the run.
+the diagnosis. `retry_if` and `env` are called. If `retry_if` or `env` raises, the exception ends the run.
 """
 
 import logging
