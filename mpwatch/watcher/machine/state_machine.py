@@ -14,7 +14,8 @@ Guarantees:
   debugger's prompt is open.
 - In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
   ROOT_CAUSE_WAIT_SECONDS to return or raise. If all other ranks return or raise in this time, all ranks stay alive.
-- In one call, the machine asks a rank for its stacks at most once. It also stops, kills or abandons a rank at most once.
+- In one call, the machine asks a rank for its stacks at most once. The machine also stops, kills and abandons a rank at most
+  once.
 - No report of a rank is lost.
 """
 
@@ -431,8 +432,8 @@ class StateMachine:
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
         """Record that the ranks are asked to return. The ranks will not be restarted.
 
-        If there are no ranks, a request of this node moves the machine to FINISHED. A request of the leader does not do
-        this, because all nodes together decide what follows.
+        If there are no ranks, a request of this node moves the machine to FINISHED. A request of the leader has no effect
+        then, because all nodes together decide what follows.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
