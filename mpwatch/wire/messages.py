@@ -35,7 +35,7 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 
 
 class MessageKind(enum.IntEnum):
-    """The kind of a message. The comment beside a kind describes the body. Without a comment the body is empty."""
+    """The kind of a message. The comment beside a kind describes the body. A kind without a comment has an empty body."""
 
     READY = 1  # READY_BODY
     CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file
@@ -58,9 +58,9 @@ class MessageKind(enum.IntEnum):
 class Message:
     """A received message.
 
-    `stamp` is the time in the header. If the content came in a file instead of the body, `file` is this content. If the file
-    could not be read, `file` is the error. `fd` is the descriptor that came with DEBUGGER or COLLECTIVES. The receiver must
-    close `fd`.
+    `stamp` is the time in the header. If the content of the message came in a file, `file` is this content, and the body is
+    empty. If this file could not be read, `file` is the error. `fd` is the descriptor that came with DEBUGGER or
+    COLLECTIVES. The receiver must close `fd`.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
