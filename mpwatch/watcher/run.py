@@ -18,8 +18,8 @@ In the first 2 ms of a call, the calling program's own signal handlers may raise
 raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. Any
 other exception in the caller's thread stops the ranks in the same way as SIGTERM. A second exception stops the ranks at
 once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks. A rank is idle
-before its call begins, and again after its answer. If the caller's thread is not the main thread, Python raises an exception
-from outside only when the wait is over.
+before its call begins, and again after its answer. If the caller's thread is not the main thread, an exception of
+`PyThreadState_SetAsyncExc` comes only when the wait is over.
 """
 
 import logging
@@ -207,7 +207,7 @@ class BlockingCall:
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
-        """Return how many seconds to wait for the reader of the ranks' output, or None for no limit.
+        """Return how many seconds to wait until the ranks' output has been read, or None for no limit.
 
         There is a limit if the run has a timeout, or if a signal has come. `seconds_left` is the time until the timeout of
         the run.
@@ -219,7 +219,7 @@ class BlockingCall:
     def raise_error(self) -> None:
         """Re-raise an exception that a signal handler or the watcher thread has raised.
 
-        Before that, deliver the deferred signals.
+        Before the exception is raised, deliver the deferred signals.
         """
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
@@ -233,8 +233,8 @@ class BlockingCall:
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
         """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
 
-        If `make` raises, deliver the deferred signals and re-raise the exception. If a signal handler of the calling program
-        raises, `make` ends at once. So one Ctrl-C is enough to end `make`.
+        If `make` raises an exception, deliver the deferred signals and re-raise the exception. If a signal handler of the
+        calling program raises an exception, `make` ends at once. So one Ctrl-C is enough to end `make`.
         """
         try:
             result = run_until_handler_raises(make)
@@ -352,9 +352,10 @@ class BlockingCall:
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
-        """After an exception in the caller's thread, stop the ranks as `signum` does, and restore the signal handlers.
+        """After an exception in the caller's thread, stop the ranks, and restore the signal handlers.
 
-        If another exception comes during this work, the work is repeated from the start.
+        The ranks are stopped in the same way as by the signal `signum`. If another exception comes during this work, the
+        work is repeated from the start.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):

@@ -25,8 +25,7 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    Log a warning about running ranks that do not catch the signal. If a rank does not catch the signal, the default action
-    of most signals would end the rank.
+    Log a warning about running ranks that do not catch the signal. Most signals would end such a rank.
     """
     running = [
         rank

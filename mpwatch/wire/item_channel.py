@@ -1,4 +1,4 @@
-"""The messages of `mpwatch.map` between the caller and a rank. The caller sends items, and the rank sends their values.
+"""The messages of `mpwatch.map` between the caller and a rank. The caller sends items, and the rank sends return values.
 
     caller                                   rank
       | <-------------- READY ---------------- |   the rank has loaded the function

@@ -15,8 +15,8 @@
 
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
-A message is sent as a frame, which is a header and a body. A large call or return value is sent in a file. Then the body is
-empty, and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
+A message is sent as a frame, which is a header and a body. A large call or return value is sent in a file. In this case the
+body is empty, and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
 
 The header contains a time of CLOCK_MONOTONIC. All processes of a machine share that clock, so the watcher can sort the
 events of different ranks by time.
@@ -106,7 +106,7 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete with these bytes. Raises ValueError if mpwatch has not written the bytes."""
+        """Return the messages that these bytes complete. Raises ValueError if mpwatch has not written the bytes."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:

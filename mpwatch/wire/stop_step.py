@@ -17,7 +17,8 @@ before it reads the state. So when the watcher reads `asked` after HOLD_SECONDS,
 While the state is HOLD, no rank passes a further step. The rank's processor may read `state` before other processors see the
 new `asked`. This delay is much shorter than HOLD_SECONDS.
 
-On several nodes the watchers agree on the highest step of all nodes. Until then, the ranks wait (multinode/leader.py).
+On several nodes the watchers agree on the highest step of all nodes. The ranks wait until this step is known
+(multinode/leader.py).
 
 A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. A rank that has returned has
 passed its last step.

@@ -165,7 +165,7 @@ class Channel:
     def release_reserved_fd(self) -> None:
         """Close the spare descriptor.
 
-        Do nothing if its number now belongs to another file, because user code has closed it.
+        Do nothing if user code has already closed the spare descriptor, because its number may now belong to another file.
         """
         if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
             os.close(self._reserved_fd)

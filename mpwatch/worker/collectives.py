@@ -129,7 +129,7 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """For each backend that has records, return the number of its next record."""
+    """For each backend that has records, return the number of the backend's next record."""
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
@@ -178,7 +178,10 @@ def send_before_failure(channel: Channel) -> None:
 
 
 def answer_last_request() -> None:
-    """Answer a request that has already come. The main thread calls this at its exit, which ends the thread that answers."""
+    """Answer a request that has already come.
+
+    The main thread calls this at its exit, because no other thread can answer later.
+    """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
             with suppress(OSError):  # there is no request, or the watcher is dead

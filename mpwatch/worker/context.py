@@ -140,10 +140,10 @@ def should_stop(step: int) -> bool:
             train(step)
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
-    a new epoch begins: its steps come after all steps of the previous epoch. The other ranks do not wait for a rank that has
-    returned, or that never calls `should_stop`. If a rank has returned after its last step, the other ranks continue up to
-    that step. In this case, the other ranks may end before `should_stop` has returned True. With scope="worker" ranks do not
-    communicate, so each rank stops at its own next step.
+    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
+    for a rank that has returned, or that never calls `should_stop`. If a rank has returned after its last step, the other
+    ranks continue up to that step. In this case, the other ranks may end before `should_stop` has returned True. With
+    scope="worker" ranks do not communicate, so each rank stops at its own next step.
 
     A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds
     until the ranks agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank

@@ -127,9 +127,9 @@ def _answer_last_request() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
-    """Import the modules of the option `preload`. Return the exception if an import fails.
+    """Import the modules of the option `preload`. If an import fails, return the exception.
 
-    In that case, the first call fails.
+    The first call then fails with this exception.
     """
     try:
         for name in names:
@@ -318,7 +318,10 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """Send the text of the local variables. If that fails, send an empty text, because the watcher waits for the message."""
+    """Send the text of the local variables.
+
+    If encoding fails, send an empty text, because the watcher waits for the message.
+    """
     texts = b""
     with suppress(BaseException):  # memory or threads have run out
         texts = failure.make_encoder().locals()
@@ -395,9 +398,10 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
     """Destroy the torch process group of the option `backend`. Ignore exceptions, because the group may already be broken.
 
-    A group that is not kept for later calls is destroyed when the rank has sent its return value. Ranks that still wait for
-    this rank then fail at once, and the watcher already knows that this rank has returned. After a failure, the group is
-    destroyed only at the exit, because its destruction may wait for ranks that wait for this rank.
+    A group that is not kept for later calls is destroyed when the rank has sent its return value. When the group is
+    destroyed, ranks that still wait for this rank fail at once. By then, the watcher already knows that this rank has
+    returned. After a failure, the group is destroyed only at the exit, because its destruction may wait for other ranks,
+    which may themselves wait for this rank.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.

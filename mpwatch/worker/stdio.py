@@ -4,9 +4,9 @@ A rank starts with a pipe to the watcher as its stderr. So the watcher can read 
 before the rank is ready. `move_stderr` then replaces stderr with the stream that the caller wants. From then on the pipe is
 only for stack dumps.
 
-If stdout is a pipe or a file, Python and C write it in blocks. Then the watcher would read lines late, and would never get
-the last block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does on a
-terminal.
+If stdout is a pipe or a file, Python and C write to stdout in blocks. Then the watcher would read lines late, and would
+never get the last block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does
+on a terminal.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def add_note(error: BaseException, note: str) -> None:
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
     """Rebuild an exception from its messages.
 
-    If code of the exceptions' classes raises an exception, only the exceptions in ENDS_RUN are re-raised.
+    Ignore exceptions that user code raises, except KeyboardInterrupt and HostHandlerError.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.
@@ -173,8 +173,8 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
     """Create a stand-in: an exception with the same text and a new class.
 
-    The new class has the same name and the same builtin base classes. So the same `except` clauses for builtin classes catch
-    the stand-in.
+    The new class has the name and the builtin base classes of the original class. So the same `except` clauses for builtin
+    classes catch the stand-in.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}

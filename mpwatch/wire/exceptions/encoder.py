@@ -201,7 +201,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Take the place of the value of a missing attribute. No attribute has this function as its value."""
+    """Represent the value of a missing attribute. No attribute has this function as its value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -124,7 +124,7 @@ class BoundedRepr(Repr):
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
     """Return a dict for each traceback.
 
-    This dict has a key for each frame that has variables: the frame's index, which counts from the outermost frame. The
+    The keys of this dict are the indices of the frames that have variables. The outermost frame has the index zero. Each
     value is another dict, which maps the names of the frame's variables to their texts. Variables that Python itself has
     created are left out. Raises RuntimeError if no thread can be started.
     """

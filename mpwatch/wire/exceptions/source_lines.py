@@ -83,7 +83,7 @@ def add_to_linecache(sources: Mapping[str, str]) -> None:
 
 
 def _read_program_on_stdin() -> str:
-    """Return the program if stdin is a file. Otherwise return an empty text, since a pipe cannot be read again."""
+    """Return the program if stdin is a file. Otherwise return an empty text, because a pipe cannot be read again."""
     try:
         size = os.fstat(0).st_size
         return os.pread(0, min(size, MAX_SIZE), 0).decode()
@@ -94,7 +94,7 @@ def _read_program_on_stdin() -> str:
 def _contains(text: str, wanted: list[CodeType]) -> bool:
     """Return whether all of these code objects come from the program in this text.
 
-    The result is False if Python has read the program from a later position of the file.
+    The result is False if Python began to read the program in the middle of the file.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

@@ -3,16 +3,17 @@
     in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
-A `Frame` is the dictionary that tblib makes from one entry of a traceback, with three more values: the qualified name, the
-first line of the code, and the position of the expression that raised. The library tblib would nest the dictionaries of all
-entries. The traceback of a RecursionError is too deep for nested dictionaries, so each entry has a separate dictionary here.
+A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values: the qualified
+name, the first line of the code, and the position of the expression that raised the exception. The library tblib would nest
+the dictionaries of all entries. The traceback of a RecursionError is too deep for nested dictionaries, so each entry has a
+separate dictionary here.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
-object. So `build_traceback` compiles a stub for each frame. A stub is a code object with the function's first line, and with
-a `raise` at the frame's position. When the stub raises, the traceback contains a frame like the rank's frame, with the local
-variables of the `Frame`. If the rank's frame had the variable `__tracebackhide__ = True`, the new frame has it, too, so
-pytest and IPython hide the frame. With the option `capture_locals`, the other variables are texts of the rank's variables
-(local_variables.py).
+object. So `build_traceback` compiles a stub for each frame. A stub is a code object that begins at the function's first
+line, and has a `raise` at the frame's position. When the stub raises, the traceback contains a frame like the rank's frame,
+with the local variables of the `Frame`. If the rank's frame had the variable `__tracebackhide__ = True`, the new frame has
+it, too, so pytest and IPython hide the frame. With the option `capture_locals`, the other variables are texts of the rank's
+variables (local_variables.py).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def make_frame(
 def add_local_variables(frames: list[Frame], texts: dict[int, dict[str, str]]) -> None:
     """Add texts of local variables to the frames.
 
-    For each frame's index, `texts` has a dict that maps the names of variables to their texts.
+    `texts[i]` maps the names of the variables of frame i to their texts.
     """
     from mpwatch.wire.exceptions.local_variables import LocalText
 

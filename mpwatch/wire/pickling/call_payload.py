@@ -202,7 +202,7 @@ def probe(obj: object) -> None:
 
 
 class PlainPickler(pickle.Pickler):
-    """Pickles functions and classes by name. It raises if a function or class is defined in `__main__`.
+    """Pickles functions and classes by name. It raises an exception if a function or class is defined in `__main__`.
 
     Args:
         bundle: the bundle that receives the pickle.
@@ -375,7 +375,7 @@ def is_unpacking(thread: threading.Thread) -> bool:
 
 
 def _load_main_description(stream: Any) -> None:
-    """Set the attributes of `__main__`. Unpickle them only if they differ from the attributes of the previous call."""
+    """Set the attributes of `__main__`. Unpickle the attributes only if they differ from those of the previous call."""
     global _main_description
     description, packed = _main_description
     if not packed or stream.read(len(packed)) != packed:

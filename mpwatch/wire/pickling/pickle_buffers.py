@@ -43,7 +43,9 @@ PLAIN_TRAILER = TRAILER.pack(0, 0, MAGIC)  # of a bundle that has neither buffer
 
 
 class PickleBundle:
-    """A bundle to which pickle writes. The bundle owns the file, and closes it when the bundle is garbage-collected.
+    """A bundle to which pickle writes. After `finish`, the bundle is in `body`, or in `file` if `body` is empty.
+
+    The bundle owns the file, and closes it when the bundle is garbage-collected.
 
     Args:
         name: the name of the file in /proc.
@@ -118,8 +120,8 @@ class PickleBundle:
     def _write_buffers(self) -> list[tuple[int, int]]:
         """Write all buffers, and return the offset and the size of each buffer.
 
-        If several parts use the same memory, such as slices of one tensor, the memory is written only once. Among the common
-        pickles, and within one part, each buffer is written separately, because a receiver can write to its buffers.
+        If several parts use the same memory, such as slices of one tensor, the memory is written only once. Buffers of the
+        common pickles, and buffers of the same part, are always written separately, because a receiver can write to them.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -210,7 +212,7 @@ class OpenBundle:
     def open_part(self, number: int) -> None:
         """Make the unpickler continue with this part.
 
-        Before that, it must have loaded all common pickles, and no other part.
+        The unpickler must already have loaded all common pickles, and no other part.
         """
         position, first_buffer = self._parts[number]
         self.stream.seek(position)
@@ -243,7 +245,7 @@ class BundleReader:
     def readinto(self, target: memoryview) -> int:
         """Fill this memory with the next bytes.
 
-        Return the number of these bytes, which is smaller than the memory only at the end of the data.
+        Return the number of bytes, which is less than the memory's size only at the end of the data.
         """
         taken = self._take(len(target))
         target[: len(taken)] = taken

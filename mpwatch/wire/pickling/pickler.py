@@ -175,7 +175,7 @@ class AnswerPickler(_ClassPickler):
 def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
     """Return the top-level name in `__main__` under which pickle finds this function or class.
 
-    Return None if pickle would not find it.
+    Return None if pickle would find nothing.
     """
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
