@@ -57,7 +57,7 @@ _last_debugger: Any = None  # the Pdb that was used last
 
 
 def finish_stepping() -> None:
-    """The function has ended, so end the user's stepping.
+    """End the user's stepping, because the function has ended.
 
     After that, pdb stops only at breakpoints that the user has set.
     """

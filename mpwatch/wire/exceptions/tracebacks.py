@@ -60,7 +60,7 @@ def make_frame(
     is_hidden: bool = False,
     span: Span | None = None,
 ) -> Frame:
-    """Return a dictionary like that of `tblib.Traceback.to_dict`, which also has "co_qualname", "co_firstlineno" and "span".
+    """Return a dictionary like that of `tblib.Traceback.to_dict`, plus "co_qualname", "co_firstlineno" and "span".
 
     Args:
         file: name of the file.
