@@ -278,7 +278,7 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Set what the guardian process writes to a terminal if this process is killed. With None, it writes nothing."""
+        """Set the bytes that the guardian process writes to a terminal if this process is killed. None: no bytes."""
         self._ranks.set_terminal_restore(restore)
 
     def explain_loss(self, rank: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""`JobStore`: the store in which the nodes of a job meet. The driver serves it, and writes data for the nodes into it."""
+"""`JobStore`: the store in which the nodes of a job meet. The driver serves this store, and writes data into it."""
 
 from typing import Any
 
