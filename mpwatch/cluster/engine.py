@@ -13,8 +13,13 @@ from mpwatch.wire.pickling.pickler import pack_by_value
 class Engine(Protocol):
     """Starts functions on nodes. The driver's thread calls the methods.
 
-    An engine may also have the method `lacks_room(number: int) -> bool`, which returns at once. The value True means that
-    the cluster has no room for this node at present. Then a job of (min, max) nodes can begin without this node.
+    An engine may also have two other methods:
+
+    - `describe_wait() -> str` returns what the job waits for, such as "the cluster has 1 free node for 2 nodes of the job".
+      The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings and errors. After the
+      start of the nodes, `describe_wait` returns at once, with a text that says why no node has begun.
+    - `lacks_room(number: int) -> bool` returns True at once if the cluster has no room for this node at present. Then a job
+      of (min, max) nodes can begin without this node.
 
     Attributes:
         address: the driver's own address, to which the nodes connect.
@@ -29,8 +34,7 @@ class Engine(Protocol):
         exception. The driver waits without limit for the outcome of a node that has ended, because large results take time.
         So the engine must notice when an outcome is lost.
 
-        cloudpickle can pickle `call`. This method returns at once, except for the first node. For the first node, `start`
-        may wait until the cluster has room for the job, and may raise LaunchError.
+        cloudpickle can pickle `call`. This method returns at once.
 
         Args:
             call: what the node does.

@@ -71,6 +71,11 @@ class SubmititEngine:
             self._submit([number])
         return self._futures[number]
 
+    def describe_wait(self) -> str:
+        """Return which jobs have not begun. Return "" before the first job is submitted."""
+        waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
+        return f"no node of these jobs of submitit has begun: {', '.join(waiting)}" if waiting else ""
+
     def cancel(self, number: int) -> None:
         """Cancel the job of a node if no other node of this job runs. Otherwise the node ends when it loses the driver."""
         with self._lock:
