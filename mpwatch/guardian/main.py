@@ -19,8 +19,8 @@ guardian also works if a rank has closed the pipe, has joined another process gr
 guardian needs only processes and sockets from the system.
 
 Two other ways of killing the ranks were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the
-thread that has started the rank, and not on the process. A thread of the rank that waits for the death of the watcher would
-not run while C code holds the GIL, or while the rank is suspended.
+thread that has started the rank, and not on the process. A thread in the rank could not notice the death of the watcher
+while C code holds the GIL, or while the rank is suspended.
 
 A socket keeps the bytes that were sent before the sender died. So an order takes effect as soon as the watcher has written
 it, even if the guardian has not started to read. A forked child of the calling program may keep a copy of the socket open.

@@ -272,7 +272,7 @@ class DaskEngine:
     # --- In the driver's thread
 
     def _ask(self, question: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
-        """Execute a coroutine in the event loop of the client. Raises OSError if it does not end in time."""
+        """Execute a coroutine in the event loop of the client. Raises OSError if the coroutine does not end in time."""
         if self._client.status != "running":
             raise ConnectionError(f"the Dask client is {self._client.status}")
         answer = asyncio.run_coroutine_threadsafe(question(), self._loop)

@@ -1,4 +1,4 @@
-"""`Job`: the function that each task runs if the program that submits the job does not wait for it."""
+"""`Job`: the function that each task runs if the submitting program does not wait for the result."""
 
 import os
 import secrets
