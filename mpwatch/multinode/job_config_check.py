@@ -91,7 +91,7 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def read_history(self, store: PrefixedStore) -> RestartHistory:
-        """Return the history of the job if all its earlier nodes were lost. Otherwise the history is empty.
+        """Return the history of a job that has lost all its nodes. A new job has an empty history.
 
         Raises StoreLostError and LaunchError.
         """

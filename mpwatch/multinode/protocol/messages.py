@@ -53,7 +53,7 @@ class RestartHistory:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedNodes:
-    """To nodes that join a round without any earlier node: this number of nodes can come at present."""
+    """To nodes that were in no earlier round: this number of nodes can come at present."""
 
     count: int
 

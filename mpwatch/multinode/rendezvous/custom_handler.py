@@ -4,9 +4,8 @@ The user owns the handler. The handler numbers the nodes and gives them a store 
 say how many nodes must join and how long the handler waits. Where the public methods of handlers are not enough, comments in
 the code explain the workaround.
 
-Guarantee: this node waits for a round until the deadline at most. If a call of the handler is still in progress when the
-node leaves, the call goes on in a separate thread until the handler's own timeout, and the result of the call is then
-undone.
+Guarantee: this node waits for a round until the deadline at most. If the node leaves during a call of the handler, this call
+goes on in a separate thread until the handler's own timeout. The result of a call that ends so late is undone.
 """
 
 import math
