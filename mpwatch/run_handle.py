@@ -51,7 +51,7 @@ class _Handle(Future[RunResult[T]]):
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
     def interrupt(self) -> None:
-        """Stop the call as `stop` does, but do not wait for its end."""
+        """Stop the call as `stop` does, but do not wait for the end of the call."""
         with self._lock:
             self._is_stopped = True
             if (call := self._call) is not None:
@@ -129,7 +129,7 @@ class _Handle(Future[RunResult[T]]):
 
 
 class RunHandle(_Handle[T]):
-    """A run that `mpwatch.submit` has started. It is a `concurrent.futures.Future` of the RunResult.
+    """A run that `mpwatch.submit` has started. The handle is a `concurrent.futures.Future` of the RunResult.
 
     `result()` returns or raises as `mpwatch.run` does. `await handle` works in asyncio. `cancel()` always returns False,
     because the run has begun. `stop()` ends the run. The end of a `with` block also stops the run. Any thread may call any
@@ -150,8 +150,8 @@ class RunHandle(_Handle[T]):
         `result()` then raises RunFailedError. If the run has `check=False`, `result()` returns a result with the state
         STOPPED.
 
-        An observer of the run may call this method, too. Then the method only requests the end of the run, and returns at
-        once.
+        An observer of the run may call this method, too. In an observer, the method only requests the end of the run, and
+        returns at once.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -251,7 +251,7 @@ class RunHandle(_Handle[T]):
 
 
 class CallHandle(_Handle[T]):
-    """A call that `WorkerGroup.submit` has queued. It is a `concurrent.futures.Future` of the RunResult.
+    """A call that `WorkerGroup.submit` has queued. The handle is a `concurrent.futures.Future` of the RunResult.
 
     `result()` returns or raises as `WorkerGroup.run` does. `await handle` works in asyncio. `cancel()` removes a call that
     has not begun, and returns False for a call that has begun. `stop()` ends a call that has begun. Any thread may call any
@@ -304,8 +304,8 @@ class CallHandle(_Handle[T]):
         `stop`. `result()` then raises RunFailedError. If the call had not begun, `result()` raises
         concurrent.futures.CancelledError.
 
-        An observer of the group may call this method, too. Then the method only requests the end of the call, and returns at
-        once.
+        An observer of the group may call this method, too. In an observer, the method only requests the end of the call, and
+        returns at once.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the group.

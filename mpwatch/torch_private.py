@@ -1,8 +1,8 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-The comment or docstring of each name says which versions of torch have the name. It also says what breaks "if it goes", that
-is, if a version of torch does not have the name. The sentences come from the source code of four versions: 2.4, 2.6, 2.9 and
-2.13.
+The comment or docstring of each name says which versions of torch have the name, and what breaks if the name "goes". A name
+goes when a new version of torch does not have it. This information comes from the source code of four versions of torch:
+2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when a tensor may
@@ -126,9 +126,9 @@ else:
 def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
-    If torch writes times in UTC, its module imports the name `timezone`. If a version writes such times without this name,
-    mpwatch refuses each state and no node can join. torch 2.6, 2.9 and 2.13 have this name, and torch 2.4 writes times
-    without a timezone.
+    If torch writes times in UTC, its module imports the name `timezone`. If a version writes times in UTC but does not have
+    this name, mpwatch refuses each state and no node can join. torch 2.6, 2.9 and 2.13 have this name, and torch 2.4 writes
+    times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
@@ -164,7 +164,7 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
     of these names is missing, the other nodes wait until the heartbeat of this node expires. torch 2.4, 2.6, 2.9 and 2.13
     have both names.
 
-    Raises RendezvousTimeoutError when the time is over. It also raises the exceptions of the rendezvous backend.
+    Raises RendezvousTimeoutError when the time is over. This function also raises the exceptions of the rendezvous backend.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
@@ -221,7 +221,7 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def get_group_name(group: Any) -> str:
-    """Return torch's name of a process group. If `group` is None, this is the default group.
+    """Return torch's name of a process group. If `group` is None, return the name of the default group.
 
     The name is empty if torch does not know the group. If `default_pg` is missing, this function and `describe_world` fail.
     torch 2.4, 2.6, 2.9 and 2.13 have `default_pg`.

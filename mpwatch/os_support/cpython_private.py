@@ -116,7 +116,7 @@ def observe_children(on_start: Callable[[int], object]) -> None:
 
 
 def reap_later(child: subprocess.Popen[bytes]) -> None:
-    """Make `subprocess.Popen` reap this child the next time that the program starts a process with it."""
+    """Make the module subprocess reap this child when the program starts its next process with `subprocess.Popen`."""
     # This is for a rank that cannot be killed or reaped now. Without this name, the rank stays a zombie until this program
     # ends.
     import subprocess

@@ -33,8 +33,7 @@ MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module do
 def open_anonymous_file(name: str) -> FileIO:
     """Create an empty file that has no name in any folder. The kernel deletes the file when its last descriptor is closed.
 
-    If the system supports memfds, the file is a memfd, because the size limit of /dev/shm does not apply to memfds. Raises
-    OSError.
+    If the system supports memfds, the file is a memfd. The size limit of /dev/shm does not apply to memfds. Raises OSError.
     """
     if hasattr(os, "memfd_create"):
         # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
@@ -199,7 +198,7 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """Open /dev/null under each of the numbers 0, 1 and 2 whose descriptor is closed.
+    """If descriptor 0, 1 or 2 is closed, open /dev/null with the same number.
 
     Otherwise the next file that the program opens would get the number 0, 1 or 2, and a child process would use this file as
     a standard stream.
@@ -227,7 +226,8 @@ def _is_open(fd: int) -> bool:
 def line_buffer_c_stdout() -> Callable[[], object]:
     """Make C's stdout line-buffered, if the C library exports `stdout`. Return a function that flushes this stream at once.
 
-    The returned function flushes no other stream, because a thread that waits for input holds the lock of its stream.
+    The returned function flushes only this stream. Flushing all streams could block, because a thread that waits for input
+    holds the lock of its stream.
     """
     try:
         import ctypes

@@ -17,8 +17,8 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 def count_usable_cpus() -> int:
     """Return the number of CPUs that this process may use.
 
-    The CPU affinity of the process and the quota of its cgroup (v2), rounded up, both limit this number. The number is at
-    least 1.
+    Two things limit this number: the CPU affinity of the process, and the CPU quota of its cgroup (v2), which is rounded up.
+    The number is at least 1.
     """
     allowed = len(get_allowed_cpus())
     return max(1, min(allowed, read_cpu_quota() or allowed))

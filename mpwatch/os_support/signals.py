@@ -38,7 +38,7 @@ def name_signal(number: int) -> str:
 
 
 def set_handler(number: int, handler: Any) -> None:
-    """Set the handler of a signal to a function, signal.SIG_DFL or SIG_IGN. Only the main thread may call this."""
+    """Set the handler of a signal to a function, signal.SIG_DFL or SIG_IGN. Only the main thread may call this function."""
     c_signal(number, handler if callable(handler) else int(handler))
 
 
@@ -53,7 +53,7 @@ def get_handler(number: int) -> Any:
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
     """Return a dict from the given signals to their handlers. Signals without a handler in Python are left out.
 
-    This is fast because it avoids the module signal, which would convert each number to an enum and back.
+    This function is fast because it avoids the module signal, which would convert each number to an enum and back.
     """
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
@@ -79,7 +79,7 @@ def send_signal_to_main_thread(pid: int, number: int) -> None:
 
 
 def _load_libc() -> Any:
-    """Return the C library, or None if this is not a 64-bit program on Linux with ctypes."""
+    """Return the C library of a 64-bit Linux program that has ctypes. In any other program, return None."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     try:
@@ -93,8 +93,8 @@ def die_with_writer(pipe: int) -> None:
     """Make the kernel kill the process group of this process when the last writing end of `pipe` is closed (Linux).
 
     With PR_SET_PDEATHSIG, the kernel would send a signal when the thread that started this process ends. With this function,
-    the kernel sends the signal when the process that has the writing end has ended. This function also kills the whole
-    group, and needs no ctypes. If the system does not support this, do nothing.
+    the kernel sends the signal when the process with the writing end has ended. This function also kills the whole group,
+    and needs no ctypes. If the system does not support this, do nothing.
     """
     import fcntl
     import select

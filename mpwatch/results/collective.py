@@ -27,7 +27,7 @@ class CollectiveState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A call of a collective of torch.distributed by one rank, as torch's flight recorder has recorded it.
+    """One rank's call of a torch.distributed collective, as torch's flight recorder has recorded this call.
 
     Attributes:
         name: the operation, such as "all_reduce".

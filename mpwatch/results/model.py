@@ -177,5 +177,5 @@ class RunData(Generic[T]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted. If ranks start again because nodes join or leave a job, this does not count."""
+        """How often ranks were restarted. A start after nodes have joined or left a job does not count."""
         return sum(attempt.is_counted for attempt in self.attempts)

@@ -40,7 +40,7 @@ def format_location(stacks: str) -> str:
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did:
-    ` while loading the call (model.py:3 in <module>: ...)`. If there is no frame of user code, such a phrase has no place:
+    ` while loading the call (model.py:3 in <module>: ...)`. If there is no frame of user code, the phrase contains no place:
     ` while loading the call`. If there are no stacks, the phrase gives the reason, or is empty if the reason is unknown.
     """
     frames = list(parse_frames(stacks))

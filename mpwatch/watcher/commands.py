@@ -1,4 +1,4 @@
-"""The queues between the caller's threads and the watcher thread: commands go in one direction, answers in the other.
+"""The queues between the caller's threads and the watcher thread: commands go to the watcher thread, and answers come back.
 
     caller's thread --- post: a command, watcher_wakeup.wake() ---------------> watcher thread: take
     caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
@@ -175,7 +175,7 @@ class DebuggerSocket(NamedTuple):
 
 
 class CommandQueue:
-    """The queues between the caller's threads and the watcher thread, and the wake-up pipe of each side."""
+    """The queues between the caller's threads and the watcher thread, and the wake-up pipes of all these threads."""
 
     def __init__(self) -> None:
         with ExitStack() as stack:
@@ -258,4 +258,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None. While no thread uses a wake-up pipe, this function takes the place of the reference to the user."""
+    """Return None. A wake-up pipe that no thread uses has this function instead of a reference to its user."""

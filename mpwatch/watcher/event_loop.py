@@ -20,10 +20,10 @@ Guarantees:
   delayed restart or the next DelayedAction. Two other waits are short and bounded. Before a restart, the loop waits at most
   KILL_SECONDS for killed helpers, that is, for processes that earlier ranks had started. The loop also waits at most 50 ms
   for a debugger that holds a dead rank. A third wait lasts as long as the whole program is suspended (suspension.py).
-- While ranks of a WorkerGroup are idle, the caller's threads may use their channels (direct_calls.py). In each wake-up, the
-  loop first takes over the calls that these threads have begun.
+- While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
+  wake-up, the loop first takes over the calls that these threads have begun.
 - All events of one wake-up are handled before the first action is executed. So the loop does not mistake a death in the same
-  wake-up for a consequence of that action.
+  wake-up for a consequence of an action.
 """
 
 import heapq
@@ -631,8 +631,8 @@ class EventLoop:
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
         """Return a list with the group of the idle ranks that a call needs. Split or merge groups if necessary.
 
-        Return an empty list if the call comes too late, because ranks are lost. If the ranks are not independent, the other
-        ranks then also end soon.
+        Return an empty list if the call comes too late, because ranks are lost. In this case, the remaining ranks also end
+        soon, except independent ranks.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -826,7 +826,7 @@ class EventLoop:
             self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Record which ranks have ended first. Calls of other ranks then end, too, and report these ranks."""
+        """Record which ranks have ended first. Calls of other ranks then end, too, and report these ranks as the reason."""
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
             self._lost_ranks = exited or sorted(group.setups)

@@ -14,7 +14,7 @@ So the exception is replaced by another exception, which no code handles:
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-So a handler that raises ends slow code at once. No rank has to be stopped in this case.
+So an exception of a handler ends slow code at once. No rank has to be stopped in this case.
 """
 
 import os

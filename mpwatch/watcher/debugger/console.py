@@ -229,7 +229,7 @@ class DebuggerConsole:
     def _choose(self) -> RankSession | None:
         """Return the session to show next, or None if no rank is at a prompt.
 
-        The current session has priority. After it comes the session of the lowest rank.
+        The current session has priority. The session of the lowest rank comes next.
         """
         if self._has_quit:
             return None
@@ -379,7 +379,7 @@ class DebuggerConsole:
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show the output of all ranks, and then the output of pdb in this session. This session becomes the current one."""
+        """Show the output of all ranks, and then the output of pdb in this session. It becomes the current session."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:

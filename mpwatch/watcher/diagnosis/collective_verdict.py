@@ -7,8 +7,8 @@ the same number. Three things can be wrong:
   collective with a mismatch can never succeed.
 - ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If this other
   rank has not returned, it may still call the collective.
-- CROSSED: ranks wait for one another in different collectives. Such ranks may still continue if one of their calls was
-  asynchronous.
+- CROSSED: ranks wait for one another in different collectives. Such crossed ranks may still continue if one of their calls
+  was asynchronous.
 
 The minority of the ranks is blamed. If it is not certain which ranks are the minority, the verdict names all ranks that
 differ, and blames no rank.
@@ -139,7 +139,7 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits. If the rank waits in none, return its last collective, or None."""
+    """Return the collective in which the rank waits. If the rank does not wait, return its last collective, or None."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 

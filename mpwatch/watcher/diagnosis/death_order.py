@@ -3,8 +3,8 @@
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
-- The rank died after the time stamps of all messages that the watcher read before the death.
-- The rank died before the time stamps of all messages that the watcher read after the death in the same wake-up.
+- A death is later than the time stamps of all messages that the watcher read before it noticed the death.
+- A death is earlier than the time stamps of the messages that the watcher read later in the same wake-up.
 
 Example: a rank raises because another rank died. The message of the rank that raises has a later time than the death, even
 if the watcher wakes up late.
@@ -31,12 +31,12 @@ class DeathClock:
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
-        """Set the time of a death to now. `record_message` may replace this time by an earlier time."""
+        """Set the time of a death to now. `record_message` may replace this time with an earlier time."""
         observed.died_at = time.monotonic()
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Set the times of this wake-up's deaths before the time of this message.
+        """Make the times of this wake-up's deaths earlier than the time of this message.
 
         `stamp` is the time at which the rank sent the message.
         """

@@ -5,7 +5,7 @@ These rules choose the root cause among several failures. A rule decides only if
 1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
 2. A rank's own failure has priority over a secondary failure, which only reports that a peer was lost or late
    (peer_errors.py). The times of these failures do not matter, because a rank that is about to fail often closes its
-   connections first.
+   connections before it fails.
 3. The earlier failure has priority. The time of an exception is the time at which mpwatch caught the exception in the rank.
    For the time of a death, see death_order.py.
 
@@ -281,11 +281,11 @@ def _was_reported(failure: ProcessFailure) -> bool:
 
 
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict on the collectives explains all failures, because no rank has failed for its own reason.
+    """Return whether the verdict on the collectives explains all failures.
 
-    gloo ends a rank by abort() if a peer sends more bytes than the rank expects. Such an abort is a consequence of a
-    mismatch. A rank that is only late cannot break a connection. So a late rank is the cause only if other ranks have timed
-    out.
+    The verdict does not explain a rank's own failure. gloo ends a rank by abort() if a peer sends more bytes than the rank
+    expects. Such an abort is a consequence of a mismatch. A rank that is only late cannot break a connection. So a late rank
+    is the cause only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False

@@ -9,7 +9,7 @@ A rank that died of a SIGKILL that the watcher did not send is a *suspect*. Ther
    a process. The counter is used if the log cannot be read:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
      them.
-   - If the counter rose by a smaller number, the OOM killer is the likely cause.
+   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause.
    - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
      likely cause.
 
@@ -36,7 +36,7 @@ KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+
 class OomDetector:
     """Compares the evidence of OOM kills with the evidence at an earlier moment.
 
-    Use it as a context manager, and enter it before the ranks are started.
+    Use an OomDetector as a context manager, and enter the context before the ranks are started.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
@@ -59,7 +59,7 @@ class OomDetector:
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
         """Record the suspects of one wake-up, and the present values of the counters.
 
-        Call this right after the deaths, so that the rise of the counters belongs to these ranks.
+        Call this method right after the deaths. Then the rise of the counters belongs to these ranks.
         """
         killed = list(suspects)
         if not killed:
@@ -76,7 +76,7 @@ class OomDetector:
         self._suspects += killed
 
     def resolve_suspects(self) -> str:
-        """Look up the suspects in the kernel's log, if it can be read. Call this when ranks have ended.
+        """Look up the suspects in the kernel's log, if it can be read. Call this method when ranks have ended.
 
         If processes other than the ranks were killed since the last call, return a text with the evidence. Otherwise the
         text is empty.
@@ -140,5 +140,5 @@ def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
 
 
 def _find_kills(lines: Iterable[str]) -> dict[int, str]:
-    """Return a dict from the pid of each process that the OOM killer killed to the log's text about the process."""
+    """Return the log's texts about the processes that the OOM killer killed, as a dict from pids to texts."""
     return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

@@ -137,9 +137,9 @@ class StackDumpParser:
     def _split_dump(self) -> tuple[str, str, list[str]]:
         """Split the text that has come since the request into three parts.
 
-        The parts are the stack of the main thread that Python wrote, the stack of the main thread that faulthandler wrote,
-        and the stacks of the other threads. If faulthandler has written a complete stack first, the text after this stack is
-        left out, because Python wrote that text later, after the C code had ended.
+        The parts are the main thread's stack in Python's text, the main thread's stack in faulthandler's text, and the
+        stacks of the other threads. If faulthandler's text has a complete stack before Python's text begins, all text after
+        this stack is left out. Python wrote that text later, after the C code had ended.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -221,7 +221,7 @@ def _find_crashed_native_frames(native_stack: str) -> list[str]:
     """Return the native frames between the crash and the interpreter.
 
     If the interpreter itself has crashed, the list is empty. The stack begins with frames of the interpreter, whose signal
-    handler writes the stack. The next frame is the frame of libc that has called the handler.
+    handler writes the stack. The next frame is the frame of libc that has called the signal handler.
     """
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""
