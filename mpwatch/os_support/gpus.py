@@ -64,9 +64,9 @@ def list_amd_gpus(root: str = "/") -> list[Gpu]:
 
 
 def may_have_unlisted_gpus(root: str = "/") -> bool:
-    """Return whether there may be GPUs that the functions above cannot find.
+    """Return whether there may be GPUs that this module cannot list.
 
-    One example is the Linux subsystem of Windows.
+    The Linux subsystem of Windows may have such GPUs.
     """
     return os.path.exists(os.path.join(root, "dev/dxg"))
 

@@ -80,7 +80,7 @@ class RankObservations:
         """Store the rank's collectives.
 
         If the rank has called no collective since its earlier answer, keep the earlier answer. The earlier answer may have
-        the source line that waits for a collective. When that collective has failed, no line waits any more.
+        the source line that waits for a collective. When that collective has failed, no source line waits for it any more.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
