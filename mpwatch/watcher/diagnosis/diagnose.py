@@ -201,7 +201,10 @@ def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectiv
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """If a rank has lost a peer, mark its last collective as WAITING. torch has marked this collective as completed."""
+    """Mark the last collective of each rank that has lost a peer as WAITING.
+
+    torch has already marked this collective as completed.
+    """
     for rank, observed in attempt.ranks.items():
         answer = observed.collectives
         lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
