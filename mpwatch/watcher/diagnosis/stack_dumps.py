@@ -7,7 +7,8 @@ The pipe is the rank's stderr while the interpreter starts. When the rank is rea
   these texts, or both of them mixed. The end of a text is missing if it has not come in time, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
-All stacks list the innermost frame first. worker/stack_dumps.py is the code in the rank.
+All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME. Only the stack of a
+greenlet ends with another frame. worker/stack_dumps.py is the code in the rank.
 
 Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
 """
@@ -92,7 +93,7 @@ class StackDumpParser:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
             return True
-        return _is_whole_main_stack(self._split_dump()[1])
+        return _reaches_outermost_frame(self._split_dump()[1])
 
     @property
     def dump(self) -> str:
@@ -100,7 +101,7 @@ class StackDumpParser:
         python_stack, native_stack, others = self._split_dump()
         head = f"Current thread 0x{self.main_thread:016x}"
         main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
-        if main_stack and not _is_whole_main_stack(main_stack):
+        if main_stack and not _is_whole(main_stack):
             main_stack = main_stack.rstrip("\n") + f"\n{CUT_STACK}"
         if others and not main_stack:
             main_stack = f"{head} (most recent call first):\n{MISSING_STACK}"
@@ -151,7 +152,7 @@ class StackDumpParser:
                 continue  # the kernel has given the signal to this thread: see `send_signal_to_main_thread`
             elif thread is None:
                 native_stack = native_stack or stack
-                if not python_stack and _is_whole_main_stack(native_stack):
+                if not python_stack and _is_whole(native_stack):
                     break
             elif int(thread[1], 16) != self.main_thread:
                 others.append(stack)
@@ -163,9 +164,20 @@ class StackDumpParser:
         return bytes(self._data[start:]).decode(errors="replace")
 
 
-def _is_whole_main_stack(stack: str) -> bool:
+def _reaches_outermost_frame(stack: str) -> bool:
+    """Return whether no other frame of the main thread follows."""
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
+
+
+def _is_whole(stack: str) -> bool:
+    """Return whether the stack ends with a whole frame, which may be the outermost frame of a greenlet.
+
+    The rest of a stack is missing after half a line, and after a line such as "<invalid frame>" of faulthandler.
+    """
+    last_line = stack.rstrip("\n").rpartition("\n")[2]
+    ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None
+    return ends_with_frame or _reaches_outermost_frame(stack)
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
