@@ -239,6 +239,7 @@ class _Feed:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.handle: CallHandle[None] | None = None  # the call of `serve_items`; None: there is none
+        self.called_at = 0.0  # CLOCK_MONOTONIC: when this call was made
         self.channel: socket.socket | None = None
         self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
         self.has_loaded = False  # whether its call has loaded the function
@@ -405,6 +406,7 @@ class ItemMap:
             raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
         feed.has_loaded = feed.takes_items = False
         self._selector.register(feed.channel, selectors.EVENT_READ, feed)
+        feed.called_at = time.monotonic()
         handle = feed.handle = self._group.submit(
             serve_items, args=(feed.rank_end, feed.tokens), kwargs={"fn": self._fn}, ranks=feed.rank
         )
@@ -540,6 +542,7 @@ class ItemMap:
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Return the ItemFailure of an item that has failed with this error, although the call of the rank goes on."""
         worker = self._group.workers[feed.rank]
+        elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -549,9 +552,10 @@ class ItemMap:
             exit_code=1,
             exception=error,
             summary=f"{type(error).__name__}: {error}",
+            elapsed=elapsed,
         )
         result: RunResult[None] = RunResult(
-            WorkerState.FAILED, failures={worker.rank: failure}, root_cause=failure, workers=(worker,)
+            WorkerState.FAILED, failures={worker.rank: failure}, root_cause=failure, workers=(worker,), elapsed=elapsed
         )
         return self._fail(task, failure, result)
 
