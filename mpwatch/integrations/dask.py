@@ -276,15 +276,15 @@ class DaskEngine:
         count = self._ask_for_places()
         if count < least:
             logger.warning(
-                "the Dask cluster has %d suitable workers for %d nodes; waiting %g s for more", count, least, seconds
+                "the Dask cluster has a suitable worker for %d of %d nodes; waiting %g s for more", count, least, seconds
             )
         while count < least:
             if time.monotonic() >= deadline:
                 needs = f" with {self._resources}" if self._resources else ""
                 raise mpwatch.LaunchError(
-                    f"the Dask cluster had {count} suitable workers for {least} nodes of the job after {seconds:g} s: each "
-                    f"node needs a worker of its own{needs}, on a host of its own if there are several hosts. Start more "
-                    "workers, ask for fewer nodes, or list workers of any host in workers="
+                    f"the Dask cluster had a suitable worker for {count} of {least} nodes of the job after {seconds:g} s: "
+                    f"each node needs a worker of its own{needs}, on a host of its own if there are several hosts. Start "
+                    "more workers, ask for fewer nodes, or list workers of any host in workers="
                 )
             time.sleep(min(POLL_SECONDS, seconds))
             count = self._ask_for_places()

@@ -180,13 +180,13 @@ class RayEngine:
             while not group.wait(min(WAIT_SECONDS, max(0.0, deadline - time.monotonic()))):  # Ctrl-C waits for a wait to end
                 if time.monotonic() >= deadline:
                     raise mpwatch.LaunchError(
-                        f"the Ray cluster had no room for {self._least} nodes with {self.bundle} each for"
+                        f"the Ray cluster had no room for the nodes of the job ({self._least}, with {self.bundle} each) for"
                         f" {self._seconds:g} s; see `ray status`"
                     )
                 if time.monotonic() >= warn_at:
                     warn_at = math.inf
                     log.warning(
-                        "the Ray cluster has no room yet for %d nodes with %s each; waiting %g s for it",
+                        "the Ray cluster has no room yet for the nodes of the job (%d, with %s each); waiting %g s for it",
                         *(self._least, self.bundle, self._seconds),
                     )
         except BaseException:
