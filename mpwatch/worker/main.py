@@ -164,6 +164,7 @@ def _serve(
         else:
             stdio.flush_before_answer()
             _send_value(channel, *outcome)
+            _destroy_torch_process_group(only_unkept=True)
         del outcome  # a failure keeps the function's frames and their variables alive
         stdio.flush()
 
@@ -222,9 +223,6 @@ def _call_function(call: Call) -> object:
     finally:
         debugger_hook.finish_stepping()
     context.stop_heartbeats()
-    # Not after a failure: destroying the group may wait for peers that wait for this rank, and would delay the answer.
-    if call.backend is not None and call.process_group_version is None:
-        process_group.destroy()
     return value
 
 
@@ -388,10 +386,18 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 # --- Exit ---
 
 
-def _destroy_torch_process_group() -> None:
-    """Destroy the torch process group that was kept between calls. Ignore exceptions, since it may be broken already."""
+def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
+    """Destroy the torch process group of the option `backend`. Ignore exceptions, since it may be broken already.
+
+    A group that is not kept for later calls is destroyed when the rank has sent its return value. Ranks that still wait for
+    this rank then fail at once, and the watcher already knows that this rank has returned. After a failure, the group is
+    not destroyed before the exit, since that may wait for ranks that wait for this rank.
+
+    Args:
+        only_unkept: do nothing if the group is kept for later calls.
+    """
     process_group = sys.modules.get("mpwatch.worker.process_group")
-    if process_group is not None:
+    if process_group is not None and not (only_unkept and process_group.is_kept()):
         with suppress(Exception):
             process_group.destroy()
 

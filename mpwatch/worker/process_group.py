@@ -1,6 +1,7 @@
 """Initialise and destroy the torch process group of the option `backend`. This module runs in a rank.
 
-The group is initialised before the user's function runs. The group is destroyed after the function, or kept for later calls.
+The group is initialised before the user's function runs. When the rank has sent the return value, the group is destroyed or
+kept for later calls.
 """
 
 from datetime import timedelta
@@ -48,6 +49,11 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
     if store.add("joined", 1) == worker.world_size:
         store.set("all have joined", "")
     store.wait(["all have joined"])
+
+
+def is_kept() -> bool:
+    """Whether the last group is kept for later calls."""
+    return _version is not None
 
 
 def destroy() -> None:

@@ -58,6 +58,19 @@ def test_report_accepts_numbers_of_numpy_and_torch(gloo_ranks):
     assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
 
 
+def test_a_rank_sends_its_value_before_it_destroys_the_group():
+    """Otherwise ranks that lose the connection could fail before the watcher knows that this rank has returned."""
+
+    def fail():
+        raise RuntimeError("the group cannot be destroyed")
+
+    def break_destruction():
+        dist.destroy_process_group = fail
+        return "sent"
+
+    assert mpwatch.run(break_destruction, 1, backend="gloo").return_values == {0: "sent"}
+
+
 @pytest.mark.slow
 def test_a_function_may_destroy_the_group():
     mpwatch.run(dist.destroy_process_group, 2, backend="gloo")
