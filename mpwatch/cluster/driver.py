@@ -9,8 +9,9 @@ job does not join. It would wait for others until `join_timeout`, so the driver 
 
 Guarantees:
 
-- The driver has no deadline of its own in three cases: the ranks of a node are running; nodes wait for other nodes, with
-  `join_timeout` as their limit; or the engine is sending the outcome of a node that has ended. A large outcome takes time.
+- The driver has no deadline of its own in these cases: the job waits until the cluster starts a node, and the user has set
+  no `queue_timeout`; the ranks of a node are running; nodes wait for other nodes, with `join_timeout` as their limit; or the
+  engine is sending the outcome of a node that has ended. A large outcome takes time.
 - The job has not succeeded if the outcome of a node with ranks is missing.
 """
 
@@ -33,6 +34,7 @@ import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec, run_node, shut_down
+from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.store import JobStore
@@ -49,6 +51,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
+NO_NODE = "the cluster has started no node of the job"
 ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 
 
@@ -122,13 +125,21 @@ class Driver:
         view: the live view.
         logs: where shown lines are written.
         observers: called with each event of each node.
+        queue_timeout: seconds to wait until the cluster starts a node. None means no limit.
 
     Attributes:
         interrupt: the KeyboardInterrupt that has stopped the job.
     """
 
     def __init__(
-        self, engine: Engine, links: NodeLinks, view: JobView, logs: mpwatch.LogSpec, observers: Sequence[Observer]
+        self,
+        engine: Engine,
+        links: NodeLinks,
+        view: JobView,
+        logs: mpwatch.LogSpec,
+        observers: Sequence[Observer],
+        *,
+        queue_timeout: float | None,
     ) -> None:
         self.interrupt: KeyboardInterrupt | None = None
         self._engine = engine
@@ -136,6 +147,8 @@ class Driver:
         self._view = view
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
         self._observers = list(observers)
+        self._queue_timeout = queue_timeout
+        self._queue_wait: QueueWait | None = None  # while no node has begun
         self._nodes: dict[int, _Node] = {}
         self._early_losses = 0
         self._losses: list[mpwatch.ProcessFailure] = []  # since the nodes have met last, the first one first
@@ -164,9 +177,9 @@ class Driver:
         self._end_seconds = spec.grace_period + END_SECONDS
         self._restarts = JobRestarts(spec.policy, spec.rendezvous.run_id)
         self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
+        self._wait_for_room(self._begin_queue_wait())
         for _ in range(self._rendezvous.max_nodes):
             self._start_node()
-        self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first node to begin
         while not self._is_over():
             try:
                 self._wait()
@@ -177,15 +190,40 @@ class Driver:
                 self._stop_nodes()
         return self._make_result()
 
+    def _begin_queue_wait(self) -> QueueWait:
+        self._queue_wait = QueueWait(self._queue_timeout, time.monotonic())
+        self._deadline = self._queue_wait.deadline
+        return self._queue_wait
+
+    def _wait_for_room(self, wait: QueueWait) -> None:
+        """Wait until the cluster has room for the least number of nodes, if the engine knows that. Raises LaunchError."""
+        while what := self._describe_wait():
+            now = time.monotonic()
+            if now >= wait.deadline:
+                raise wait.make_error(what)
+            self._report_wait(wait, what)
+            time.sleep(min(ROOM_PERIOD, wait.deadline - now))
+
+    def _describe_wait(self) -> str:
+        describe = getattr(self._engine, "describe_wait", None)
+        return "" if describe is None else str(describe())
+
+    def _report_wait(self, wait: QueueWait, what: str) -> None:
+        if report := wait.take_report(what, time.monotonic()):
+            log_now(logging.WARNING, "%s", report)
+
     def _wait(self) -> None:
         """Wait for a message or a deadline, and handle it."""
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
-        seconds = min(self._deadline - time.monotonic(), self._view.seconds_to_next_update(), period)
+        due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
+        seconds = min(due_at - time.monotonic(), self._view.seconds_to_next_update(), period)
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
             if time.monotonic() >= self._deadline:
                 self._handle_deadline()
+            elif self._queue_wait is not None and time.monotonic() >= self._queue_wait.report_at:
+                self._report_wait(self._queue_wait, self._describe_wait() or NO_NODE)
         else:
             try:
                 self._handle(*message)
@@ -204,7 +242,6 @@ class Driver:
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
 
     def _handle_deadline(self) -> None:
-        limit = self._rendezvous.join_timeout
         if self._is_stopping:
             self._give_up()
         elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
@@ -212,10 +249,11 @@ class Driver:
         elif self._has_outcome():
             self._stop_nodes()
         elif self._losses:
-            self._restarts.not_restarted = f"no new node has begun within {limit:g} s (join_timeout)"
+            self._restarts.not_restarted = f"no new node has begun within {self._queue_timeout:g} s (queue_timeout)"
             self._stop_nodes()
         else:
-            raise mpwatch.LaunchError(f"the cluster has begun no node of the job within {limit:g} s (join_timeout)")
+            assert self._queue_wait is not None
+            raise self._queue_wait.make_error(self._describe_wait() or NO_NODE)
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
         node = self._nodes[number]
@@ -224,8 +262,9 @@ class Driver:
             if self._has_outcome():
                 self._stop_node(node)  # it is too late for the job
             elif not self._is_stopping:
-                self._deadline = math.inf
+                self._deadline, self._queue_wait = math.inf, None
         elif kind == "closed":
+            self._links.release(content)
             node.is_link_closed |= node.connection is content
             if node.is_link_closed and not node.has_ended and not node.is_over:
                 self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know; "done" follows
@@ -251,8 +290,9 @@ class Driver:
         if not self._waits_for_more:
             self._waits_for_more = True
             seconds = self._rendezvous.options[LAST_CALL_OPTION]
-            text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
-            log_now(logging.INFO, text, count, most, seconds)
+            if seconds:
+                text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
+                log_now(logging.INFO, text, count, most, seconds)
         if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
             text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
             log_now(logging.INFO, text, count, most)
@@ -317,7 +357,7 @@ class Driver:
                 raise node.outcome from error
         self._start_node()
         if not any(other.has_begun and not other.is_over for other in self._nodes.values()):
-            self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for a new node to begin
+            self._begin_queue_wait()
 
     def _restart(self) -> bool:
         """Let new nodes restart the ranks, since no node is left that knows of the job. Return False if none may."""
@@ -351,7 +391,7 @@ class Driver:
 
     def _stop_nodes(self) -> None:
         self._is_stopping = True
-        self._deadline = time.monotonic() + self._end_seconds
+        self._deadline, self._queue_wait = time.monotonic() + self._end_seconds, None
         for node in self._nodes.values():
             self._stop_node(node)
 

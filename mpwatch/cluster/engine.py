@@ -13,8 +13,13 @@ from mpwatch.wire.pickling.pickler import pack_by_value
 class Engine(Protocol):
     """Starts functions on nodes. The driver's thread calls the methods.
 
-    An engine may also have the method `lacks_room(number: int) -> bool`. It returns at once whether the cluster has no room
-    for this node at present. A job of (min, max) nodes then does not wait for that node before it begins.
+    An engine may also have two other methods:
+
+    - `describe_wait() -> str` returns what the job waits for, such as "the cluster has 1 free node for 2 nodes of the job".
+      The driver starts the nodes when it returns "", and shows the text in warnings and errors. When the nodes have been
+      started, the text says why none of them has begun. Then the method returns at once.
+    - `lacks_room(number: int) -> bool` returns at once whether the cluster has no room for this node at present. A job of
+      (min, max) nodes then does not wait for that node before it begins.
 
     Attributes:
         address: the driver's own address, to which the nodes connect.
@@ -29,8 +34,7 @@ class Engine(Protocol):
         exception. The driver waits without limit for the outcome of a node that has ended, since large results take their
         time. So the engine must notice that an outcome will not come.
 
-        cloudpickle can pickle `call`. This method returns at once. Only its first call may wait until the cluster has room
-        for the job. It may then raise LaunchError.
+        cloudpickle can pickle `call`. This method returns at once.
 
         Args:
             call: what the node does.

@@ -35,7 +35,7 @@ class NodeLinks:
     Attributes:
         address: where it listens, with the port.
         messages: the kind of each message, the number of the node, and the content. The first message of a node is "hello"
-            with its hostname and connection. The last one is "closed" with the connection.
+            with its hostname and connection. The last one is "closed" with the connection, which the reader releases.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class NodeLinks:
         self._key, self._on_statuses = key, on_statuses
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._connections: list[Connection] = []
+        self._lock = threading.Lock()  # no thread uses a connection whose descriptor another thread has just closed
+        self._connections: set[Connection] = set()
         self._output_slots: defaultdict[int, threading.Semaphore] = defaultdict(
             partial(threading.Semaphore, MAX_WAITING_OUTPUTS)
         )
@@ -64,6 +65,12 @@ class NodeLinks:
         """Let the node send more output: a message with output was taken from the queue."""
         self._output_slots[number].release()
 
+    def release(self, connection: Connection) -> None:
+        """Close the connection of a node: the message "closed" was taken from the queue."""
+        with self._lock:
+            self._connections.discard(connection)
+            connection.close()
+
     def close(self) -> None:
         """End the links, and wait for the threads."""
         self._closed.set()
@@ -71,14 +78,15 @@ class NodeLinks:
             Client(self.address).close()  # this wakes the thread that accepts
         self._threads[0].join(CLOSE_SECONDS)  # it accepts; after that there are no further connections
         self._listener.close()
-        for connection in self._connections:
-            shut_down(connection)
+        with self._lock:
+            for connection in self._connections:
+                shut_down(connection)
         for slots in tuple(self._output_slots.values()):
             slots.release()
         for thread in self._threads[1:]:
             thread.join(CLOSE_SECONDS)
-        for connection in self._connections:
-            connection.close()
+        for connection in tuple(self._connections):
+            self.release(connection)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -87,7 +95,8 @@ class NodeLinks:
             except OSError:  # too many open files
                 self._closed.wait(0.1)
                 continue
-            self._connections.append(connection)
+            with self._lock:
+                self._connections.add(connection)
             self._start_thread(partial(self._receive, connection))
 
     def _receive(self, connection: Connection) -> None:
@@ -109,7 +118,9 @@ class NodeLinks:
             pass  # a program that does not know the key is no node
         finally:
             shut_down(connection)  # after any other error, too: the node must not wait for this thread
-            if number is not None:
+            if number is None:
+                self.release(connection)
+            else:
                 self.messages.put(("closed", number, connection))
 
     def _start_thread(self, target: Callable[[], None]) -> None:

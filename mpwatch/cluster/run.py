@@ -17,7 +17,7 @@ from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
 from mpwatch.options.spec import Observers
-from mpwatch.options.validation import check_flag
+from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.results.report import format_report, format_signal
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
@@ -51,6 +51,7 @@ def run(
     logs: mpwatch.LogSpec | None = None,
     progress: bool | None = None,
     find_address: Callable[[], str] | None = None,
+    queue_timeout: float | None = None,
     join_timeout: float = 600.0,
     node_timeout: float = 15.0,
     last_call_timeout: float | None = None,
@@ -71,7 +72,9 @@ def run(
         progress: the live view of the ranks of all nodes, in the calling program. See `mpwatch.run`.
         find_address: returns the address of a node when it is called on this node. None means that mpwatch finds the
             address.
-        join_timeout: seconds that the first node may need to begin, and that nodes wait for each other after that.
+        queue_timeout: seconds that the job may wait until the cluster starts its first node. The same limit applies to the
+            first new node if all nodes are lost. None means no limit. Warnings say what the job waits for.
+        join_timeout: seconds that a node which has begun waits for the other nodes.
         node_timeout: seconds without a sign of life after which a node is lost.
         last_call_timeout: seconds to wait for more nodes, once min nodes have met. None means 30 s. If the engine knows that
             the cluster has no room for more nodes now, None means that the job begins at once. More nodes may join later.
@@ -81,7 +84,8 @@ def run(
 
     Raises:
         RunFailedError: a rank of any node failed, or all nodes were lost. `__cause__` is the rank's own exception.
-        LaunchError: the nodes could not be started, or have not met in time. Or fn or its arguments cannot be pickled.
+        LaunchError: the nodes could not be started in time, or have not met in time. Or fn or its arguments cannot be
+            pickled.
         TypeError, ValueError: an option is not valid.
         KeyboardInterrupt: Ctrl-C. All ranks were stopped as by `mpwatch.run`. Its note says where each rank was.
     """
@@ -92,6 +96,8 @@ def run(
         stack.enter_context(closing(engine))
         check_nodes(nodes)
         check_flag("check", check)
+        if queue_timeout is not None:
+            check_seconds("queue_timeout", queue_timeout, at_least="more than 0")
         for name in REFUSED.keys() & options.keys():
             raise TypeError(f"a job on a cluster has no option {name!r}: {REFUSED[name]}")
         key = secrets.token_bytes(16)
@@ -132,7 +138,7 @@ def run(
             view_period=view.node_period,
             wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
         )
-        driver = Driver(engine, links, view, shown, spec.observers)
+        driver = Driver(engine, links, view, shown, spec.observers, queue_timeout=queue_timeout)
         result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)

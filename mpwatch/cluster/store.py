@@ -3,7 +3,7 @@
 from typing import Any
 
 from mpwatch.multinode.protocol.json_codec import to_json
-from mpwatch.multinode.protocol.messages import RestartHistory
+from mpwatch.multinode.protocol.messages import ExpectedNodes, RestartHistory
 from mpwatch.multinode.protocol.signed_json import SignedJson
 
 
@@ -40,7 +40,7 @@ class JobStore:
         """Let new nodes begin when this number of nodes has joined."""
         from mpwatch.multinode.rendezvous.rounds import EXPECTED_NODES_KEY
 
-        self._store.set(EXPECTED_NODES_KEY, str(count))
+        self._store.set(EXPECTED_NODES_KEY, self._signed_json.encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(count))))
 
     def close(self) -> None:
         """End the server. It lives as long as it is referenced, and the traceback of an error may keep this object."""

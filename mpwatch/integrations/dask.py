@@ -15,10 +15,10 @@ import multiprocessing
 import pickle
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -48,7 +48,6 @@ def run(
     workers: Collection[str] | None = None,
     resources: Mapping[str, float] | None = None,
     address: str | None = None,
-    join_timeout: float = 600.0,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
@@ -67,8 +66,8 @@ def run(
         resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
         address: the address of this process, to which the nodes connect. If it is None, this is the address of the network
             interface that leads to the scheduler.
-        join_timeout: seconds that nodes wait for each other, and for the cluster to have enough workers.
-        options: other options of `mpwatch.cluster.run`.
+        options: other options of `mpwatch.cluster.run`. The job waits without limit until the cluster has workers for min
+            nodes, unless `queue_timeout` is set.
 
     Raises: see `mpwatch.cluster.run`.
     """
@@ -76,16 +75,8 @@ def run(
     _check_client(client)
     least, _ = cluster.check_nodes(nodes)
     grace_period = options.get("grace_period", 10.0)
-    engine = DaskEngine(
-        client,
-        least,
-        workers=workers,
-        resources=resources,
-        address=address,
-        seconds=join_timeout,
-        grace_period=grace_period,
-    )
-    return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
+    engine = DaskEngine(client, least, workers=workers, resources=resources, address=address, grace_period=grace_period)
+    return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, **options)
 
 
 def _check_client(client: Client) -> None:
@@ -110,7 +101,6 @@ class DaskEngine:
         resources: the resources that each node takes from its worker.
         address: the address of this process. If it is None, this is the address of the network interface that leads to the
             scheduler.
-        seconds: how long to wait for enough workers.
         grace_period: the option of the job.
     """
 
@@ -122,7 +112,6 @@ class DaskEngine:
         workers: Collection[str] | None = None,
         resources: Mapping[str, float] | None = None,
         address: str | None = None,
-        seconds: float = 600.0,
         grace_period: float = 10.0,
     ) -> None:
         if isinstance(workers, str):
@@ -132,7 +121,7 @@ class DaskEngine:
         self._workers = None if workers is None else frozenset(workers)
         self._resources = dict(resources or {})
         self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
-        self._least, self._seconds, self._grace_period = least, seconds, grace_period
+        self._least, self._grace_period = least, grace_period
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -142,17 +131,25 @@ class DaskEngine:
         self._listed: list[str] = []
         self._listed_at = -POLL_SECONDS
         self._lock = asyncio.Lock()
-        self.address: str = address or get_ip(get_address_host(client.scheduler.address))
+        self._scheduler: str = client.scheduler.address
+        self.address: str = address or get_ip(get_address_host(self._scheduler))
+
+    def describe_wait(self) -> str:
+        """Return "" if the cluster has the least number of workers. Raises LaunchError if the scheduler does not answer."""
+        if self._futures or (count := self._count_places()) >= self._least:
+            return ""
+        needs = f" with {self._resources}" if self._resources else ""
+        return (
+            f"the Dask cluster has a suitable worker for {count} of {self._least} nodes of the job: each node needs a worker"
+            f" of its own{needs}, on a host of its own if there are several hosts. Start more workers, ask for fewer nodes, or"
+            " list workers of any host in `workers`"
+        )
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a task, on a worker of its own. The first call waits for the least number of workers.
-
-        Raises LaunchError if the cluster has too few workers.
-        """
-        if not self._futures:
-            self._wait_for_workers(self._least, self._seconds)
+        """Execute the call in a task, on a worker of its own."""
         if self._client.status == "running":
-            self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
+            call_pickle = cloudpickle.dumps(call)
+            self._futures[number] = asyncio.run_coroutine_threadsafe(self._execute(call_pickle, number), self._loop)
         else:
             self._futures[number] = Future()
             self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
@@ -167,16 +164,19 @@ class DaskEngine:
         self._futures[number].cancel()
 
     def close(self) -> None:
-        """Remove all tasks, and wait until none of them runs."""
+        """Remove all tasks, and wait until none of them runs.
+
+        If the cluster is gone, this logs a warning, since the job has an error of its own.
+        """
         for future in self._futures.values():
             future.cancel()
-        if self._client.status != "running" or not self._futures:
+        if not self._futures:
             return
-        with suppress(TimeoutError):
-            self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
-            if self._left and (workers := sorted(self._left & self._client.nthreads().keys())):
-                seconds = self._grace_period + END_SECONDS
-                self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
+        seconds = self._grace_period + END_SECONDS
+        try:
+            self._ask(partial(self._wait_for_tasks, seconds), seconds + SYNC_SECONDS)
+        except OSError as error:
+            logger.warning("it is not known whether the Dask tasks of the job have ended: %s", error)
 
     # --- In the event loop of the client
 
@@ -258,47 +258,40 @@ class DaskEngine:
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
 
-    async def _count_places(self) -> int:
+    async def _list_places(self) -> set[str]:
         workers = await self._list_workers()
-        return len({self._find_place(worker, workers) for worker in workers})
+        return {self._find_place(worker, workers) for worker in workers}
 
-    async def _wait_for_tasks(self) -> None:
+    async def _wait_for_tasks(self, seconds: float) -> None:
+        """Wait until no task is left, neither here nor in a worker."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._left and (workers := sorted(self._left & (await self._client.nthreads()).keys())):
+            await self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
 
     # --- In the driver's thread
 
-    def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _wait_for_workers(self, least: int, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        count = self._ask_for_places()
-        if count < least:
-            logger.warning(
-                "the Dask cluster has a suitable worker for %d of %d nodes; waiting %g s for more", count, least, seconds
-            )
-        while count < least:
-            if time.monotonic() >= deadline:
-                needs = f" with {self._resources}" if self._resources else ""
-                raise mpwatch.LaunchError(
-                    f"the Dask cluster had a suitable worker for {count} of {least} nodes of the job after {seconds:g} s: "
-                    f"each node needs a worker of its own{needs}, on a host of its own if there are several hosts. Start "
-                    "more workers, ask for fewer nodes, or list workers of any host in workers="
-                )
-            time.sleep(min(POLL_SECONDS, seconds))
-            count = self._ask_for_places()
-
-    def _ask_for_places(self) -> int:
-        """Return how many nodes the present workers can be. Raises LaunchError."""
-        answer = self._begin(self._count_places())
+    def _ask(self, question: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """Execute a coroutine in the event loop of the client. Raises OSError if there is no answer in time."""
+        if self._client.status != "running":
+            raise ConnectionError(f"the Dask client is {self._client.status}")
+        answer = asyncio.run_coroutine_threadsafe(question(), self._loop)
         try:
-            return int(answer.result(SYNC_SECONDS))
-        except OSError as error:  # TimeoutError, or an error of the connection
+            return answer.result(seconds)
+        except CancelledError:
+            raise ConnectionError("the Dask client was closed") from None
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from None
+        finally:
             answer.cancel()
-            reason = str(error) or f"no answer within {SYNC_SECONDS:g} s"
+
+    def _count_places(self) -> int:
+        """Return how many nodes the present workers can be. Raises LaunchError."""
+        try:
+            return len(self._ask(self._list_places, SYNC_SECONDS))
+        except OSError as error:
             raise mpwatch.LaunchError(
-                f"the Dask scheduler at {self._client.scheduler.address} does not say which workers it has: {reason}."
+                f"the Dask scheduler at {self._scheduler} does not say which workers it has: {error}."
                 " It hangs, is too busy, or has ended. Check that `client.nthreads()` answers, or make a new Client"
             ) from error
 

@@ -10,7 +10,6 @@ If a Ray node is lost, Ray reserves its bundle on another node, and a new task t
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -31,9 +30,8 @@ __all__ = ["run"]
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
 OMP_THREADS = "OMP_NUM_THREADS"
-WARN_SECONDS = 5.0  # without room in the cluster, before a warning says so
 ROOM_SECONDS = 2.0  # after which a node that Ray has not placed has no room; Ray needs some hundredths of a second
-WAIT_SECONDS = 0.25  # between two looks at whether a node is cancelled
+WAIT_SECONDS = 0.25  # for Ray to reserve resources, before the next look at whether a node is cancelled
 log = logging.getLogger("mpwatch")
 
 
@@ -46,7 +44,6 @@ def run(
     num_gpus: float = 0,
     resources: Mapping[str, float] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
-    join_timeout: float = 600.0,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Ray cluster, and return the results of all ranks.
@@ -63,10 +60,10 @@ def run(
         num_gpus: number of GPUs that Ray reserves on each node. The ranks see only these GPUs.
         resources: custom resources that Ray reserves on each node.
         runtime_env: the runtime_env of the Ray tasks.
-        join_timeout: seconds that nodes wait for each other, and for the cluster to have room for them.
-        options: other options of `mpwatch.cluster.run`.
+        options: other options of `mpwatch.cluster.run`. The job waits without limit until the cluster has room for min nodes
+            at the same time, unless `queue_timeout` is set.
 
-    Raises: see `mpwatch.cluster.run`. Raises LaunchError if the cluster has no room for the job within `join_timeout`.
+    Raises: see `mpwatch.cluster.run`.
     """
     __tracebackhide__ = True
     if not ray.is_initialized():
@@ -75,10 +72,8 @@ def run(
     bundle = {"CPU": cpus, "GPU": num_gpus, **(resources or {})}
     bundle = {name: amount for name, amount in bundle.items() if amount}
     least, _ = cluster.check_nodes(nodes)
-    engine = RayEngine(bundle, least, runtime_env=runtime_env, seconds=join_timeout)
-    return cluster.run(
-        engine, fn, nprocs, nodes=nodes, find_address=ray.util.get_node_ip_address, join_timeout=join_timeout, **options
-    )
+    engine = RayEngine(bundle, least, runtime_env=runtime_env)
+    return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=ray.util.get_node_ip_address, **options)
 
 
 class RayEngine:
@@ -88,21 +83,12 @@ class RayEngine:
         bundle: the resources of each node.
         least: the least number of nodes. Ray reserves the resources of all of them in one step.
         runtime_env: the runtime_env of the tasks.
-        seconds: how long to wait for these resources.
     """
 
-    def __init__(
-        self,
-        bundle: Mapping[str, float],
-        least: int,
-        *,
-        runtime_env: Mapping[str, Any] | None = None,
-        seconds: float = 600.0,
-    ) -> None:
+    def __init__(self, bundle: Mapping[str, float], least: int, *, runtime_env: Mapping[str, Any] | None = None) -> None:
         self.address: str = ray.util.get_node_ip_address()
         self.bundle = dict(bundle)
         self._least = least
-        self._seconds = seconds
         custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
         self._options = {
             "num_cpus": bundle.get("CPU", 0),
@@ -118,13 +104,17 @@ class RayEngine:
         self._further_nodes: list[_FurtherNode] = []
         self.placing = threading.Lock()  # one further node after the other is placed
 
-    def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a Ray task, on a node of its own. At first, reserve resources for the least number of nodes.
-
-        Raises LaunchError if the cluster has no room for them.
-        """
+    def describe_wait(self) -> str:
+        """Reserve resources for the least number of nodes. Return "" as soon as the cluster has room for them."""
         if self._group is None:
-            self._group = self._reserve()
+            self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
+        if self._refs or self._group.wait(WAIT_SECONDS):
+            return ""
+        return f"the Ray cluster has no room for the nodes of the job ({self._least}, with {self.bundle} each); see `ray status`"
+
+    def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
+        """Execute the call in a Ray task, on a node of its own."""
+        assert self._group is not None, "call describe_wait() first"
         free = set(range(self._least)) - {slot for other, slot in self._slots.items() if not self._has_ended(other)}
         if free:
             self._slots[number] = slot = min(free)
@@ -171,28 +161,6 @@ class RayEngine:
             for group in (self._group, *(node.group for node in self._further_nodes)):
                 if group is not None:
                     _remove(group)
-
-    def _reserve(self) -> PlacementGroup:
-        group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
-        try:
-            deadline = time.monotonic() + self._seconds
-            warn_at = time.monotonic() + WARN_SECONDS
-            while not group.wait(min(WAIT_SECONDS, max(0.0, deadline - time.monotonic()))):  # Ctrl-C waits for a wait to end
-                if time.monotonic() >= deadline:
-                    raise mpwatch.LaunchError(
-                        f"the Ray cluster had no room for the nodes of the job ({self._least}, with {self.bundle} each) for"
-                        f" {self._seconds:g} s; see `ray status`"
-                    )
-                if time.monotonic() >= warn_at:
-                    warn_at = math.inf
-                    log.warning(
-                        "the Ray cluster has no room yet for the nodes of the job (%d, with %s each); waiting %g s for it",
-                        *(self._least, self.bundle, self._seconds),
-                    )
-        except BaseException:
-            _remove(group)
-            raise
-        return group
 
     def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
         """Start the task of this node in a bundle of the group. Return its reference."""

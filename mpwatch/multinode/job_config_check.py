@@ -6,7 +6,7 @@ This module runs in the node thread. It uses these keys in the store of the job,
     job_config/writers   how many nodes have tried to write job_config; the first of them writes it
     served_elsewhere     exists if the driver of mpwatch.cluster serves the store, and not a node
     history              the RestartHistory of a job whose nodes were all lost, for new nodes; the driver writes it
-    expected_nodes       how many nodes can come at present, if the driver knows it (rounds.py)
+    expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
 If the user passes a rendezvous handler, there is no store of the job. Then the leader compares the JobConfigs when the nodes

@@ -1,26 +1,28 @@
-"""Installs mpwatch's signal handlers during a run, and then restores the calling program's. Runs in the caller's thread.
+"""Installs mpwatch's signal handlers during a run, and then restores those of the calling program.
+
+Runs in the caller's thread.
 
 During a run no handler raises an exception in the caller's thread:
 
 - SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
   program's own handler gets the signal when the run is over. In two cases, SIGINT raises KeyboardInterrupt at once: at the
-  prompt of a debugger, and when it comes a second time while user code (an observer, `retry_if`, `env`) runs in the caller's
-  thread.
-- A signal of the option `stop_signals` asks the ranks to save and return. The program's own handler does not get it. If the
-  signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run. SIGINT then stops the run
-  as Ctrl-C does, and every other signal as SIGTERM does.
+  prompt of a debugger, and when SIGINT comes a second time while user code (an observer, `retry_if`, `env`) runs in the
+  caller's thread.
+- A signal of the option `stop_signals` asks the ranks to save and return. The program's own handler does not get this
+  signal. If the signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run. SIGINT
+  then stops the run as Ctrl-C does, and every other signal as SIGTERM does.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it. A
-  shell without job control starts a program in the background (`&`) with SIGQUIT ignored. SIGQUIT asks for the stacks there,
-  too.
-- SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if it would stop the program
-  otherwise. See suspension.py.
+  shell without job control starts a program in the background (`&`) with SIGQUIT ignored. In such a program, SIGQUIT asks
+  for the stacks, too.
+- SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
+  ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
-- For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as by SIGTERM,
-  and the exception is raised when the run is over.
+- For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as SIGTERM
+  would stop it, and the exception is raised when the run is over.
 
-Other signals that the calling program ignores, and signals that C code handles, are not changed. For a call in another
-thread than the main thread, no signal is changed, since Python runs signal handlers only in the main thread. program_end.py
-interrupts such a call when Ctrl-C ends the program.
+mpwatch does not replace handlers of C code. A signal that the calling program ignores stays ignored, except SIGQUIT and the
+signals of these options. For a call outside the main thread, mpwatch changes no signal handler, because Python runs signal
+handlers only in the main thread. program_end.py interrupts such a call when Ctrl-C ends the program.
 
     kernel ---> C handler, in any thread ---> WakeupPipe: wakes up the caller's thread
                                                     |
@@ -59,7 +61,7 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class HostSignals:
     """The signals of the calling program during one blocking call.
 
-    An exception may interrupt any method between two bytecodes. Each method can then be called again.
+    An exception may interrupt any method between two bytecodes, and the method can then be called again.
 
     Args:
         commands: the command queue to the watcher thread.
@@ -107,7 +109,10 @@ class HostSignals:
         self._may_post = False
 
     def take_over(self) -> None:
-        """Replace the handlers and the wake-up descriptor of the calling program. Do nothing if this was tried before."""
+        """Replace the handlers and the wake-up descriptor of the calling program.
+
+        Do nothing if this method was called before.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -150,8 +155,8 @@ class HostSignals:
     def start_posting(self) -> None:
         """Post an event for each signal and each request that has come. From now on, post each event when it comes.
 
-        The command that starts the work must be posted before. Otherwise idle ranks would be interrupted, and the work would
-        start after that.
+        Call this method only when the command that starts the work was posted. Otherwise a signal would interrupt idle
+        ranks, and the work would start afterwards.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -195,7 +200,7 @@ class HostSignals:
         self.post_interrupt(signal.SIGTERM)
 
     def interrupt(self) -> None:
-        """Do what Ctrl-C does, for a call in another thread than the main thread. Any thread may call this method."""
+        """Do what Ctrl-C does. This method is for calls outside the main thread. Any thread may call this method."""
         self.received.append(signal.SIGINT)
         self.post_interrupt(signal.SIGINT)
 
@@ -213,7 +218,7 @@ class HostSignals:
         self._forward_wakeups()
 
     def wait_for_wakeup_until(self, deadline: float) -> bool:
-        """Wait as `wait_for_wakeup` does. The caller's thread uses it before mpwatch's signal handlers are installed.
+        """Wait as `wait_for_wakeup` does. Call this method only before mpwatch's signal handlers are installed.
 
         Return False when `deadline` (CLOCK_MONOTONIC) has passed.
         """
@@ -224,7 +229,7 @@ class HostSignals:
         return True
 
     def restore(self) -> None:
-        """Restore the calling program's handlers and wake-up descriptor. A handler that was set meanwhile stays."""
+        """Restore the calling program's handlers and wake-up descriptor. A handler that was set during the run stays."""
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)
@@ -247,8 +252,8 @@ class HostSignals:
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
-        The delivery is the last step of every call. In another thread than the main thread, raise KeyboardInterrupt if the
-        call was interrupted.
+        The delivery is the last step of every call. Outside the main thread, raise KeyboardInterrupt if the call was
+        interrupted.
         """
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:
@@ -267,7 +272,7 @@ class HostSignals:
                 self.deliver_received()
 
     def _forward_wakeups(self) -> None:
-        """Also write the numbers of signals that are not deferred to the calling program's wake-up descriptor."""
+        """Copy signal numbers to the calling program's wake-up descriptor, except those of deferred and stop signals."""
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:
@@ -355,12 +360,12 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return those signals to take over for which the calling program has no handler, each with its SIG_DFL or SIG_IGN.
+    """Return the signals to take over that have no handler in the calling program, each with SIG_DFL or SIG_IGN.
 
     These are the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the calling program, and a
     SIGQUIT that the calling program ignores.
 
-    `signal.getsignal` also returns SIG_DFL for a signal that C code handles. The kernel knows which signals are caught.
+    `signal.getsignal` also returns SIG_DFL for a signal that C code handles. Only the kernel knows which signals are caught.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

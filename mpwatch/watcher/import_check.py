@@ -35,7 +35,7 @@ def check_not_importing() -> None:
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the module whose import has led to `frame`, or None if an argument or a thread has led to it."""
+    """Return the frame of the module whose import has led to `frame`. Return None if no import has led to `frame`."""
     while frame is not None and frame.f_code is not call_payload.unpack.__code__:
         if frame.f_code.co_name == "<module>":
             return frame

@@ -98,13 +98,13 @@ class ItemQueue:
         return chunk
 
     def put_back(self, tasks: Sequence[Task], *, singly: bool = False) -> None:
-        """Put items back that a rank has not begun, or whose values were lost. These items come next."""
+        """Put back items that a rank has not begun, or whose values were lost. These items come next."""
         for task in reversed(tasks):
             task.is_single = task.is_single or singly
             self._returned.appendleft(task)
 
     def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
-        """Decide whether a failed item is tried again. If it is, queue the item. Raises any exception of `retry_if`."""
+        """Decide whether to try a failed item again, and queue the item if so. Raises any exception of `retry_if`."""
         task.attempts += 1
         task.budget = task.budget or RestartBudget(self._policy)
         decision = task.budget.decide(failed_attempt)
@@ -122,13 +122,13 @@ class ItemQueue:
             self._limit = max(1, min(wanted, self._limit * GROWTH))
 
     def shrink_chunks(self) -> None:
-        """Make the next chunks as small as possible, since some ranks are idle while other ranks have items in store."""
+        """Make the next chunks as small as possible, because some ranks are idle while other ranks still have items."""
         if self._chunksize is None:
             self._limit = 1
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether a rank may get a second chunk before the first one is finished, because its items take little time."""
+        """Whether items take so little time that a rank may get a second chunk before it has finished the first one."""
         return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
 
     @property

@@ -26,7 +26,7 @@ def pack_items(items: Mapping[str, Any]) -> Payload:
 
 
 def _split_call(call: Call) -> Call:
-    """Return the call with the values of PerRank arguments in `parts`, which has one dict for each rank."""
+    """Return the call with the values of PerRank arguments in `parts`, a list with one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

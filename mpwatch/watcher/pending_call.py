@@ -65,7 +65,7 @@ class IdleRanks:
         return True
 
     def read_heartbeats(self) -> list[HeartbeatSample]:
-        """Return the last heartbeat and report of each rank. The samples are empty if all ranks have ended meanwhile."""
+        """Return the last heartbeat and report of each rank. The samples are empty if all ranks have ended."""
         try:
             return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
         except ValueError:
@@ -108,7 +108,10 @@ class DirectCall:
         return len(self.sent) == count
 
     def receive(self, deadline: float) -> None:
-        """Receive the return value of each rank. Stop at the first rank that sends something else, or nothing in time."""
+        """Receive the return value of each rank.
+
+        Stop at the first rank that sends a different message, or no message before the deadline.
+        """
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
                 return
@@ -217,7 +220,10 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended, or cannot begin because of lost ranks. Other ranks stay alive then."""
+        """Return whether the call has ended, or cannot begin because ranks were lost.
+
+        In both cases, other ranks stay alive.
+        """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 

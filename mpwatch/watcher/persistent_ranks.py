@@ -5,11 +5,11 @@ calls end, too.
 
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
-Each restart creates a new WatcherThread. Between calls, this thread waits for the ranks. So it notices a lost rank at once,
-and stops the other ranks. The next call then restarts all ranks.
+Each restart creates a new WatcherThread. Between calls, the WatcherThread notices a lost rank at once, and stops the other
+ranks. The next call then restarts all ranks.
 
 With scope="worker", a lost rank ends only its own call. The next call that needs this rank makes the same WatcherThread
-restart the rank. If all ranks are lost, all ranks are restarted as above.
+restart the rank. If all ranks are lost, the next call creates a new WatcherThread, which starts all ranks again.
 """
 
 import logging
@@ -61,7 +61,7 @@ class PersistentRanks:
     """The ranks of one WorkerGroup.
 
     The caller ensures that calls which run at the same time need different ranks, and that no call runs during `start` and
-    `close`. Any thread may read `state` and `workers`. A call has a live view unless another running call has one.
+    `close`. Any thread may read `state` and `workers`. A call has a live view only if no other running call has a live view.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -107,7 +107,7 @@ class PersistentRanks:
 
     @property
     def lacks_process_group(self) -> bool:
-        """Whether a call of all ranks has to make the process group of `backend` before some ranks can be called."""
+        """Whether a call of all ranks has to make the process group of `backend` before only some ranks can be called."""
         watcher_thread = self._watcher_thread
         is_joined = watcher_thread is not None and self._joined == (watcher_thread, self._process_group_version)
         return self._spec.backend is not None and not is_joined
@@ -123,12 +123,14 @@ class PersistentRanks:
         on_start: OnStart | None = None,
         has_view: bool = True,
     ) -> RunResult[Any] | None:
-        """Call a function in these ranks, or in all ranks if `ranks` is None. If a rank was lost, restart all ranks before.
+        """Call a function in these ranks, or in all ranks if `ranks` is None.
+
+        If a rank was lost, restart all ranks first (with scope="worker", only the lost ranks).
 
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         runs in the background, so it has no live view.
 
-        Return None if only some ranks are called, but the process group was lost with a rank. See `lacks_process_group`.
+        Return None if `ranks` is set and the process group is gone, because a rank was lost. See `lacks_process_group`.
 
         Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal of the options. If a signal
         came during the call and the calling program's handler raises an exception, this method raises the same exception.
@@ -166,14 +168,17 @@ class PersistentRanks:
         return result
 
     def close(self) -> None:
-        """End the ranks, and wait for their end. Then deliver the signals that have come meanwhile."""
+        """End the ranks, and wait for their end. Then deliver the signals that have come during this time."""
         if self._watcher_thread is not None and (blocking_call := self._begin(self._watcher_thread)) is not None:
             self._execute(blocking_call, Shutdown(), until=lambda: False)
             blocking_call.raise_error()
             blocking_call.signals.deliver_received()
 
     def take_stacks(self) -> Stacks:
-        """Return the present stacks of all ranks. They are empty if there are no ranks. Any thread may call this method."""
+        """Return the present stacks of all ranks. The result is empty if there are no ranks.
+
+        Any thread may call this method.
+        """
         watcher_thread = self._watcher_thread
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
@@ -184,9 +189,9 @@ class PersistentRanks:
             watcher_thread.commands.post(TerminalRestore(restore))
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that is logged when this rank is restarted, alone or with all others.
+        """Set the reason that is logged when this rank is restarted, alone or with all other ranks.
 
-        Nothing happens if the last call of the rank has not ended with its loss.
+        Do this only if the rank was lost in a call.
         """
         if rank in self._loss_reasons:
             self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
@@ -247,7 +252,7 @@ class PersistentRanks:
         return watcher_thread
 
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
-        """Make the watcher thread restart lost ranks, with scope="worker". If all ranks are lost, start no rank."""
+        """Make the watcher thread restart lost ranks, with scope="worker". Start no rank if all ranks are lost."""
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
         counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -264,9 +269,10 @@ class PersistentRanks:
         watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
-        """Start the ranks and execute the call. The call is posted before the ranks start, so it fails if they cannot start.
+        """Start the ranks and execute the call.
 
-        If another call has started the ranks and has lost them before this call began, start them again.
+        The call is posted before the ranks start, so the call fails if the ranks cannot start. If another call has started
+        the ranks, and they were lost before this call began, start the ranks again.
         """
         outcome = None
         while outcome is None:
@@ -275,7 +281,7 @@ class PersistentRanks:
         return outcome
 
     def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall, begin: BeginCall) -> CallOutcome | None:
-        """Execute the call. Return None if a rank had died before the call came."""
+        """Execute the call. Return None if a rank had died before the call reached it."""
         blocking_call = begin(watcher_thread)
         if blocking_call is None:
             return None
@@ -322,7 +328,7 @@ class PersistentRanks:
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
     def _observe(self, call: PendingCall) -> AttemptObservations:
-        """Return the observations of the caller's own thread during a call that has succeeded."""
+        """Return what the caller's own thread has observed during a call that has succeeded."""
         assert call.direct is not None
         spec = self._spec
         return AttemptObservations(
@@ -356,7 +362,9 @@ class PersistentRanks:
     def _begin(
         self, watcher_thread: WatcherThread, *, on_start: OnStart | None = None, has_view: bool = True
     ) -> BlockingCall | None:
-        """Return the BlockingCall that waits for the ranks. While it exists, no other call closes the watcher thread.
+        """Return the BlockingCall that waits for the ranks.
+
+        While this BlockingCall exists, no other call closes the watcher thread.
 
         Return None if another call has already closed the watcher thread, because a rank was lost.
         """
@@ -403,7 +411,7 @@ class PersistentRanks:
                 self._close(blocking_call.watcher_thread)
 
     def _close(self, watcher_thread: WatcherThread) -> None:
-        """Close a watcher thread whose ranks have ended, unless another call still reads from it."""
+        """Close a watcher thread whose ranks have ended, unless another call still uses the thread."""
         if self._watcher_thread is watcher_thread:
             self._watcher_thread = None
         if not any(call.watcher_thread is watcher_thread for call in self._blocking_calls):

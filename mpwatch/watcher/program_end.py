@@ -1,8 +1,8 @@
 """End the calls of other threads when the program ends. Runs in the main thread, at the end of the program.
 
 Python runs signal handlers only in the main thread. As long as the main thread runs code of the program, the program handles
-Ctrl-C. After that, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program while another
-thread waits for a call:
+Ctrl-C. When this code has ended, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program
+while another thread waits for a call:
 
     main thread   script ------------> wait for other threads -----------------> atexit functions --> end
                     |                   ^                    |                     ^
@@ -12,7 +12,8 @@ thread waits for a call:
 Python does not wait for daemon threads. At the end of any program, `_interrupt_and_wait` ends the runs of daemon threads.
 After that, the ranks of WorkerGroups are ended (persistent_ranks.py).
 
-The first call of a thread registers both functions. These functions do nothing if no call is running.
+The first call of a thread registers `_interrupt_after_script` and `_interrupt_and_wait`. Both functions do nothing if no
+call is running.
 """
 
 import atexit
@@ -51,7 +52,7 @@ _is_interrupted = False
 
 
 def add_call(call: CallOfThread) -> None:
-    """Interrupt this call when Ctrl-C ends the program, or now if that has happened already."""
+    """Interrupt this call when Ctrl-C ends the program. If Ctrl-C has already ended the program, interrupt the call now."""
     _register_functions()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -59,7 +60,7 @@ def add_call(call: CallOfThread) -> None:
 
 
 def remove_call(call: CallOfThread) -> None:
-    """Mark the call as over. The program's end does not interrupt it any more."""
+    """Mark the call as over. The end of the program does not interrupt this call any more."""
     _calls.pop(id(call), None)
     call.is_over.set()
 
@@ -76,9 +77,9 @@ def _register_functions() -> None:
 
 
 def _interrupt_after_script() -> None:
-    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for their threads.
+    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for the threads of these calls.
 
-    An interactive Python continues after Ctrl-C, so another event has ended it.
+    Do nothing in an interactive Python, because Ctrl-C does not end it.
     """
     if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         _interrupt_calls()

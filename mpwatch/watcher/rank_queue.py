@@ -1,7 +1,7 @@
 """Decides which call of a WorkerGroup may use which ranks. Calls that need the same rank run in the order of arrival.
 
-Each rank has a queue of the tickets that need this rank. A ticket is granted when it is the first one in all its queues. The
-ticket leaves the queues at the end of the call.
+Each rank has a queue of the tickets that need this rank. A ticket is granted when it is the first ticket in all its queues.
+The ticket leaves the queues at the end of the call.
 """
 
 import threading
@@ -25,7 +25,7 @@ class Ticket:
         self.has_left = False
 
     def wait(self) -> bool:
-        """Wait until the ticket is granted or has left the queues. Return False if it has left the queues."""
+        """Wait until the ticket is granted or has left the queues. Return False if the ticket has left."""
         self.is_granted.wait()
         return not self.has_left
 
@@ -73,7 +73,7 @@ class RankQueue:
         self._grant([first])
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a ticket that waits or was granted. Do nothing if it is not in the queues."""
+        """Remove a ticket that waits or was granted. Do nothing if the ticket is not in the queues."""
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank].pop(ticket, None)

@@ -1,6 +1,6 @@
-"""Run a function on the ranks of one node. With a BlockingCall, a caller's thread waits for the watcher thread.
+"""Run a function on the ranks of one node. A caller's thread uses a BlockingCall to wait for the watcher thread.
 
-Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
+This module runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
     api.run -> run_single_node -> BlockingCall.execute -> WatcherThread -> EventLoop.run -> ProcessPool.start -> process
 
@@ -14,11 +14,12 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-Signal handlers do not raise during the wait (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms
-also reaches the ranks. If another exception is raised in the caller's thread, it stops the ranks as SIGTERM does. A second
-exception stops the ranks at once. `execute` re-raises the exception when the ranks have ended. Ranks that have not been
-called yet, or have answered, are not stopped. In other threads than the main thread, Python raises such an exception only
-when the wait is over.
+In the first 2 ms of a call, the calling program's own signal handlers may raise exceptions. After that, no signal handler
+raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. Any
+other exception in the caller's thread stops the ranks in the same way as SIGTERM. A second exception stops the ranks at
+once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks. A rank is idle
+before its call begins, and again after its answer. If the caller's thread is not the main thread, an exception of
+`PyThreadState_SetAsyncExc` comes only when the wait is over.
 """
 
 import logging
@@ -80,8 +81,8 @@ def run_single_node(
         payload: the packed call, which this function closes. If `payload` is None, this function packs the call.
         on_start: is called with the BlockingCall before the ranks are started.
 
-    Raises LaunchError. Raises the exception of the calling program's handler for a signal that came during the run, such as
-    KeyboardInterrupt.
+    Raises LaunchError. If a signal comes during the run, the calling program's handler may raise an exception at the end,
+    such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_signal_options(spec)
@@ -106,7 +107,7 @@ def run_single_node(
 
 
 def pack_spec(spec: WorkerSpec[Any]) -> Payload:
-    """Pack the call of a run. Raises LaunchError."""
+    """Pickle the function and the arguments of a run. Raises LaunchError."""
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
     return pack_call(call)
 
@@ -114,7 +115,10 @@ def pack_spec(spec: WorkerSpec[Any]) -> Payload:
 def _prepare(
     spec: WorkerSpec[Any], controller: RunController[Any], payload: Payload | None, resources: ExitStack
 ) -> tuple[WatcherThread, PendingCall]:
-    """Do everything that comes before the start of the watcher thread. `resources` closes the objects that are made here."""
+    """Do everything that comes before the start of the watcher thread.
+
+    The ExitStack `resources` closes the objects that this function creates.
+    """
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
@@ -131,7 +135,7 @@ def log_last_report(result: RunResult[Any]) -> None:
 
 
 class BlockingCall:
-    """One wait of a caller's thread for the watcher thread. Each object is used only once.
+    """Makes a caller's thread wait for the watcher thread. A BlockingCall is used only once.
 
     Args:
         watcher_thread: the thread that the command is for.
@@ -167,7 +171,7 @@ class BlockingCall:
             watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
-        """Post the command, start the watcher thread if it has not been started, and wait.
+        """Post the command, start the watcher thread if necessary, and wait.
 
         Return when `until` returns True, or when all ranks are dead.
         """
@@ -208,16 +212,20 @@ class BlockingCall:
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
-        """Return how many seconds to wait for the reader of the ranks' output, or None for no limit.
+        """Return how many seconds to wait until the ranks' output has been read, or None for no limit.
 
-        There is a limit if the run has a timeout, or if a signal has come. `seconds_left` is the rest of the timeout.
+        There is a limit if the run has a timeout, or if a signal has come. `seconds_left` is the time until the timeout of
+        the run.
         """
         if self.signals.received or self.signals.handler_error is not None:
             return LAST_DRAIN_SECONDS
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """If a signal handler or the watcher thread has raised, deliver the deferred signals and raise its exception."""
+        """Re-raise an exception that a signal handler or the watcher thread has raised.
+
+        Before the exception is raised, deliver the deferred signals.
+        """
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
@@ -230,8 +238,8 @@ class BlockingCall:
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
         """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
 
-        If `make` raises, deliver the deferred signals and re-raise the exception. If a signal handler of the calling program
-        raises, `make` ends at once. So one Ctrl-C is enough to end it.
+        If `make` raises an exception, deliver the deferred signals and re-raise the exception. If a signal handler of the
+        calling program raises an exception, `make` ends at once. So one Ctrl-C is enough to end `make`.
         """
         try:
             result = run_until_handler_raises(make)
@@ -244,9 +252,10 @@ class BlockingCall:
     def deliver_signals(self, result: RunResult[Any]) -> None:
         """Deliver the deferred signals to the calling program's handlers. For SIGINT, this usually raises KeyboardInterrupt.
 
-        Call this last, after all cleanup, and outside an `except` block. Then a KeyboardInterrupt has no other cause or
-        context than the failure of the run. If the signal has stopped the run, a note of the exception reports where the
-        ranks were. If a signal ends the program without an exception, the report is logged before.
+        Call this method last, after all cleanup, and outside an `except` block. Then only the failure of the run can be the
+        cause or context of a KeyboardInterrupt. If the signal has stopped the run, a note of the KeyboardInterrupt reports
+        where the ranks were. If a signal will end the program without an exception, this method first logs the report of the
+        run.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -280,10 +289,11 @@ class BlockingCall:
         return thread.is_running() and not has_signals
 
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
-        """Wait for the call, at most until `deadline`, with the calling program's own signal handlers.
+        """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
-        For a short call, a quarter of the time would be needed to install and restore signal handlers. A signal handler runs
-        at once, or at the deadline.
+        During this wait, the calling program's own signal handlers stay installed. For a short call, installing and
+        restoring mpwatch's handlers would take a quarter of the time. If a signal comes, its handler runs at once or at the
+        deadline.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -315,7 +325,7 @@ class BlockingCall:
             self.signals.is_in_user_code = False
 
     def _update_views(self) -> None:
-        """Update the live view. A SIGTSTP that comes meanwhile has no effect until the view is drawn."""
+        """Update the live view. If SIGTSTP comes during the update, the program is suspended after the update."""
         self.signals.is_drawing = True
         try:
             for driver in self._drivers:
@@ -329,7 +339,7 @@ class BlockingCall:
         return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
-        """Print the stacks of all ranks on stderr, if a SIGQUIT has asked for the stacks and they have come."""
+        """If a SIGQUIT has asked for the stacks of all ranks, and the stacks have arrived, print the stacks on stderr."""
         request = self.signals.stacks_request
         if request is not None and request.stacks is not None:
             self.signals.stacks_request = None
@@ -347,9 +357,10 @@ class BlockingCall:
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
-        """After an exception in the caller's thread, stop the ranks as this signal does, and restore the signal handlers.
+        """After an exception in the caller's thread, stop the ranks, and restore the signal handlers.
 
-        If another exception comes meanwhile, everything is repeated from the start.
+        The ranks are stopped in the same way as by the signal `signum`. If another exception comes during this work, the
+        work is repeated from the start.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):

@@ -6,7 +6,7 @@ from weakref import ReferenceType, ref
 
 
 class RunningCall(Protocol):
-    """A BlockingCall or a RunHandle. A RunHandle has no BlockingCall until its ranks are about to start."""
+    """A BlockingCall or a RunHandle. A RunHandle gets its BlockingCall just before its ranks start."""
 
     def ask_to_stop(self, cause: str) -> bool:
         """Ask the ranks to stop. Return False if the call is over."""
@@ -17,13 +17,16 @@ _calls: dict[int, tuple[int, ReferenceType[RunningCall]]] = {}
 
 
 def add_call(call: RunningCall) -> None:
-    """Register a call until the call object is deleted."""
+    """Register a call. The call is removed from the registry when the call object is deleted."""
     key = id(call)
     _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None))
 
 
 def request_stop(cause: str) -> bool:
-    """Ask the ranks of all running calls to stop. Return whether any call accepts this. A signal handler may call this."""
+    """Ask the ranks of all running calls to stop. Return whether at least one call accepts the request.
+
+    A signal handler may call this.
+    """
     own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
     answers = [call.ask_to_stop(cause) for reference in own if (call := reference()) is not None]
     return any(answers)

@@ -1,4 +1,4 @@
-"""Forward signals of the calling program to the ranks, for the option `forward_signals`.
+"""For the option `forward_signals`, forward signals from the calling program to the ranks.
 
     kernel ---> HostSignals: handler in the caller's thread --- ForwardSignal ---> event loop: forward_signal ---> ranks
 
@@ -23,9 +23,9 @@ def forward_signal(
     handles: Mapping[int, RankHandle],
     deferred_log: DeferredLog,
 ) -> None:
-    """Send a signal to each rank that is running its function and catches the signal. Log a warning about other ranks.
+    """Send a signal to each rank that is running its function and catches the signal.
 
-    The default action of most signals would end a rank that does not catch the signal.
+    Log a warning about running ranks that do not catch the signal. Most signals would end such a rank.
     """
     running = [
         rank

@@ -21,7 +21,10 @@ STOP_ADVICE = " and call request_stop() of the handle in a handler of your own"
 
 
 def check_signal_options(spec: GroupSpec) -> None:
-    """Check that this thread can install handlers for these signals, and can restore the old handlers. Raises ValueError."""
+    """Check that this thread can install handlers for the signals in the options, and can restore the old handlers.
+
+    Raises ValueError.
+    """
     for name, signals in _list_options(spec).items():
         if signals and threading.current_thread() is not threading.main_thread():
             raise ValueError(IN_MAIN_THREAD_ONLY.format(name=name))
@@ -33,7 +36,7 @@ def check_signal_options(spec: GroupSpec) -> None:
 
 
 def refuse_signals(spec: GroupSpec) -> None:
-    """Raise ValueError if a run in the background has one of these options."""
+    """Raise ValueError if a run in the background has the option `stop_signals` or `forward_signals`."""
     for name, signals in _list_options(spec).items():
         if signals:
             advice = STOP_ADVICE if name == "stop_signals" else ""
@@ -41,10 +44,10 @@ def refuse_signals(spec: GroupSpec) -> None:
 
 
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
-    """Return a dict from each of these signals to its handler, which may be SIG_DFL or SIG_IGN.
+    """Return a dict that maps each signal to its handler, which may be SIG_DFL or SIG_IGN.
 
-    Signals that C code handles are left out. Python knows only the handlers that it has set itself. The kernel knows all
-    signals that are caught.
+    Signals that C code handles are left out. Python knows only handlers that Python itself has set. The kernel knows every
+    signal that this process catches.
     """
     handlers = {signum: handler for signum in signals if (handler := get_handler(signum)) is not None}
     defaults = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]

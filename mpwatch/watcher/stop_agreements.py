@@ -1,4 +1,4 @@
-"""Make ranks agree on the step at which all of them stop, when a stop is requested. Runs in the watcher thread.
+"""When a stop is requested, make the ranks agree on the step at which all of them stop. Runs in the watcher thread.
 
 Log which ranks have not returned within `stop_timeout`.
 
@@ -55,7 +55,10 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, group: RestartGroup, cause: str) -> None:
-        """Make the ranks of a group wait at their next `should_stop`. Soon after that, read which steps they have passed."""
+        """Make the ranks of a group wait at their next call of `should_stop`.
+
+        HOLD_SECONDS later, read the last step that each rank has passed.
+        """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
         read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)
@@ -72,7 +75,7 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
-        """Make the ranks of a group stop before their first step above `step`.
+        """Make each rank of a group stop before its first step with a number above `step`.
 
         If `step` is None, the ranks stop at their next call of `should_stop`.
         """
@@ -88,7 +91,10 @@ class StopAgreements:
             self._deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
 
     def log_overdue_ranks(self, group: RestartGroup, stop_timeout: float) -> None:
-        """Log where the ranks are that have not returned in time. They have been asked for their stacks."""
+        """For each rank that has not returned in time, log where the rank is.
+
+        The ranks have already been asked for their stacks.
+        """
         places = {}
         for rank, observed in group.observed.items():
             if observed.answer is None and observed.died_at is None:

@@ -1,4 +1,6 @@
-"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP). Continue the ranks when it continues (SIGCONT).
+"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP).
+
+Continue the ranks when the program continues (SIGCONT).
 
     caller's thread                                       watcher thread
     ---------------                                       --------------
@@ -10,17 +12,18 @@
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. A debugger's prompt
+If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. The prompt of a debugger
 counts as user code.
 
 Guarantees:
 
-- While the program is suspended, the watcher thread checks no deadline, and neither starts nor stops a rank.
-- The wait of the watcher thread always ends, because the caller's thread releases `is_over` even after an exception.
+- While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
+- The watcher thread's wait always ends, because the caller's thread releases the lock `is_over` even after an exception.
 - A process that was already stopped before the suspension stays stopped.
 
-To stop itself, the program raises SIGTSTP with the default action. In an orphaned process group, the kernel ignores the
-signal, because no shell could continue the program. `ssh -t host python x.py` makes such a group. The ranks go on then.
+To stop itself, the program raises SIGTSTP with the default action. In an orphaned process group, the kernel ignores SIGTSTP,
+because no shell could continue the program. For example, `ssh -t host python x.py` creates an orphaned process group. After
+an ignored SIGTSTP, the ranks continue at once.
 """
 
 import os
@@ -55,7 +58,10 @@ class ProgramSuspension:
         self._is_watcher_running = is_watcher_running
 
     def request(self, *, at_once: bool) -> None:
-        """Record that the program must be suspended, and suspend it now if `at_once`. The handler of SIGTSTP calls this."""
+        """Record that the program must be suspended. If `at_once` is True, suspend the program now.
+
+        The handler of SIGTSTP calls this.
+        """
         self.is_requested = True
         if at_once:
             self.suspend()
@@ -63,7 +69,8 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        A request during a suspension has no effect. In the same way, the kernel drops a pending SIGTSTP when SIGCONT comes.
+        A request during a suspension has no effect. The kernel does the same: when SIGCONT comes, it drops a pending
+        SIGTSTP.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -83,7 +90,10 @@ class ProgramSuspension:
                 self.view.resume()
 
     def suspend_after_call(self) -> None:
-        """Raise SIGTSTP again if it came too late for `suspend`. The calling program has its own signal handlers back."""
+        """Raise SIGTSTP again if it came too late for `suspend`.
+
+        The calling program's own signal handlers have already been restored.
+        """
         if self.is_requested:
             self.is_requested = False
             signal.raise_signal(signal.SIGTSTP)
@@ -116,7 +126,10 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 
 @contextmanager
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
-    """Stop the process groups of the ranks. At the end, continue the processes that were not stopped before."""
+    """Stop the process groups of the ranks.
+
+    At the end of the context, continue the processes that had not been stopped before.
+    """
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:
         for process in processes:

@@ -1,4 +1,4 @@
-"""A pair of sockets that wakes up a thread which waits for descriptors. Any thread or signal can write to the pair."""
+"""A pair of sockets that wakes up a thread that waits for descriptors. Any thread or signal can write to the pair."""
 
 import socket
 from contextlib import suppress
@@ -8,14 +8,14 @@ from mpwatch.wire.resource_errors import with_remedy
 
 
 class WakeupPipe:
-    """A pair of sockets that wakes up the thread that waits for it.
+    """A pair of sockets. A thread that waits for the pair is woken up by `wake`, or by a signal.
 
     A thread can wait for the pair together with other descriptors. Any thread and any signal handler can call `wake` at any
     time. The pair stays readable until `drain` is called, so a wake-up that comes before the wait is not lost.
     """
 
     def __init__(self) -> None:
-        """Create the sockets. Raises LaunchError if this process has no descriptor left."""
+        """Create the sockets. Raises LaunchError if this process cannot open more descriptors."""
         try:
             self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
         except OSError as error:
@@ -29,7 +29,7 @@ class WakeupPipe:
 
     @property
     def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`. Any byte that is written to it wakes up the reader."""
+        """The descriptor for `signal.set_wakeup_fd`. Any byte that is written to this descriptor wakes up the reader."""
         return self._pair[1].fileno()
 
     def wake(self) -> None:
@@ -37,7 +37,10 @@ class WakeupPipe:
             self._pair[1].send(b"\0")
 
     def drain(self) -> bytes:
-        """Return the bytes that were written since the last call. `wake` writes a zero, and a signal writes its number."""
+        """Return the bytes that were written since the last `drain`.
+
+        `wake` writes a zero, and a signal writes its number.
+        """
         with suppress(OSError):
             return self._pair[0].recv(4096)
         return b""

@@ -5,13 +5,13 @@
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
 The event loop needs a separate thread, because Python may raise an exception in a thread between any two bytecodes. In the
-main thread, a signal handler may raise. In any thread of the calling program, `PyThreadState_SetAsyncExc` may raise. Such an
-exception could leave a rank behind that is just being started or reaped. No other code knows the watcher thread, so no
-exception from outside is raised in it.
+main thread, a signal handler may raise an exception. In any thread of the calling program, `PyThreadState_SetAsyncExc` may
+raise an exception, too. If an exception interrupted the start or the reaping of a rank, the rank could be left behind. No
+other code knows the watcher thread, so no other code raises an exception in this thread.
 
 No user code runs in the watcher thread.
 
-There is one special case: at the end of the calling program, Python cannot start a thread. Then the event loop of a simple
+There is one special case: when the calling program is ending, Python cannot start a thread. Then the event loop of a simple
 run runs in the caller's thread (see `WatcherThread.start`).
 """
 
@@ -70,10 +70,11 @@ def has_come_up(thread: threading.Thread) -> bool:
 
 
 class WatcherThread:
-    """The watcher thread of one run, or of a WorkerGroup until its ranks are lost, and the data that it shares.
+    """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    Only one thread of the caller at a time calls a method, unless the docstring of the method says otherwise. If an
-    exception interrupts a method, the method can be called again.
+    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. At any time, only one of the caller's
+    threads may call a method of this class. The docstrings of some methods allow calls from any thread. If an exception
+    interrupts a method, the method can be called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -161,10 +162,11 @@ class WatcherThread:
             self._port_socket.close()
 
     def start(self) -> None:
-        """Start the thread, which starts the ranks. Do nothing if it was started before. Any thread may call this method.
+        """Start the thread, which starts the ranks. Do nothing if the thread was started before.
 
-        If Python cannot start a thread, the event loop runs in the caller's thread. But some runs need both threads: a run
-        that may go on after a failure, a WorkerGroup, and a run of several nodes. These runs raise LaunchError.
+        Any thread may call this method. If Python cannot start a thread, the event loop runs in the caller's thread. But
+        some runs need both threads: a run that may go on after a failure, a WorkerGroup, and a run of several nodes. These
+        runs raise LaunchError.
         """
         with self._start_lock:
             if self._thread is None:
@@ -210,7 +212,7 @@ class WatcherThread:
                 self.close()
 
     def emit_logs_and_events(self) -> None:
-        """Emit the deferred log records and call the observers. Both may run user code, in the caller's thread.
+        """Emit the deferred log records and call the observers. Logging handlers and observers may be user code.
 
         Several threads may call this method at the same time. One of these threads does the work for all of them.
         """
@@ -226,21 +228,24 @@ class WatcherThread:
                 self._emit_lock.release()
 
     def make_progress_events(self) -> ProgressEvents | None:
-        """Return a View that publishes the reports of the ranks, or None if no observer asks for reports."""
+        """Return a View that publishes the progress reports of the ranks, or None if no observer asks for reports."""
         return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
-        """Wait until everything that the ranks have printed so far is written. Log a warning after `seconds`."""
+        """Wait until everything that the ranks have printed so far is written.
+
+        If this takes longer than `seconds`, log a warning.
+        """
         if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
             self.deferred_log.warning(text)
         self.emit_logs_and_events()
 
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
-        """Return the debugger's console, or None if no rank has been at a breakpoint or another call serves the console.
+        """Return the debugger's console.
 
-        Only the main thread can open prompts. So if the main thread waits for a call, that call serves the ranks of all
-        calls.
+        Return None if no rank has been at a breakpoint, or if a different call serves the console. Only the main thread can
+        open prompts. So if the main thread waits for a call, this call serves the ranks of all calls.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -292,18 +297,21 @@ class WatcherThread:
         return os.getpid() == self._pid
 
     def cancel_start(self) -> None:
-        """Prevent the start of the ranks if the event loop does not run yet."""
+        """If the event loop does not run yet, prevent the start of the ranks."""
         self._is_cancelled = True
         set_spawning_popen(None)  # an exception may have interrupted the pickling of a call, which sets it
 
     def join(self) -> None:
-        """Wait until the thread has ended. Call this when `is_finished` is True, or after a command that ends the ranks."""
+        """Wait until the thread has ended.
+
+        Call this only when `is_finished` is True, or after a command that ends the ranks.
+        """
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()
             wait_for_thread_exit(self._thread.native_id)
 
     def close(self) -> None:
-        """Release all resources. Call this when `is_finished` is True, or if the thread will never be started."""
+        """Release all resources. Call this only when `is_finished` is True, or if the thread will never be started."""
         self.is_finished = True
         try:
             self.output.close()

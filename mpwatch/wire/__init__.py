@@ -1,1 +1,1 @@
-"""The data that crosses between the watcher and a rank: messages, shared memory, pickles and exceptions."""
+"""The data that the watcher and a rank exchange: messages, shared memory, pickles and exceptions."""

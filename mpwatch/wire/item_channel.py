@@ -1,4 +1,4 @@
-"""The messages of `mpwatch.map` between the caller and a rank: items in one direction, their values in the other.
+"""The messages of `mpwatch.map` between the caller and a rank. The caller sends items, and the rank sends return values.
 
     caller                                   rank
       | <-------------- READY ---------------- |   the rank has loaded the function
@@ -7,13 +7,13 @@
       | <------------- DIVIDE ---------------- |   instead, if ITEMS cannot be unpickled: send them one by one
       | ----------- end of the stream -------> |   there are no more items
 
-These messages use a separate socket, since the messages of the rank's channel go through the watcher thread. If a rank dies,
-the caller can still read from the socket what the rank has sent. So the caller knows at which item the rank died.
+These messages use a separate socket, because messages in the rank's main channel go through the watcher thread. If a rank
+dies, the caller can still read from the socket what the rank has sent. So the caller knows at which item the rank died.
 
 Before a rank begins an item, it takes the item's token from a pipe. The caller can take tokens from the same pipe. The rank
 never begins an item whose token the caller has taken. So the caller can give this item to another rank, even while the first
-rank is busy. When a rank has died, the tokens in the pipe show which items it had not begun. Tokens are numbers in ascending
-order. The first argument of ITEM and ITEMS is the token of the first item.
+rank is busy. When a rank has died, the tokens in the pipe show which items the rank had not begun. Tokens are numbers in
+ascending order. The first argument of ITEM and ITEMS is the token of the first item.
 
 The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The first byte of a message is its kind.
 If the pickled data are large, they are sent in a file, whose descriptor is sent with the message
@@ -54,13 +54,14 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The pipe with the tokens of one rank's items. Both processes may read from the pipe. Each token is read only once.
+    """The pipe with the tokens of one rank's items. Both the caller and the rank may read from the pipe.
 
-    A TokenPipe can be pickled as an argument of a call. The rank then gets only the reading end.
+    Each token is read only once. A TokenPipe can be pickled as an argument of a call. The rank gets only the reading end of
+    the pipe.
     """
 
     def __init__(self) -> None:
-        """Open the pipe. Raises OSError if no descriptors are left."""
+        """Open the pipe. Raises OSError if this process cannot open more descriptors."""
         self._reader, self._writer = Pipe(duplex=False)
         for end in (self._reader, self._writer):
             os.set_blocking(end.fileno(), False)
@@ -84,13 +85,13 @@ class TokenPipe:
         return int(TOKEN.unpack(data)[0]) if data else None
 
     def close(self) -> None:
-        """Close the ends of the pipe in this process. The other process may still read the tokens in the pipe."""
+        """Close the ends of the pipe in this process. The other process can still read the tokens in the pipe."""
         self._reader.close()
         self._writer.close()
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:
-    """Return the caller's end of a new socket pair, which does not block, and the rank's end. Raises OSError."""
+    """Create a socket pair. Return the caller's end, which does not block, and the rank's end. Raises OSError."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other
@@ -109,7 +110,7 @@ def receive_message(channel: socket.socket) -> ItemMessage | None:
     """Return the kind, the body and the descriptors of the next message. Raises OSError.
 
     Return None at the end of the stream. The receiver must close the descriptors. If this process has reached its limit of
-    open files, the list of descriptors is replaced by None.
+    open files, the result contains None instead of the list of descriptors.
     """
     while True:
         try:

@@ -57,9 +57,9 @@ class LaunchInfo:
 
 
 class RankProcess(SpawnProcess):
-    """The process of a rank. In the watcher, it is an object of a subclass that overrides `_Popen`.
+    """The process of a rank. In the watcher, it is an instance of a subclass that overrides `_Popen`.
 
-    In the rank, it is an object of this class.
+    In the rank, it is an instance of RankProcess itself.
 
     Args:
         launch_info: the argument of the program's `main`.

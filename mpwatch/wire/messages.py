@@ -15,8 +15,8 @@
 
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
-A message is sent as a frame, which is a header and a body. A large call or return value is sent in a file. Then the body is
-empty, and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
+A message is sent as a frame, which is a header and a body. A large call or return value is sent in a file. In this case the
+body is empty, and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
 
 The header contains a time of CLOCK_MONOTONIC. All processes of a machine share that clock, so the watcher can sort the
 events of different ranks by time.
@@ -36,7 +36,7 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 
 
 class MessageKind(enum.IntEnum):
-    """The kind of a message. The comment beside a kind describes the body. Without a comment the body is empty."""
+    """The kind of a message. The comment beside a kind describes the body. A kind without a comment has an empty body."""
 
     READY = 1  # READY_BODY
     CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file
@@ -59,9 +59,9 @@ class MessageKind(enum.IntEnum):
 class Message:
     """A received message.
 
-    `stamp` is the time in the header. If the content came in a file instead of the body, `file` is this content. If the file
-    could not be read, `file` is the error. `fd` is the descriptor that came with DEBUGGER or COLLECTIVES. The receiver must
-    close `fd`.
+    `stamp` is the time in the header. If the content of the message came in a file, `file` is this content, and the body is
+    empty. If this file could not be read, `file` is the error. `fd` is the descriptor that came with DEBUGGER or
+    COLLECTIVES. The receiver must close `fd`.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
@@ -107,7 +107,7 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that are complete with these bytes. Raises ValueError if mpwatch has not written the bytes."""
+        """Return the messages that these bytes complete. Raises ValueError if mpwatch has not written the bytes."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:

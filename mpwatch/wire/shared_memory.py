@@ -1,4 +1,4 @@
-"""The memory that the watcher shares with each rank. It needs no channel, and still exists when the rank is dead.
+"""The memory that the watcher shares with each rank. This memory needs no channel, and still exists when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
     a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
@@ -6,16 +6,16 @@
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
-- The black box is a part of the memory into which a rank writes its messages when it has lost its channel. The rank writes
-  the header of a frame (messages.py) last, so the watcher ignores an incomplete frame. The watcher reads the black box when
-  the rank is dead.
+- The black box is a part of the shared memory. A rank that has lost its channel writes its messages into the black box. The
+  rank writes the header of a frame (messages.py) last, so the watcher ignores an incomplete frame. The watcher reads the
+  black box when the rank is dead.
 - A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
-  watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. Then the
-  watcher reads the report again.
-- The pids of children are the pids of the last 1,014 processes that the rank has started by multiprocessing. With them the
-  watcher finds the files of these processes that torch has left in /dev/shm (watcher/processes/torch_files.py).
-- The number of the interrupted call is the number of the call for which the watcher has sent its last interrupt. See
-  `PendingCall.number`. A signal has no such number, and can arrive just after the rank has answered that call.
+  watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. If the
+  watcher finds a wrong checksum, it reads the report again.
+- The pids of children are the pids of the last 1,014 processes that the rank has started by multiprocessing. The watcher
+  needs these pids to find files that torch has left in /dev/shm (watcher/processes/torch_files.py).
+- The number of the interrupted call says which call the watcher has interrupted last. See `PendingCall.number`. The signal
+  itself carries no number, and it can arrive just after the rank has answered the interrupted call.
 
 A rank maps its slot into memory and closes the descriptor. User code can close every descriptor (as a daemon does), but it
 cannot end a mapping.
@@ -78,9 +78,9 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear the slot of a dead rank for the next rank. Do not write zeros to unused pages.
+    """In the watcher: clear the slot of a dead rank for the next rank.
 
-    Pages that were never written take no memory.
+    Do not write to unused pages, because a page that was never written takes no memory.
     """
     zeros = bytes(BLACK_BOX_SIZE)
     if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
@@ -89,12 +89,15 @@ def clear_slot(fd: int, slot: int) -> None:
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
-    """In the watcher: write the number of the call that a signal is for. Do this before the signal is sent."""
+    """In the watcher: record the number of the call that a signal will interrupt. Do this before the signal is sent."""
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 
 
 def read_interrupted_call(memory: mmap.mmap) -> int:
-    """In the rank: return the number of the last call that the watcher has interrupted. Return 0 if there is none."""
+    """In the rank: return the number of the last call that the watcher has interrupted.
+
+    Return 0 if the watcher has interrupted no call.
+    """
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
 
@@ -114,7 +117,7 @@ class ChildPidsWriter:
         self._numbers = count()
 
     def append(self, pid: int) -> None:
-        """Write a pid. If there are MAX_CHILD_PIDS pids, replace the oldest one. Any thread may call this."""
+        """Write a pid. If there are already MAX_CHILD_PIDS pids, replace the oldest pid. Any thread may call this."""
         PID.pack_into(self._memory, CHILD_PIDS_AT + next(self._numbers) % MAX_CHILD_PIDS * PID.size, pid)
 
 
@@ -139,7 +142,7 @@ class BlackBox:
         self._used = 0
 
     def append(self, frame: bytes) -> bool:
-        """Write a frame after the other frames. Return False if there is no room for it."""
+        """Write a frame after the other frames. Return False if there is no room for the frame."""
         start, end = self._used, self._used + len(frame)
         if end > BLACK_BOX_SIZE:
             return False
@@ -171,7 +174,10 @@ def read_black_box(fd: int, slot: int) -> list[Message]:
 
 
 class HeartbeatSample:
-    """The content of a rank's heartbeat memory: the time of the last heartbeat or None, and the last report or None."""
+    """The content of a rank's heartbeat memory: the time of the last heartbeat, and the last report.
+
+    Each of the two may be None.
+    """
 
     __slots__ = ("beat_at", "report")
 
@@ -194,7 +200,7 @@ class HeartbeatWriter:
         HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, time.monotonic())
 
     def stop(self) -> None:
-        """Write that no heartbeat will follow, because the function has returned.
+        """Record that no heartbeat will follow, because the function has returned.
 
         If the rank has never sent a heartbeat, write nothing.
         """
@@ -215,7 +221,7 @@ class HeartbeatWriter:
 
 
 def read_heartbeat_time(fd: int, slot: int) -> float | None:
-    """In the watcher: return the time of the rank's last heartbeat, or None if it has sent none."""
+    """In the watcher: return the time of the rank's last heartbeat, or None if the rank has sent no heartbeat."""
     (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(fd, HEARTBEAT_TIME.size, slot * SLOT_SIZE + HEARTBEAT_AT))
     return heartbeat_at or None
 
@@ -251,7 +257,7 @@ def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
 
 
 class SlotsMemory:
-    """Maps the slots of all ranks into the memory of the watcher process. Any thread may use it.
+    """Maps the slots of all ranks into the memory of the watcher process. Any thread may use this object.
 
     The methods raise ValueError after `close`. The constructor raises OSError if the file cannot be mapped.
 

@@ -12,15 +12,16 @@
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-`asked` is the last step for which `should_stop` has returned False, or returns False now. If a rank reads the state NONE, it
-has written `asked` before. So when the watcher reads `asked`, it sees each step that a rank has passed, and no rank passes a
-further step. The rank's processor may read `state` before other processors see the new `asked`. This delay is much shorter
-than HOLD_SECONDS.
+`asked` is the last step for which `should_stop` has returned False, or is about to return False. A rank writes `asked`
+before it reads the state. So when the watcher reads `asked` after HOLD_SECONDS, it sees every step that the rank has passed.
+While the state is HOLD, no rank passes a further step. The rank's processor may read `state` before other processors see the
+new `asked`. This delay is much shorter than HOLD_SECONDS.
 
-On several nodes the watchers agree on the highest step of all nodes, and the ranks wait for this step (multinode/leader.py).
+On several nodes the watchers agree on the highest step of all nodes. The ranks wait until this step is known
+(multinode/leader.py).
 
-The other ranks do not wait for a rank that never calls `should_stop`, since it has passed no step. A rank that has returned
-has passed its last step.
+A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. A rank that has returned has
+passed its last step.
 
 A step that is lower than the previous step begins a new round of steps, such as an epoch. `asked` and `agreed` count the
 steps of all rounds. The first step of a round comes after the last step of the previous round.
@@ -46,7 +47,7 @@ POLL_SECONDS = 0.0005  # a waiting rank reads the state this often
 
 
 class StopReader:
-    """In the rank: answers `should_stop`. Only one thread of the rank may call it.
+    """In the rank: computes the result of `should_stop`. Only one thread of the rank may use this object.
 
     Args:
         memory: the rank's slot.
@@ -106,11 +107,11 @@ class StopMemory:
         self._start = start
 
     def hold(self) -> None:
-        """Let the rank wait at its next call of `should_stop` until `agree` is called."""
+        """Make the rank wait at its next call of `should_stop` until `agree` is called."""
         self._write(STATE, HOLD)
 
     def agree(self, step: int | None) -> None:
-        """Let the rank stop at its first step after this step. If it is None, stop at the next call of `should_stop`."""
+        """Make the rank stop at its first step after `step`. If `step` is None, the rank stops at its next `should_stop`."""
         self._write(AGREED_STEP, NO_STEP if step is None else step)
         self._write(STATE, AGREED)
 
@@ -119,7 +120,10 @@ class StopMemory:
         return self._read(ASKED)
 
     def read_stopped_step(self) -> int | None:
-        """Return the first step for which `should_stop` has returned True in the rank, or None if there is none."""
+        """Return the first step for which `should_stop` has returned True in the rank.
+
+        Return None if there is no such step.
+        """
         return self._read(STOPPED)
 
     def _write(self, word: int, value: int) -> None:

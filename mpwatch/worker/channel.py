@@ -20,7 +20,7 @@ READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """A blocking channel. Only the rank's main thread may use it. Other threads may call `send_socket` and `request_stop`.
+    """A blocking channel for the rank's main thread. Other threads may call only `send_socket` and `request_stop`.
 
     Args:
         fd: the descriptor of a connected Unix socket.
@@ -41,7 +41,10 @@ class Channel:
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message. If that fails, write it into shared memory (the black box). Return False if both fail."""
+        """Send a message. If user code has closed the channel, write the message into the black box.
+
+        Return False on failure.
+        """
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:
@@ -54,7 +57,7 @@ class Channel:
         return self._black_box.append(data)
 
     def send_file(self, kind: MessageKind, file: FileIO, stamp: float) -> bool:
-        """Send a message with a file instead of a body, as `send` does. Raises OSError if the file cannot be passed."""
+        """Like `send`, but send a file instead of a body. Raises OSError if the file's descriptor cannot be sent."""
         fd = file.fileno()
         if not self._is_open():
             content = os.pread(fd, BLACK_BOX_SIZE, 0)  # if the file is longer, `append` refuses this content
@@ -62,7 +65,7 @@ class Channel:
         return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
 
     def send_socket(self, kind: MessageKind, fd: int, body: bytes) -> bool:
-        """Send a message of the kind DEBUGGER or COLLECTIVES with this descriptor. Return False if it cannot be sent.
+        """Send a message of the kind DEBUGGER or COLLECTIVES with this descriptor. Return False on failure.
 
         Any thread may call this method.
         """
@@ -83,7 +86,7 @@ class Channel:
     def request_stop(self) -> None:
         """Send STOP_REQUESTED. Any thread and any signal handler may call this method.
 
-        A signal handler may interrupt the code that sends another message. Then the request is sent after that message.
+        If a signal handler calls this method while a message is being sent, the request is sent after that message.
         """
         self._is_stop_unsent = True
         self._send_stop_request()
@@ -150,17 +153,20 @@ class Channel:
     def detach(self) -> None:
         """Leave the descriptor open until the kernel closes it at exit.
 
-        User code may have closed the descriptor. Then its number may belong to another file now, which must stay open.
+        If user code has closed the descriptor, its number may now belong to another file, which must stay open.
         """
         self._socket.detach()
 
     def reserve_fd(self) -> None:
-        """Open a spare descriptor. An answer needs a free descriptor, and the user's function may use up all of them."""
+        """Open a spare descriptor. An answer needs a free descriptor, but the user's function may use up all descriptors."""
         if self._reserved_fd == -1:
             self._reserved_fd = os.dup(self._fd)
 
     def release_reserved_fd(self) -> None:
-        """Close the spare descriptor. If user code has closed it, its number may belong to another file. Leave that open."""
+        """Close the spare descriptor.
+
+        Do nothing if user code has already closed the spare descriptor, because its number may now belong to another file.
+        """
         if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
             os.close(self._reserved_fd)
         self._reserved_fd = -1
@@ -182,9 +188,9 @@ def _read_identity(fd: int) -> tuple[int, int]:
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write to the rank's stderr what the interpreter printed before this stderr was set up.
+    """Write the early output of the interpreter to the rank's stderr: the output from before this stderr was set up.
 
-    The rank does this and not the watcher, because a write blocks while no process reads. The watcher must not block.
+    The rank writes this output, because the write may block, and the watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

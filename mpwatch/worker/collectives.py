@@ -1,20 +1,21 @@
-"""Answers which collectives this rank has called, and where its main thread is. This module runs in a rank.
+"""Reports which collectives this rank has called, and where its main thread is. This module runs in a rank.
 
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
     the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
-The thread is started when the rank makes its first process group. The thread can answer while the main thread waits in C++
-code. It cannot answer while another thread holds the GIL.
+The thread that answers is started when the rank creates its first process group. This thread can answer while the main
+thread waits in C++ code. It cannot answer while another thread holds the GIL.
 
 torch can give a new process group the name of a destroyed group. torch then numbers the collectives of the new group from 1
-again. So this module notes the number of the recorder's next record when a group is made. It ignores older records with the
-group's name. A "world" is what `init_process_group` makes: the ranks of the default group, and all groups of these ranks.
+again. So when a group is created, this module notes the number of the flight recorder's next record. The module ignores
+older records with the name of the new group. A "world" is what `init_process_group` creates: the ranks of the default group,
+and all groups of these ranks.
 
-The crash socket lets the watcher ask a dying rank for its collectives. For example, gloo ends a rank by abort() if its peers
-send another number of bytes than it expects. Then faulthandler writes the stack of the crash into this socket. The socket's
-buffer is so small that the write blocks until the watcher reads. The watcher first asks for the collectives, and then reads
-(watcher/processes/collective_sockets.py). So the process lives 0.1 s longer at most, and dies by its own signal. If the
-watcher is dead, the write fails at once.
+With the crash socket, the watcher can ask a crashing rank for its collectives. For example, gloo ends a rank by abort() if a
+peer sends more or fewer bytes than the rank expects. Then faulthandler writes the stack of the crash into the crash socket.
+The socket's buffer is so small that the write blocks until the watcher reads. The watcher first asks for the collectives,
+and then reads the stack (watcher/processes/collective_sockets.py). So the crashing rank lives at most 0.1 s longer, and its
+own signal still ends it. If the watcher is dead, the write fails at once.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the othe
 
 @dataclass(frozen=True)
 class _Group:
-    """Facts about a process group, which were noted when the group was made."""
+    """Facts about a process group, which were noted when the group was created."""
 
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
@@ -90,9 +91,9 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Replace the functions of torch.distributed that make process groups.
+    """Replace the functions of torch.distributed that create process groups. The new functions call the original functions.
 
-    The new functions do the same, and also start the thread and note each new group.
+    They also start the thread that answers, and note each new group.
     """
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
@@ -128,20 +129,23 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """Return the number of the next record of each backend that has recorded something."""
+    """For each backend that has records, return the number of the backend's next record."""
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
-    """Return False if this is a call of a destroyed group, and a newer group has the same name."""
+    """Return False if this entry is from a destroyed group, and a newer group has the same name."""
     group = _groups.get(entry["process_group"][0])
     return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
 
 def start(channel: Channel) -> None:
-    """Start the thread, unless it runs. If no descriptor or no thread is left, the watcher gets only the stacks."""
+    """Start the thread if it does not run yet.
+
+    If no descriptor or thread can be created, the watcher gets only the stacks.
+    """
     global _has_started, _requests
     if _has_started or not torch_private.has_flight_recorder():
         return
@@ -164,9 +168,9 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
 
 
 def send_before_failure(channel: Channel) -> None:
-    """Send the watcher the collectives of this rank before its failure, since the watcher may stop a failed rank at once.
+    """Send this rank's collectives to the watcher, before the rank reports its failure.
 
-    The main thread calls this function.
+    After that report, the watcher may stop the rank at once. The main thread calls this function.
     """
     with suppress(Exception):  # another version of torch may record something else
         if _has_started:
@@ -174,7 +178,10 @@ def send_before_failure(channel: Channel) -> None:
 
 
 def answer_last_request() -> None:
-    """Answer a request that has come. The main thread calls this before it exits, since the other thread then dies."""
+    """Answer a request that has already come.
+
+    The main thread calls this at its exit, because no other thread can answer later.
+    """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
             with suppress(OSError):  # there is no request, or the watcher is dead
@@ -206,7 +213,7 @@ def _answer_one(requests: socket.socket) -> None:
 
 
 def describe_rank() -> RankCollectives:
-    """Return the collectives of this process, the oldest first, and the place of its main thread."""
+    """Return the collectives of this process, the oldest first, and the place where its main thread is."""
     main_frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_walk_frames(main_frame))
     now = time.time_ns()
@@ -228,7 +235,7 @@ def describe_rank() -> RankCollectives:
 
 
 def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the recorder has overwritten records that may be calls of the noted groups."""
+    """Return whether the flight recorder has overwritten records that may belong to calls of the noted groups."""
     oldest: dict[str, int] = {}
     for entry in recorded:
         oldest.setdefault(_get_backend(entry), entry["record_id"])
@@ -237,7 +244,7 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the collective in which the main thread waits. Return None if it does not wait in a collective.
+    """Return the index of the collective in which the main thread waits. Return None if there is no such collective.
 
     Other threads may have called some of these collectives.
     """
@@ -259,7 +266,8 @@ def _is_of_distributed(frame: FrameType) -> bool:
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries. If several entries have the same number, return only the last one of them.
 
-    NCCL records each call of a batch, and then the batch itself with the same number. Only the batch's state changes.
+    NCCL records each call of a batch, and then the batch itself with the same number. After that, only the state of the
+    batch changes.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -318,7 +326,7 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
 
 
 def _get_operation(entry: Mapping[str, Any]) -> str:
-    """Return the name of the operation without ranks. NCCL's names of some operations contain ranks: `recv 0<-1`."""
+    """Return the name of the operation, without ranks. NCCL adds ranks to some names, such as `recv 0<-1`."""
     name = str(entry["profiling_name"]).partition(":")[2].partition(" ")[0]
     return BATCH_OF_POINT_TO_POINT if entry["is_p2p"] and name == "coalesced" else name
 
@@ -339,7 +347,7 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root to the main thread's present collective, since the flight recorder has neither."""
+    """Add the reduction and the root, which the flight recorder lacks, to the collective in which the main thread is."""
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

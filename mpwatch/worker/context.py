@@ -83,7 +83,7 @@ def current_worker() -> Worker:
 def choose_part(count: int) -> int:
     """Return the index of this rank's value among the `count` values of a PerRank.
 
-    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
+    `count` must be the number of ranks of the job, or the number of ranks of this node. Any other number raises ValueError.
     """
     worker = current_worker()
     if count == worker.world_size:
@@ -130,9 +130,9 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
 def should_stop(step: int) -> bool:
     """Return whether this rank should save its state and return now, before it does this step.
 
-    The answer is False until a signal in `stop_signals`, `request_stop()` or `stop_after` requests a stop. After that the
-    answer becomes True on all ranks at the same step: the first step that no rank has passed. So all ranks can save the same
-    state, and no rank waits in a collective for a rank that has stopped:
+    A stop is requested by a signal in `stop_signals`, by `request_stop()`, or by `stop_after`. Before a stop is requested,
+    `should_stop` returns False. After that it returns True on all ranks at the same step: the first step that no rank has
+    passed. So all ranks can save the same state, and no rank waits in a collective for a rank that has stopped:
 
         for step in range(first_step, steps):
             if mpwatch.should_stop(step):
@@ -140,14 +140,14 @@ def should_stop(step: int) -> bool:
             train(step)
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
-    a new epoch begins: its steps come after all steps of the previous epoch. The other ranks do not wait for a rank that has
-    returned, or that never calls `should_stop`. If a rank has returned after its last step, the other ranks go on to that
-    step. Then they may end although `should_stop` has never returned True. With scope="worker" ranks do not communicate, so
-    each rank stops at its own next step.
+    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
+    for a rank that has returned, or that never calls `should_stop`. If a rank has returned after its last step, the other
+    ranks continue up to that step. In this case, the other ranks may end before `should_stop` has returned True. With
+    scope="worker" ranks do not communicate, so each rank stops at its own next step.
 
-    A call takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds until the ranks
-    agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank waits for
-    `node_timeout`. Outside a rank, and in a process that a rank has forked, the answer is False.
+    A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds
+    until the ranks agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank
+    waits for `node_timeout`. Outside a rank, and in a process that a rank has forked, `should_stop` returns False.
 
     Args:
         step: the number of the step that comes next.
@@ -164,11 +164,12 @@ def should_stop(step: int) -> bool:
 def request_stop() -> bool:
     """Ask all ranks to save their state and return: `should_stop` becomes True on all ranks at the same step.
 
-    In a rank, the request is for all ranks of its run, on all nodes. In a call of a WorkerGroup, it is for all ranks of that
-    call. It is not for ranks that this rank has started itself. In the process that has started ranks, the request is for
-    all its runs and calls that are not finished. Any thread, observer or signal handler may call `request_stop`. See
-    `RunHandle.request_stop` and `CallHandle.request_stop` for a single run or call. A second request changes nothing. A
-    request does not end `mpwatch.map`. To end it, leave the loop over its results.
+    If a rank calls this function, the request is for all ranks of the same run, on all nodes. In a call of a WorkerGroup,
+    the request is for all ranks of this call. The request is not for ranks that the rank itself has started. If the program
+    that has started the ranks calls this function, the request is for all of its unfinished runs and calls. Any thread,
+    observer or signal handler may call `request_stop`. To stop a single run or call, use `RunHandle.request_stop` or
+    `CallHandle.request_stop`. A second request changes nothing. A request does not end `mpwatch.map`. To end `mpwatch.map`,
+    leave the loop over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

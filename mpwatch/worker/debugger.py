@@ -3,8 +3,8 @@
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
-The message DEBUGGER says for what the socket is: "breakpoint", "post_mortem" or "inspector".
-The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
+The message DEBUGGER contains the purpose of the socket: "breakpoint", "post_mortem" or "inspector". The messages on the
+socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
                         ("prompt", text, can_be_left, thread, place)            the answer is one of the first three below;
@@ -17,12 +17,12 @@ The messages on the socket are tuples of builtin values, sent by a multiprocessi
                         ("ready",) or ("refused", reason)                       the first message on a new socket
                         ("inspect",)                                            the user wants to look at this rank
 
-With `post_mortem` a rank has an inspector, which is a thread with another socket. The inspector shows the main thread's
-stack to the user while the main thread runs, or waits in C code.
+With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
+main thread's stack to the user while the main thread runs, or waits in C code.
 
-This module does not change a Pdb object that the user has made with other streams. It does not change a Pdb object with
-another `cmdloop` either, such as IPython's. The default `sys.breakpointhook` calls pdb.set_trace. So PYTHONBREAKPOINT, and a
-hook that the user has set, keep their meaning.
+This module does not change a Pdb object that user code has created with its own streams. It also does not change a Pdb
+object with its own `cmdloop`, such as IPython's. The default `sys.breakpointhook` calls pdb.set_trace, and this module does
+not replace the hook. So PYTHONBREAKPOINT, and a hook that the user has set, keep their meaning.
 """
 
 from __future__ import annotations
@@ -57,14 +57,18 @@ _last_debugger: Any = None  # the Pdb that was used last
 
 
 def finish_stepping() -> None:
-    """End the user's stepping, since the function has ended. pdb then stops only at breakpoints that the user has set."""
+    """End the user's stepping, because the function has ended.
+
+    After that, pdb stops only at breakpoints that the user has set.
+    """
     if _last_debugger is not None:
         _last_debugger.set_continue()
 
 
 class DebuggerClient:
-    """Sends pdb's prompts and output to the watcher, and receives the user's lines. Its socket is opened at the first
-    prompt.
+    """Sends pdb's prompts and output to the watcher, and receives the user's lines.
+
+    A DebuggerClient opens its socket at the first prompt.
 
     Args:
         channel: the channel to the watcher.
@@ -80,7 +84,7 @@ class DebuggerClient:
         self.lock = threading.RLock()
 
     def open(self, purpose: str = "breakpoint") -> None:
-        """Connect to the watcher, unless there is a connection. Raises RuntimeError if the watcher can show no prompt."""
+        """Connect to the watcher if there is no connection yet. Raises RuntimeError if the watcher cannot show a prompt."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
@@ -164,13 +168,13 @@ class DebuggerClient:
 
 
 def _wait_for_end() -> None:
-    """Wait until the watcher stops this rank. If the rank's handler for SIGTERM raises, the wait ends, too."""
+    """Wait until the watcher stops this rank. The wait also ends if the rank's handler for SIGTERM raises an exception."""
     while True:
         threading.Event().wait()
 
 
 class PromptStream:
-    """The stdin and stdout of one Pdb."""
+    """The stdin and stdout of one Pdb object."""
 
     encoding = "utf-8"
 
@@ -181,14 +185,14 @@ class PromptStream:
         self._unfinished_line = ""  # the prompt, when pdb reads a line
 
     def write(self, text: str) -> int:
-        """Show the complete lines of the text, and keep the unfinished one for the next prompt or call."""
+        """Show the complete lines of the text. Keep an unfinished line for the next prompt or the next `write`."""
         lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
         if newline:
             self.client.write(lines + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing, since `write` sends complete lines at once."""
+        """Do nothing, because `write` sends complete lines at once."""
 
     def isatty(self) -> bool:
         """Return False, so that pdb writes no escape sequences."""
@@ -201,7 +205,7 @@ class PromptStream:
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
-    """Change the module pdb, so that each Pdb object without other streams reads and writes through the watcher."""
+    """Change the module pdb: each Pdb object that is created without streams reads and writes through the watcher."""
     import code
     from cmd import Cmd
 
@@ -305,7 +309,10 @@ def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
-    """Return the index of the innermost frame of user code. If there is none, return the index of the innermost frame."""
+    """Return the index of the innermost frame of user code.
+
+    If there is no user code, return the index of the innermost frame.
+    """
     from mpwatch.results.places import find_user_frame
 
     files = [frame.f_code.co_filename for frame, _ in reversed(stack)]
@@ -338,7 +345,7 @@ class _StopError(BaseException):
 def _raised_at_sigterm() -> Iterator[None]:
     """Raise _StopError at SIGTERM, so that the rank reports its exception and ends.
 
-    A handler that the user's function has set for SIGTERM stays.
+    If the user's function has set a handler for SIGTERM, do not replace this handler.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -386,7 +393,7 @@ def _run_inspector(client: DebuggerClient) -> None:
 
 
 def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a copy that ends where user code has called pdb, if this module has raised the exception."""
+    """If this module has raised the exception, return a copy of the traceback that ends where user code has called pdb."""
     entries = []
     rest = trace
     while rest is not None:

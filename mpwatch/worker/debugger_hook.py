@@ -1,6 +1,6 @@
 """Makes pdb in a rank use the streams of debugger.py. The change is made as soon as pdb is imported.
 
-This module is small, since every rank imports it. Most ranks never need the larger debugger.py.
+This module is small, because every rank imports it. Most ranks never need the larger debugger.py.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 
 
 def finish_stepping() -> None:
-    """End the user's stepping, since the function has ended. pdb then stops only at breakpoints that the user has set."""
+    """End the user's stepping, because the function has ended.
+
+    After that, pdb stops only at breakpoints that the user has set.
+    """
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
         debugger.finish_stepping()
 
 
 def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of pdb and mpwatch, if the debugger has raised the exception itself."""
+    """If the debugger itself has raised the exception, return the traceback without the frames of pdb and mpwatch."""
     debugger = sys.modules.get(DEBUGGER)
     return trace if debugger is None else debugger.drop_own_frames(trace)
 

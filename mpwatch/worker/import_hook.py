@@ -1,6 +1,6 @@
 """Changes a module as soon as it has been imported. This module runs in a rank.
 
-This module is small, since every rank imports it. Most ranks never import the modules that are to be changed.
+This module is small, because every rank imports it. Most ranks never import the modules that would be changed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class ModuleFinder:
         self.change = change
 
     def install(self) -> None:
-        """Change the module at once if it is loaded. Otherwise change it when it is imported."""
+        """If the module is already loaded, change it at once. Otherwise change it when it is imported."""
         if self._name in sys.modules:
             self.change(sys.modules[self._name])
         else:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the module. Return None for any other module, which the other finders will find."""
+        """Return the spec of the module. Return None for any other module, so that Python asks the next finder."""
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -1,7 +1,8 @@
 """The rank's part of `mpwatch.map`: it calls the function with one item after another, and sends each value at once.
 
-`serve_items` is the function that a call of a WorkerGroup runs. If the user's function raises for an item, that call ends.
-So mpwatch reports the exception like the exception of any call. The caller then makes another call for the next items.
+`serve_items` is the function that a call of a WorkerGroup runs. If the user's function raises an exception for an item, the
+call ends. So mpwatch reports the exception like an exception of any other call. The caller then makes another call for the
+next items.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _call(fn: Callable[[Any], object], item: object) -> object:
 def _send_value(channel: socket.socket, value: object) -> bool:
     """Send a value, and return whether it could be sent. If the value cannot be pickled, its item fails.
 
-    The watcher expects no heartbeat until the next item.
+    Between two items, the watcher expects no heartbeats.
     """
     with closing(pickle_value(value)) as bundle:
         context.stop_heartbeats()

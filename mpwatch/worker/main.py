@@ -12,8 +12,8 @@
 Guarantees:
 
 - A rank sends exactly one answer to each call, whatever the function raises. The answer contains the time at which the
-  function ended. With `backend`, the torch process group is destroyed before that time. After that time the rank only
-  pickles and sends the answer.
+  function ended. After that time the rank only pickles and sends the answer. With `backend`, the torch process group is
+  destroyed only after the answer has been sent.
 - A rank prints no traceback, because the watcher reports the exception.
 - A rank ends if its watcher is dead.
 """
@@ -88,7 +88,7 @@ def main(launch_info: LaunchInfo) -> None:
 
 
 def _die_with_watcher() -> None:
-    """Let the kernel kill this rank when the watcher dies.
+    """Make the kernel kill this rank when the watcher dies.
 
     multiprocessing keeps a pipe open from the watcher to this rank. The kernel sends SIGKILL when the pipe closes. If the
     kernel does not support that, only the guardian process kills the rank.
@@ -101,8 +101,8 @@ def _die_with_watcher() -> None:
 def _reset_signals(ignored: tuple[int, ...]) -> None:
     """Ignore these signals, and reset the signal settings that the rank has inherited from the watcher process.
 
-    The watcher thread may block signals, and the calling program may ignore some. If a rank ignored SIGTERM, only SIGKILL
-    could stop it. If a rank ignored SIGCHLD, it could not wait for its own children.
+    A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. If a rank ignored
+    SIGTERM, only SIGKILL could stop it. If a rank ignored SIGCHLD, it could not wait for its own children.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -112,14 +112,14 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """From the first process group on, let the rank answer when the watcher asks for the rank's collectives."""
+    """Make the rank answer the watcher's requests for collectives, as soon as it has created a process group."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
 
 
 def _answer_last_request() -> None:
-    """Answer the watcher if it has asked for the rank's collectives just before the rank exits."""
+    """If the watcher has asked for the rank's collectives just before the rank exits, answer this request."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 
@@ -127,7 +127,10 @@ def _answer_last_request() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
-    """Import the modules of the option `preload`. Return the exception if an import fails. The first call then fails."""
+    """Import the modules of the option `preload`. If an import fails, return the exception.
+
+    The first call then fails with this exception.
+    """
     try:
         for name in names:
             import_module(name)
@@ -144,7 +147,7 @@ def _serve(
 ) -> None:
     """Run and answer calls until the watcher sends SHUTDOWN or closes the channel.
 
-    If `preload` has failed, the first call fails with that exception.
+    If `preload` has failed, the first call fails with the exception of the import.
     """
     pid = os.getpid()
     while True:
@@ -172,7 +175,10 @@ def _serve(
 def _run_call(
     received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
-    """Run a call, and pickle its return value. In this function only `_load_and_call` can be interrupted by a signal."""
+    """Run a call, and pickle its return value.
+
+    Only one part of this function can be interrupted by a signal: `_load_and_call`.
+    """
     try:
         try:
             value = _load_and_call(received, deferred_signals, preload_error)
@@ -227,7 +233,7 @@ def _call_function(call: Call) -> object:
 
 
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    """Pickle the return value. If it cannot be pickled, return a failure whose time is the end of the function."""
+    """Pickle the return value. If the value cannot be pickled, return a failure with the time `returned_at`."""
     try:
         return pickle_value(value), returned_at
     except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
@@ -259,7 +265,7 @@ def pickle_value(value: object) -> PickleBundle:
 
 
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
-    """Exit without an answer, like any forked process. This process is a copy of the rank that the function has forked."""
+    """Exit without an answer, like any forked process. The function has forked the rank, and this process is the copy."""
     if isinstance(outcome, _Failure):
         from mpwatch.wire.exceptions import decoder
 
@@ -291,8 +297,8 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
 def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the exception's "plain" message, then its "details".
 
-    The code of an exception's class may raise, crash or hang in `__str__`. Pickling the exception is even less safe. So
-    FAILING first says that the call failed and when. The text and the traceback follow, and the pickles come last.
+    The code of an exception's class may raise, crash or hang in `__str__`. Pickling the exception is even less safe. So the
+    message FAILING comes first, and says when the call failed. The text and the traceback follow, and the pickles come last.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
@@ -312,7 +318,10 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """Send the text of the local variables. If that fails, send an empty text, since the watcher waits for the message."""
+    """Send the text of the local variables.
+
+    If encoding fails, send an empty text, because the watcher waits for the message.
+    """
     texts = b""
     with suppress(BaseException):  # memory or threads have run out
         texts = failure.make_encoder().locals()
@@ -357,7 +366,7 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Return an encoder of another exception, to which this failure's traceback is given."""
+        """Give this failure's traceback to a different exception, and return an encoder of that exception."""
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
         set_builtin_attribute(error, "__traceback__", get_builtin_attribute(self.error, "__traceback__"))
@@ -387,11 +396,12 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 
 
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
-    """Destroy the torch process group of the option `backend`. Ignore exceptions, since it may be broken already.
+    """Destroy the torch process group of the option `backend`. Ignore exceptions, because the group may already be broken.
 
-    A group that is not kept for later calls is destroyed when the rank has sent its return value. Ranks that still wait for
-    this rank then fail at once, and the watcher already knows that this rank has returned. After a failure, the group is
-    not destroyed before the exit, since that may wait for ranks that wait for this rank.
+    A group that is not kept for later calls is destroyed when the rank has sent its return value. When the group is
+    destroyed, ranks that still wait for this rank fail at once. By then, the watcher already knows that this rank has
+    returned. After a failure, the group is destroyed only at the exit, because its destruction may wait for other ranks,
+    which may themselves wait for this rank.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.
@@ -403,7 +413,10 @@ def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
 
 
 def _report_exit_blockers(channel: Channel) -> None:
-    """Send the names of threads and processes that Python waits for before it exits. The watcher reports them."""
+    """Send the names of the threads and processes for which Python waits before it exits.
+
+    The watcher reports these names.
+    """
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     children = [child.name for child in multiprocessing.active_children() if not child.daemon]
     blockers = [

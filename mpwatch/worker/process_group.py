@@ -18,10 +18,10 @@ _group_number = 0  # the number of the last group within its version; equal in a
 
 
 def init(backend: str, version: int | None, timeout: float | None) -> None:
-    """Join the default process group, unless the group of this version still exists. Raises what torch raises.
+    """Join the default process group. Do nothing if the group of this version still exists. Raises whatever torch raises.
 
-    This function returns when all ranks have joined. torch itself returns earlier with gloo, as soon as this rank is
-    connected. If this rank then left the group, the connections that the other ranks still make would fail.
+    This function returns when all ranks have joined. With gloo, torch's own function returns earlier: when this rank is
+    connected. If this rank then left the group, the connections that other ranks are still opening would fail.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
@@ -52,12 +52,12 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
 
 
 def is_kept() -> bool:
-    """Whether the last group is kept for later calls."""
+    """Return whether the last group is kept for later calls."""
     return _version is not None
 
 
 def destroy() -> None:
-    """Destroy the default process group, unless the function has done so. Raises what torch raises."""
+    """Destroy the default process group if it still exists. Raises whatever torch raises."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Signals in a rank: the function sees them as in any program, and they never disturb the rank's own code.
+"""Handles signals in a rank. The function gets signals as in any program, but signals never disturb the rank's own code.
 
     what the rank does          what a signal does
     run the function            the function's own handler runs, or the default action
@@ -6,10 +6,9 @@
     wait for a call             SIGTERM ends the rank, even if a function has set a handler for SIGTERM. SIGINT is deferred:
                                 it reaches the function of the next call if the watcher has sent SIGINT for that call
 
-This table holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler
-raises. It does not hold for mpwatch's own handler, which only writes stacks (stack_dumps.py).
-mpwatch defers a signal by replacing its handler. A signal mask would not be enough: a mask belongs to one thread, and the
-kernel delivers a signal to any thread that does not block it.
+This table is for SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table is not for
+the signal whose handler is mpwatch's own StackWriter (stack_dumps.py). mpwatch defers a signal by replacing its handler. A
+signal mask would not be enough: a mask belongs to one thread, and the kernel would deliver the signal to another thread.
 """
 
 import mmap
@@ -23,7 +22,7 @@ from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
-    """Defers signals between `defer` and `restore`. Only the main thread may create and use it.
+    """Defers signals between `defer` and `restore`. Only the main thread may create and use this object.
 
     Args:
         memory: the rank's shared memory. The watcher writes into it the number of the call that an interrupt is for.
@@ -46,7 +45,10 @@ class DeferredSignals:
                 set_handler(number, self._record)
 
     def prepare_for_call(self) -> None:
-        """Let SIGTERM end the rank from now on. A deferred SIGTERM ends it now. A deferred SIGINT is for the next call."""
+        """Make SIGTERM end the rank from now on. A deferred SIGTERM ends the rank now.
+
+        A deferred SIGINT is kept for the next call.
+        """
         # Python loses a signal that comes between its last check and the change of the handler. The kernel keeps a blocked
         # signal, whose default action then ends the rank.
         mask = c_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -56,7 +58,9 @@ class DeferredSignals:
             signal.raise_signal(signal.SIGTERM)
 
     def restore(self, call: int) -> None:
-        """Restore the function's handlers. If a SIGINT was deferred, its handler runs here, and may raise.
+        """Restore the function's handlers.
+
+        If a SIGINT was deferred for this call, its handler runs here, and may raise an exception.
 
         Args:
             call: the number of the call. A SIGINT that was sent for an earlier call is dropped.

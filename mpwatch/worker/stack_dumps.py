@@ -3,16 +3,16 @@
 The watcher asks by one of two signals, because either signal works where the other one fails:
 
 - PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. So this handler sees whole
-  stacks, and writes the stacks of all threads. It does not run while the main thread computes in C code. It does not run
-  either while the main thread waits in C code in a way that a signal does not end.
-- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. It runs at once, even if any thread holds the GIL. This
-  handler writes only the stack of the thread that gets the signal. The watcher sends the signal to the main thread. If a
-  thread enters or leaves a function at this moment, its frame is invalid. Python 3.11 to 3.13 may crash when the handler
-  reads such a frame (with `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack
-  (4 %).
+  stacks, and writes the stacks of all threads. The handler does not run while the main thread computes in C code. It also
+  does not run while the main thread waits in C code, if a signal cannot interrupt this wait.
+- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The handler in C runs at once, even while a thread holds the
+  GIL. This handler writes only the stack of the thread that gets the signal. The watcher sends the signal to the main
+  thread. If the main thread is just entering or leaving a function, its frame is invalid. Python 3.11 to 3.13 may crash when
+  the handler reads an invalid frame (with `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 does not crash,
+  but leaves out the rest of the stack (in 4 % of the dumps).
 
-So the watcher sends NATIVE_DUMP_SIGNAL only if the answer to PYTHON_DUMP_SIGNAL has not begun, that is, if the main thread
-is in C code. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
+So the watcher sends PYTHON_DUMP_SIGNAL first. If no answer begins, the main thread is in C code, and the watcher sends
+NATIVE_DUMP_SIGNAL. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
 
 The handler of PYTHON_DUMP_SIGNAL ends a system call early (EINTR), like any handler in Python. A tracer (`sys.settrace`)
 sees the handler's frames.
@@ -48,7 +48,7 @@ def register_stack_dumps(pipe: int) -> int:
     """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread in the dumps.
 
     faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the function
-    enables faulthandler itself, the stack of a crash goes where the function wants it.
+    itself enables faulthandler, the stack of a crash is written to the file that the function has chosen.
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
@@ -63,9 +63,9 @@ def register_stack_dumps(pipe: int) -> int:
 
 
 def redirect_crash_stack(target: socket.socket) -> None:
-    """Let the stack of a crash be written into this socket, and not into the pipe.
+    """Make faulthandler write the stack of a crash into this socket instead of the pipe.
 
-    If the user's function has chosen another file for it, nothing changes.
+    Do nothing if the user's function has chosen another file for faulthandler.
     """
     if _crash_file() is not None:
         fd = target.detach()
@@ -82,7 +82,10 @@ def _enable_crash_stack(fd: int) -> None:
 
 
 class CrashFile:
-    """The file into which faulthandler writes the stack of a crash. It lives until faulthandler gets another file."""
+    """The file into which faulthandler writes the stack of a crash.
+
+    Python deletes a CrashFile when faulthandler gets another file.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -98,8 +101,8 @@ class CrashFile:
 class StackWriter:
     """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, and begins with the main thread.
 
-    It leaves out the middle of a deep stack. It keeps the outermost frames, since they show whether the rank is loading its
-    call or running the function.
+    A StackWriter leaves out the middle of a deep stack. It keeps the outermost frames, because these show whether the rank
+    is loading its call or running the function.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:

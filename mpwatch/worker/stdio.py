@@ -1,11 +1,12 @@
 """Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
 A rank starts with a pipe to the watcher as its stderr. So the watcher can read the output of an interpreter that fails
-before the rank is ready. `move_stderr` then makes stderr what the caller wants. From then on the pipe is only for stack
-dumps.
+before the rank is ready. `move_stderr` then replaces stderr with the stream that the caller wants. From then on the pipe is
+only for stack dumps.
 
-If stdout is a pipe or a file, Python and C write it in blocks. The watcher would read lines late, and would miss the last
-block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does on a terminal.
+If stdout is a pipe or a file, Python and C write to stdout in blocks. Then the watcher would read lines late, and would
+never get the last block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does
+on a terminal.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output 
 
 
 def move_stderr(stderr_fd: int) -> bytes:
-    """Make this descriptor stderr, and use the pipe that was stderr until now for stack dumps.
+    """Make this descriptor the rank's stderr. Use the old stderr, which is a pipe, only for stack dumps.
 
     Return the body of the message READY.
     """
@@ -42,8 +43,8 @@ def move_stderr(stderr_fd: int) -> bytes:
 def leave_terminal() -> None:
     """Give up the controlling terminal, if there is one. Open descriptors of the terminal still work.
 
-    A rank is in a background process group of the terminal. If the rank reads from /dev/tty, the kernel stops it by SIGTTIN
-    without a message. If the rank has no controlling terminal, /dev/tty cannot be opened.
+    A rank is in a background process group of the terminal. If such a rank reads from /dev/tty, the kernel stops the rank by
+    SIGTTIN without a message. Without a controlling terminal, the rank cannot open /dev/tty, and gets an error.
     """
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
@@ -83,7 +84,7 @@ def flush() -> None:
 
 
 def _duplicate_to_high_fd(fd: int) -> int:
-    """Return a duplicate of this descriptor. Its number is HIGH_FD if this number is free and allowed."""
+    """Return a duplicate of this descriptor. The duplicate has the number HIGH_FD if this number is free and allowed."""
     try:
         os.fstat(HIGH_FD)
     except OSError:

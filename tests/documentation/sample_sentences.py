@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CODE_BLOCK = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
 NO_PROSE = re.compile(r"\s*(#|\||!\[|<|:::|-{3}|\?{3}|!{3}|={3} )")  # headings, tables, pictures, directives
-LIST_ITEM = re.compile(r"\s*([-*]|\d+\.) ")
+LIST_ITEM = re.compile(r"^\s*([-*]|\d+\.) ")
 NO_PARAGRAPH = re.compile(r"^(    |Args:|Returns:|Raises:)", re.MULTILINE)
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\[*]|(?:multiprocessing|mpwatch|torch|gloo|pytest|cloudpickle)\b)")
 

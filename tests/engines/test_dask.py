@@ -15,6 +15,7 @@ from support.process_state import is_alive
 
 pytest.importorskip("distributed")
 from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
+from distributed.comm import CommClosedError
 
 from engines import cases
 from engines.cases import wait_until
@@ -186,6 +187,16 @@ def test_ctrl_c_twice_ends_all_nodes_at_once(client):
     assert not any(client.run(list_own_tasks).values())
 
 
+def test_a_cluster_that_is_gone_at_the_end_does_not_hide_ctrl_c(client, monkeypatch, caplog):
+    async def fail(*_, **__):
+        raise CommClosedError("the scheduler is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(client, "run", fail)
+        run(client, signal.pause, 2, nodes=2, on_event=cases.interrupt)
+    assert "it is not known whether the Dask tasks of the job have ended: the scheduler is gone" in caplog.messages
+
+
 def test_ranks_stop_together(client):
     result = run(client, wait_for_stop, 1, nodes=2)
     assert list(result) == [result.stopped_at] * 2
@@ -233,8 +244,8 @@ def test_nodes_are_on_several_hosts_if_there_are_several():
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": None}}
     with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
         assert list(run(client, report_rank, 1, nodes=2)) == [0, 1]
-        with pytest.raises(mpwatch.LaunchError, match="had a suitable worker for 2 of 3 nodes"):
-            run(client, report_rank, 1, nodes=3, join_timeout=0.5)
+        with pytest.raises(mpwatch.LaunchError, match="has a suitable worker for 2 of 3 nodes"):
+            run(client, report_rank, 1, nodes=3, queue_timeout=0.5)
         everywhere = list(client.scheduler_info()["workers"])
         assert list(run(client, report_rank, 1, nodes=3, workers=everywhere)) == [0, 1, 2]
 
@@ -332,14 +343,14 @@ def test_the_ranks_end_with_the_driver(client):
     ("options", "error", "text"),
     [
         (
-            {"nodes": 3, "join_timeout": 0.5},
+            {"nodes": 3, "queue_timeout": 0.5},
             mpwatch.LaunchError,
-            "the Dask cluster had a suitable worker for 2 of 3 nodes of the job after",
+            r"the Dask cluster has a suitable worker for 2 of 3 nodes of the job: .*The job has waited for 0\.5 s \(queue_timeout\)",
         ),
-        ({"workers": ["tcp://10.0.0.1:1"], "join_timeout": 0.5}, mpwatch.LaunchError, "had a suitable worker for 0 of 2"),
+        ({"workers": ["tcp://10.0.0.1:1"], "queue_timeout": 0.5}, mpwatch.LaunchError, "has a suitable worker for 0 of 2"),
         ({"workers": "tcp://10.0.0.1:1"}, TypeError, "workers must be a collection of addresses, not a string"),
         (
-            {"resources": {"GPU": 1}, "join_timeout": 0.5},
+            {"resources": {"GPU": 1}, "queue_timeout": 0.5},
             mpwatch.LaunchError,
             r"a worker of its own with {'GPU': 1}, on a host",
         ),
@@ -361,6 +372,16 @@ def test_a_bad_client_is_named(client):
     closed.close()
     with pytest.raises(ValueError, match="the Dask client is not connected to a scheduler, it is closed; make a new Client"):
         run(closed, report_pid, 2, nodes=2)
+
+
+def test_a_client_that_is_closed_while_the_job_waits_is_named(client):
+    other = Client(client.scheduler.address)
+    engine = dask.DaskEngine(other, 3)
+    assert "has a suitable worker for 2 of 3 nodes" in engine.describe_wait()
+    other.close()
+    with pytest.raises(mpwatch.LaunchError, match="does not say which workers it has: the Dask client is closed"):
+        engine.describe_wait()
+    engine.close()
 
 
 def test_a_scheduler_that_does_not_answer_is_named(monkeypatch, tmp_path):

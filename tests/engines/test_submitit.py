@@ -17,6 +17,7 @@ submitit = pytest.importorskip("submitit")
 
 from engines import cases, slurm_stand_in  # noqa: E402
 from engines.cases import find_parent, wait_until  # noqa: E402
+from mpwatch.cluster import queue_wait  # noqa: E402
 from mpwatch.integrations.submitit import Job, engine, run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -201,6 +202,30 @@ def test_ctrl_c_cancels_a_job_that_waits_in_the_queue(slurm, tmp_path):
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=30)
     assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert slurm_stand_in.list_states(slurm) == {"101": "CANCELLED"}
+    check_nothing_left(tmp_path)
+
+
+def test_a_job_waits_in_the_queue_for_longer_than_join_timeout(slurm, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(queue_wait, "FIRST_REPORT_SECONDS", 6.0)
+    take_report = queue_wait.QueueWait.take_report
+
+    def free_the_nodes(self, what, now):
+        slurm_stand_in.set_nodes(slurm, 2)
+        return take_report(self, what, now)
+
+    slurm_stand_in.set_nodes(slurm, 0)
+    monkeypatch.setattr(queue_wait.QueueWait, "take_report", free_the_nodes)
+    result = run(make_executor(tmp_path, "slurm"), report_pid, 2, nodes=2, join_timeout=5.0)
+    assert [rank for rank, *_ in result] == [0, 1, 2, 3]
+    assert caplog.messages[0].startswith("no node of these jobs of submitit has begun: 101. The job has waited for 6 s, and")
+    check_nothing_left(tmp_path)
+
+
+def test_queue_timeout_limits_the_wait_in_the_queue(slurm, tmp_path):
+    slurm_stand_in.set_nodes(slurm, 0)
+    with pytest.raises(mpwatch.LaunchError, match=r"has begun: 101\. The job has waited for 2 s \(queue_timeout\)"):
+        run(make_executor(tmp_path, "slurm"), report_pid, 2, nodes=2, queue_timeout=2.0)
     assert slurm_stand_in.list_states(slurm) == {"101": "CANCELLED"}
     check_nothing_left(tmp_path)
 

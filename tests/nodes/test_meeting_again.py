@@ -9,8 +9,19 @@ import torch.distributed as dist
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.node_machine import NodeMachine, Rejoin, ReportAttempt
-from mpwatch.multinode.protocol.messages import AttemptDecision, JobConfig, LostNode, NextStep, NodeInfo, RestartHistory
+from mpwatch.multinode.protocol.json_codec import to_json
+from mpwatch.multinode.protocol.messages import (
+    AttemptDecision,
+    ExpectedNodes,
+    JobConfig,
+    LostNode,
+    NextStep,
+    NodeInfo,
+    RestartHistory,
+)
+from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.multinode.rendezvous.client import RendezvousClient
+from mpwatch.multinode.rendezvous.rounds import EXPECTED_NODES_KEY
 from mpwatch.multinode.rendezvous.torch_handler import MAX_POLL_SECONDS, MIN_POLL_SECONDS, poll_interval
 from mpwatch.multinode.rendezvous.torch_state import load_state
 from mpwatch.options.rendezvous import Rendezvous
@@ -18,6 +29,7 @@ from mpwatch.options.rendezvous import Rendezvous
 SOON = 0.2  # seconds
 LONG = 20.0  # seconds of a last call that no node should wait for
 TIMEOUT = 30.0  # seconds
+SECRET = "of the job"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +43,10 @@ def clients():
     """Three clients of a job whose minimum is one node. The one that serves the store is closed last."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    made = [RendezvousClient(Rendezvous(f"127.0.0.1:{port}", "job", (1, 4), is_host=not number)) for number in range(3)]
+    made = [
+        RendezvousClient(Rendezvous(f"127.0.0.1:{port}", "job", (1, 4), is_host=not number, secret=SECRET))
+        for number in range(3)
+    ]
     for client in made:
         client.connect(time.monotonic() + TIMEOUT)
     yield made
@@ -63,6 +78,26 @@ def test_survivors_that_have_all_joined_wait_for_no_other_node(clients, pool):
     assert join(pool, survivors, last_call=LONG, expected_nodes=2)() == [2, 2]
     assert join(pool, survivors, last_call=LONG, expected_nodes=2)() == [2, 2]
     assert time.monotonic() - began < LONG / 2
+
+
+def write_expected_nodes(client, secret):
+    entry = SignedJson(secret.encode(), "job").encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(2)))
+    client.get_job_store().set(EXPECTED_NODES_KEY, entry)
+
+
+def test_new_nodes_do_not_wait_for_nodes_that_cannot_come(clients, pool):
+    write_expected_nodes(clients[0], SECRET)
+    began = time.monotonic()
+    assert join(pool, clients[:2], last_call=LONG)() == [2, 2]
+    assert time.monotonic() - began < LONG / 2
+
+
+@pytest.mark.parametrize(("secret", "text"), [("", "not signed"), ("of another job", "signed with another secret")])
+def test_a_number_of_expected_nodes_without_the_secret_is_refused(clients, secret, text):
+    write_expected_nodes(clients[0], secret)
+    with pytest.raises(LaunchError, match=f"the number of nodes that can come at present cannot be read: {text}"):
+        clients[0].join(time.monotonic() + TIMEOUT, last_call=LONG)
+    await_state(clients[0], lambda state: not state.participants)
 
 
 def test_survivors_wait_for_a_newcomer_that_waits_already(clients, pool):

@@ -21,7 +21,8 @@ import torch
 
 import mpwatch
 from mpwatch import cluster
-from mpwatch.cluster import driver
+from mpwatch.cluster import driver, queue_wait
+from mpwatch.cluster.links import NodeLinks
 from support import functions
 from support.programs import ENV
 
@@ -162,6 +163,23 @@ def test_a_node_whose_link_breaks_is_replaced():
     assert list(result) == [0, 1]
 
 
+def test_the_connection_of_a_lost_node_is_closed_at_once(monkeypatch):
+    released, seen = [], []
+    release = NodeLinks.release
+
+    def note_release(self, connection):
+        release(self, connection)
+        released.append(connection.closed)
+
+    def look(event):
+        if isinstance(event, mpwatch.events.CallStarted):
+            seen.append(list(released))
+
+    monkeypatch.setattr(NodeLinks, "release", note_release)
+    cluster.run(BlindEngine(), functions.rank, 1, nodes=2, on_event=look)
+    assert seen[0] == [True]
+
+
 class UnreadableEngine(BlindEngine):
     """Has a node that sends what the driver cannot unpickle."""
 
@@ -227,6 +245,7 @@ def test_the_reason_at_the_end_of_a_traceback_is_in_the_error_of_an_engine():
         ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem': the nodes have no terminal"),
         ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
         ({"nodes": 0}, ValueError, "^nodes must be"),
+        ({"queue_timeout": 0}, ValueError, "queue_timeout must be a number of seconds, more than 0, not 0"),
         ({"epochs": 3}, TypeError, "epochs"),
     ],
 )
@@ -406,7 +425,7 @@ def test_a_job_whose_nodes_are_all_lost_again_and_again_fails():
             OSError("no machine is left"),
             "the new nodes could not begin: the engine could not start node 3: no machine is left",
         ),
-        pytest.param(None, "no new node has begun within 10 s (join_timeout)", marks=pytest.mark.slow),
+        pytest.param(None, "no new node has begun within 10 s (queue_timeout)", marks=pytest.mark.slow),
     ],
 )
 def test_a_job_whose_nodes_are_all_lost_fails_without_new_nodes(error, text):
@@ -415,7 +434,7 @@ def test_a_job_whose_nodes_are_all_lost_fails_without_new_nodes(error, text):
     with pytest.raises(
         mpwatch.RunFailedError, match=r"node 0 \(.*\) with rank 0 was lost: its process was killed\n"
     ) as caught:
-        cluster.run(engine, signal.pause, 1, nodes=1, max_restarts=2, join_timeout=10.0, on_event=kill)
+        cluster.run(engine, signal.pause, 1, nodes=1, max_restarts=2, queue_timeout=10.0, on_event=kill)
     assert f"not restarted: {text}" in str(caught.value)
 
 
@@ -536,9 +555,11 @@ class LateEngine(cluster.ThreadEngine):
         return late
 
 
-def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting():
+def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting(caplog):
+    caplog.set_level("INFO", "mpwatch")
     result = cluster.run(LateEngine(), functions.rank, 1, nodes=(1, 2), last_call_timeout=0.0)
     assert list(result) == [0]
+    assert "waiting" not in caplog.text
 
 
 class SmallEngine(cluster.ThreadEngine):
@@ -570,12 +591,71 @@ class FullEngine(cluster.ThreadEngine):
     """Has no room for any node."""
 
     def start(self, call, number):
-        return Future()
+        self._futures[number] = Future()
+        return self._futures[number]
 
 
 def test_a_cluster_that_begins_no_node_is_an_error():
-    with pytest.raises(mpwatch.LaunchError, match=r"has begun no node of the job within 0\.5 s"):
-        cluster.run(FullEngine(), functions.rank, 1, nodes=1, join_timeout=0.5)
+    text = r"the cluster has started no node of the job\. The job has waited for 0\.5 s \(queue_timeout\)$"
+    with pytest.raises(mpwatch.LaunchError, match=text):
+        cluster.run(FullEngine(), functions.rank, 1, nodes=1, queue_timeout=0.5)
+
+
+def test_a_job_waits_in_the_queue_without_limit_and_ctrl_c_cancels_it(monkeypatch, caplog):
+    engine = FullEngine()
+    monkeypatch.setattr(queue_wait, "FIRST_REPORT_SECONDS", 0.1)
+    take_report = queue_wait.QueueWait.take_report
+
+    def interrupt_after_report(self, what, now):
+        if not caplog.messages:
+            return take_report(self, what, now)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue_wait.QueueWait, "take_report", interrupt_after_report)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(engine, functions.rank, 1, nodes=2, join_timeout=0.05)
+    (warning,) = caplog.messages
+    assert re.fullmatch(
+        r"the cluster has started no node of the job\. The job has waited for 0 s, and waits without limit \(queue_timeout\)",
+        warning,
+    )
+    assert all(future.cancelled() for future in engine._futures.values())
+    assert len(engine._futures) == 2
+
+
+class CrowdedEngine(cluster.ThreadEngine):
+    """Has no room at first, and starts no node before.
+
+    Args:
+        questions: after how many it has room.
+    """
+
+    def __init__(self, questions):
+        super().__init__()
+        self.questions = questions
+
+    def describe_wait(self):
+        self.questions -= 1
+        return "" if self.questions < 0 else f"{self.questions + 1} other jobs have the machines"
+
+    def start(self, call, number):
+        assert self.questions < 0
+        return super().start(call, number)
+
+
+def test_nodes_are_started_when_the_cluster_has_room(monkeypatch, caplog):
+    monkeypatch.setattr(queue_wait, "FIRST_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(driver, "ROOM_PERIOD", 0.01)
+    result = cluster.run(CrowdedEngine(2), functions.rank, 1, nodes=2, queue_timeout=60)
+    assert list(result) == [0, 1]
+    assert caplog.messages[0].startswith(
+        "2 other jobs have the machines. The job has waited for 0 s, and waits for up to 60 s"
+    )
+
+
+def test_a_cluster_without_room_is_an_error_after_queue_timeout():
+    with pytest.raises(mpwatch.LaunchError, match=r"other jobs have the machines\. The job has waited for 0\.2 s"):
+        cluster.run(CrowdedEngine(10_000), functions.rank, 1, nodes=2, queue_timeout=0.2)
 
 
 class PlayedNode:
@@ -631,11 +711,11 @@ def test_a_job_whose_only_node_is_gone_before_it_has_joined_is_an_error():
     engine = PlayedEngine()
     begin = engine.begin
     engine.begin = lambda number: (begin(number), engine.nodes[number].connection.close())
-    with pytest.raises(mpwatch.LaunchError, match=r"has begun no node of the job within 0\.5 s"):
-        cluster.run(engine, functions.rank, 1, nodes=1, join_timeout=0.5)
+    with pytest.raises(mpwatch.LaunchError, match=r"has started no node of the job\. The job has waited for 0\.5 s"):
+        cluster.run(engine, functions.rank, 1, nodes=1, queue_timeout=0.5)
 
 
-def test_join_timeout_does_not_limit_a_node_that_had_begun_before_the_last_other_node_was_lost():
+def test_queue_timeout_does_not_limit_a_node_that_had_begun_before_the_last_other_node_was_lost():
     engine = PlayedEngine()
 
     def lose_node_0_when_node_1_has_begun(event):
@@ -652,7 +732,7 @@ def test_join_timeout_does_not_limit_a_node_that_had_begun_before_the_last_other
 
     begin = engine.begin
     engine.begin = lambda number: (begin(number), number == 0 and engine.nodes[0].join(attempt=0))
-    options = {"max_restarts": 1, "join_timeout": 0.5, "last_call_timeout": 0.0}
+    options = {"max_restarts": 1, "queue_timeout": 0.5, "last_call_timeout": 0.0}
     result = cluster.run(engine, functions.rank, 1, nodes=(1, 2), on_event=lose_node_0_when_node_1_has_begun, **options)
     assert not engine.ending.result()
     assert result.state is mpwatch.WorkerState.SUCCEEDED

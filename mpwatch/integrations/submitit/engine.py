@@ -71,6 +71,11 @@ class SubmititEngine:
             self._submit([number])
         return self._futures[number]
 
+    def describe_wait(self) -> str:
+        """Return which jobs have not begun. It is "" before the first job is submitted."""
+        waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
+        return f"no node of these jobs of submitit has begun: {', '.join(waiting)}" if waiting else ""
+
     def cancel(self, number: int) -> None:
         """Cancel the job of a node, if no other node of it runs. Otherwise the node ends when it has lost the driver."""
         with self._lock:

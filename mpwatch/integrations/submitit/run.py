@@ -25,7 +25,6 @@ def run(
     nodes: int | tuple[int, int],
     max_requeues: int = 3,
     address: str | None = None,
-    join_timeout: float = 600.0,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
@@ -43,9 +42,8 @@ def run(
             from what it has saved. After that, `stopped_at` of the result is the step at which the ranks have stopped.
         address: the address of this process, to which the nodes connect. If it is None, this is the address of the machine's
             host name.
-        join_timeout: seconds that the job may wait in SLURM's queue, and that nodes wait for each other after that. If the
-            queue is long, give a larger number.
-        options: other options of `mpwatch.cluster.run`.
+        options: other options of `mpwatch.cluster.run`. The job waits without limit in SLURM's queue, unless `queue_timeout`
+            is set.
 
     Raises: see `mpwatch.cluster.run`.
     """
@@ -59,14 +57,13 @@ def run(
     mpwatch.WorkerSpec(
         fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
     )
-    options |= {"nodes": nodes, "join_timeout": join_timeout}
     stop_seconds = grace_period + END_SECONDS
     while True:
         own_address = address or _find_own_address(kind)
         engine = SubmititEngine(executor, least, address=own_address, stop_seconds=stop_seconds)
         error: mpwatch.RunFailedError | None = None
         try:
-            result = cluster.run(engine, _ignore_signal(fn), nprocs, **options)
+            result = cluster.run(engine, _ignore_signal(fn), nprocs, nodes=nodes, **options)
         except mpwatch.RunFailedError as caught:
             result, error = caught.result, caught
             _remove_own_frame(caught.__cause__)

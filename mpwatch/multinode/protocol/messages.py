@@ -52,6 +52,13 @@ class RestartHistory:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedNodes:
+    """To nodes that join a round without any earlier node: this number of nodes can come at present."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobConfig:
     """The options that must be the same on all nodes, as pairs of name and value. See job_config.py."""
 

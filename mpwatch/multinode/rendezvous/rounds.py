@@ -22,6 +22,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from mpwatch.errors import LaunchError
+from mpwatch.multinode.protocol.json_codec import from_json
+from mpwatch.multinode.protocol.messages import ExpectedNodes
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SignedJson
 from mpwatch.multinode.rendezvous.cancellable_wait import Deadline
 from mpwatch.multinode.rendezvous.clock_skew import LocalClockBackend
 from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
@@ -34,7 +37,7 @@ from mpwatch.torch_private import forget_bootstrap_store
 
 T = TypeVar("T")
 
-EXPECTED_NODES_KEY = "expected_nodes"  # the key in the store of the job for the number of nodes that can come at present
+EXPECTED_NODES_KEY = "expected_nodes"  # the key of ExpectedNodes in the store of the job
 LEFT_KEY = "left"  # the key in the store of a round for the number of its nodes that have left
 LEAVE_TRIES = 20  # a try fails if another node has written the state meanwhile
 
@@ -125,6 +128,7 @@ class DynamicRendezvous:
         self._previous_nodes: set[Node] = set()  # the nodes of the previous round
         self._expected_nodes = math.inf
         self._job_store = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
+        self._signed_json = SignedJson(rendezvous.key, rendezvous.run_id)
         self._wait_report: WaitReport | None = None  # of the join that is in progress
 
     def join(self, deadline: Deadline, last_call: float, expected_nodes: float, wait_report: WaitReport | None) -> Round:
@@ -152,7 +156,7 @@ class DynamicRendezvous:
             text = self._describe_timeout(seconds, has_no_room=isinstance(error, _NoRoomError))
             self._remove_this_node()
             raise LaunchError(text) from error
-        except CancelledError:
+        except (CancelledError, LaunchError):
             self._remove_this_node()
             raise
         finally:
@@ -177,14 +181,22 @@ class DynamicRendezvous:
 
         The time is zero if all expected nodes have joined, unless another node waits to join. A node that was not in the
         previous round does not count as expected.
+
+        Raises LaunchError if the store has an invalid number of expected nodes.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
-        expected = self._expected_nodes
-        if not self._previous_nodes and self._job_store.check([EXPECTED_NODES_KEY]):
-            expected = int(self._job_store.get(EXPECTED_NODES_KEY))
+        has_entry = not self._previous_nodes and self._job_store.check([EXPECTED_NODES_KEY])
+        expected = self._read_expected_nodes() if has_entry else self._expected_nodes
         are_all_here = len(returned) >= expected and not (state.wait_list or state.redundancy_list)
         return timedelta() if are_all_here else self._timeouts.last_call
+
+    def _read_expected_nodes(self) -> int:
+        entry = self._job_store.get(EXPECTED_NODES_KEY)
+        try:
+            return from_json(ExpectedNodes, self._signed_json.decode(EXPECTED_NODES_KEY, entry)).count
+        except InvalidEntryError as error:
+            raise LaunchError(f"the number of nodes that can come at present cannot be read: {error}") from error
 
     def _is_still_complete(self, info: RendezvousInfo) -> bool:
         """Return whether all nodes are still in the round. A node may leave before this node sees the formed round."""

@@ -1,10 +1,12 @@
 """The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
 All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. The
-next reading is due when a rank may have been silent for half of the limit. Readings are more frequent while a rank is late.
+next reading is due when a rank may have been silent for half of `heartbeat_timeout`. Readings are more frequent while a rank
+is late.
 
-A rank that was silent for the whole limit does not fail at once. A little later, all heartbeats are read a second time. A
-rank that was only suspended has sent a heartbeat by then. Ranks that wait for a hanging rank are silent by then, too.
+A rank that was silent for the whole limit does not fail at once. A little later, all heartbeats are read a second time.
+Before this second reading, a rank that was only suspended has sent a heartbeat. If a rank hangs, the ranks that wait for it
+have become silent, too.
 
 A rank that has never sent a heartbeat has no limit.
 """
@@ -55,7 +57,7 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Add the time of a rank's last heartbeat. Return True if `silent_ranks` has ranks after a second reading."""
+        """Add the time of a rank's last heartbeat. Return True if ranks are silent at the second reading, too."""
         self._unread.discard(rank)
         if beat_at is not None:
             self._update(rank, beat_at, now)

@@ -8,12 +8,14 @@ The machine does not decide whether failed ranks are restarted. run_controller.p
 
 Guarantees:
 
-- The stages IDLE and RUNNING have a deadline only while ranks start, and for a lease. RUNNING also has deadlines for the
-  limits of the call and for heartbeats. AWAITING_DECISION has no deadline, because it lasts as long as the user code that
-  decides. Every other stage before FINISHED has a deadline.
+- IDLE has a deadline only while ranks start or while the node has a lease. RUNNING also has deadlines for the limits of the
+  call and for heartbeats. AWAITING_DECISION has no deadline, because it lasts as long as the user code that decides.
+  DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. AWAITING_ROOT_CAUSE has a deadline except while a
+  debugger's prompt is open.
 - In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
-  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all other ranks do so, all ranks stay alive.
-- In each call, the machine asks a rank for its stacks, stops it, kills it and abandons it at most once each.
+  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all other ranks return or raise in this time, all ranks stay alive.
+- In one call, the machine asks a rank for its stacks at most once. The machine also stops, kills and abandons a rank at most
+  once.
 - No report of a rank is lost.
 """
 
@@ -111,7 +113,7 @@ class StateMachine:
 
     @property
     def deadline(self) -> float | None:
-        """The latest time to call `handle_deadline`. It is None while the machine waits only for user code."""
+        """The latest time to call `handle_deadline`. It is None if there is no deadline at present."""
         if self._limits_suspended_at is not None and self.is_call_running():
             return self._lease_deadline if self._lease_deadline < math.inf else None
         call_deadline = min(self._timeout_at, self._stop_deadline)
@@ -125,13 +127,13 @@ class StateMachine:
 
     @property
     def _lease_deadline(self) -> float:
-        """When the lease requires that ranks are stopped or killed. It is infinite while there are no ranks."""
+        """The time at which the lease requires that ranks are stopped or killed. It is infinite while there are no ranks."""
         if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf
         return self._lease.stop_at if self.is_call_running() else self._lease.kill_at
 
     def is_call_running(self) -> bool:
-        """Return whether a call is running, and nothing has ended it yet."""
+        """Return whether a call is running and there is no reason yet to stop it."""
         return self.stage in (RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE) and self.stop_reason is None
 
     @property
@@ -232,7 +234,7 @@ class StateMachine:
     def _on_resumed(self, event: m.Resumed, now: float) -> None:
         """Shift all deadlines by the time for which the ranks were suspended.
 
-        A Lease is not shifted, since the other nodes have not waited.
+        The times of a Lease are not shifted, because the other nodes were not suspended.
         """
         seconds = now - event.suspended_at
         self._timeout_at += seconds
@@ -247,7 +249,7 @@ class StateMachine:
     # --- starting calls and generations
 
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
-        """Move ranks of a WorkerGroup to another state machine. Both machines are idle, or `other` has no ranks yet."""
+        """Move ranks of a WorkerGroup to another state machine. Each of the two machines must be idle or without ranks."""
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
         other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at
@@ -351,7 +353,7 @@ class StateMachine:
     # --- the end of a call
 
     def _end_call_if_complete(self, now: float) -> list[Action]:
-        """End the call, whatever its outcome, if no rank is starting or running any more."""
+        """End the call if no rank is starting or running any more."""
         counts = self.phase_table.counts
         if (
             counts[RankPhase.STARTING]
@@ -386,7 +388,7 @@ class StateMachine:
         return self._terminate(now, self.stop_reason or StopReason.INTERRUPTED) if is_running else []
 
     def _on_abort(self, now: float) -> list[Action]:
-        """Stop ranks that are running or idle. If all ranks have returned already, let them exit by themselves."""
+        """Stop ranks that are running or idle. Do nothing if the ranks are exiting or are being stopped already."""
         self._may_restart = False
         if self.is_call_running():
             return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
@@ -403,11 +405,13 @@ class StateMachine:
         return [m.RequestExit(rank) for rank in ranks]
 
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
-        """Stop the ranks at the first signal, when their stacks have come. Kill them at the second one.
+        """After the first signal, ask the ranks for their stacks and stop the ranks.
 
-        A signal also kills ranks that are already being stopped. But if other nodes have ended the attempt, the first signal
-        leaves the ranks their grace period. Those nodes may have received the same signal a moment before.
-        The calling program's own handler gets the signal after the run in any case.
+        After the second signal, kill the ranks.
+
+        A signal also kills ranks that are already being stopped. If other nodes have ended the attempt, however, only the
+        second signal kills the ranks. The other nodes may have received the same signal a moment before. In each case, the
+        calling program's own handler gets the signal after the run.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -428,8 +432,8 @@ class StateMachine:
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
         """Record that the ranks are asked to return. The ranks will not be restarted.
 
-        If there are no ranks, the machine finishes. The leader's request does not finish it, since all nodes together decide
-        that.
+        If there are no ranks, a request of this node moves the machine to FINISHED. A request of the leader has no effect
+        then, because all nodes together decide what follows.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -471,7 +475,7 @@ class StateMachine:
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
 
-        Unless the run is interrupted, ranks that have returned are asked for their collectives. Other ranks may have failed
+        If the run is not interrupted, ranks that have returned are asked for their collectives. Other ranks may have failed
         because they waited for a rank that has returned.
         """
         self.stop_reason = stop_reason
@@ -490,8 +494,7 @@ class StateMachine:
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Stop all ranks if no more stacks are expected.
 
-        While stacks are dumped, this method handles every event of a rank except a heartbeat. The machine
-        does not wait for the stacks of a rank that has returned, failed or exited.
+        Call this also when a rank has failed or exited before its stacks have come.
         """
         self._dumping.discard(rank)
         return [] if self._dumping else self._stop(now)
@@ -510,7 +513,7 @@ class StateMachine:
     ) -> list[Action]:
         """Send SIGTERM to all ranks that are alive. Running ranks get `signum_for_running` instead.
 
-        SIGCONT follows, since a process that is stopped by SIGSTOP handles SIGTERM only when it has been continued.
+        SIGCONT follows, because a process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
         """
         self.stage = RunStage.TERMINATING
         self.stop_reason = stop_reason

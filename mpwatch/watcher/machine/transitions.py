@@ -6,15 +6,15 @@ Rules:
 
 1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
 2. An event that is not in the table raises IllegalEventError with the event and the phase. This error is a bug in mpwatch.
-3. Each restart group has one StateMachine, and is in one `RunStage`. The methods of the StateMachine change the stage, as in
-   the second drawing.
-4. Each event of a rank carries a `generation`, which counts the starts of the rank from 0. The machine ignores events of an
-   earlier generation, since they come from a process that no longer matters.
+3. Each restart group has one StateMachine, and is in one `RunStage`. The second drawing shows how the methods of the
+   StateMachine change the stage.
+4. Each event of a rank carries a `generation`, which counts the starts of the rank from zero. The machine ignores events of
+   an earlier generation, because the process that has sent them was replaced.
 5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
 
 Theory of operation. The event loop turns each message, exit, signal and command into an `Event`, and passes it to
-`StateMachine.handle`. It calls `StateMachine.handle_deadline` no later than at `StateMachine.deadline`. Both return the
-`Action`s that the event loop then executes.
+`StateMachine.handle`. The event loop calls `StateMachine.handle_deadline` no later than at `StateMachine.deadline`. Both
+methods return the `Action`s that the event loop then executes.
 
 The phases of a rank, with the events and the actions that change them:
 
@@ -57,7 +57,7 @@ A WorkerGroup has one machine for the ranks of each running call, and another ma
 
 The event Resumed changes no stage. It shifts the deadline of every stage, but not the times of a Lease.
 
-In a job of several nodes the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
+In a job of several nodes, the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
 """
 
 import math
@@ -153,7 +153,7 @@ class DetailsReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class StackDumped(RankEvent):
-    """The rank has answered DumpStacks or RequestCollectives, or cannot answer it."""
+    """The rank has answered DumpStacks or RequestCollectives, or it cannot answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +170,14 @@ class Exited(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Restart(RankEvent):
-    """Restart the ranks of this restart group. `rank` is the first of them."""
+    """Restart the ranks of this restart group. `rank` is the first of these ranks."""
 
     ranks: tuple[int, ...] = ()  # the ranks to start; empty: the same as before. In a job of several nodes they may change
 
 
 @dataclass(frozen=True, slots=True)
 class DoNotRestart(RankEvent):
-    """Do not restart the ranks of this restart group. `rank` is the first of them."""
+    """Do not restart the ranks of this restart group. `rank` is the first of these ranks."""
 
 
 class InterruptCause(Enum):
@@ -222,7 +222,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ranks of another state machine are lost. So the run has failed, or other ranks of a WorkerGroup have ended."""
+    """Ranks of another state machine are lost, so this state machine must end its ranks, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class ResumeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The ranks continue after a suspension together with the watcher. Limits do not count the time since `suspended_at`."""
+    """The watcher and the ranks continue after a suspension. Limits do not count the time since `suspended_at`."""
 
     suspended_at: float
 
@@ -254,7 +254,7 @@ class CollectivesMismatched:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """How long a node of a job may keep its ranks without hearing from the other nodes.
+    """How long a node of a job may keep its ranks if it does not hear from the other nodes.
 
     Each contact with the other nodes renews the lease. When the lease has run out, the other nodes go on without this node.
     """

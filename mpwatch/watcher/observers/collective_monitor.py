@@ -5,13 +5,15 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch must be found twice, since a collective may still succeed although the data types of its ranks differ. A wait is
-measured by the checks that have found it. So time in which the program was stopped or a prompt was open does not count.
+A mismatch must be found twice, because a collective may succeed even if its ranks use different data types. The length of a
+wait is the time between the checks that have found it. Time in which the program was stopped, or a debugger's prompt was
+open, does not count.
 
 On several nodes, this module finds only a mismatch among ranks of its own node. The leader compares the ranks of all nodes.
-If a rank has called no collective for `stall_after`, the leader gets the collectives of all ranks of this node.
+If a rank has called no collective for `stall_after` seconds, the leader gets the collectives of all ranks of this node.
 
-There are no checks while no call runs, while a debugger's prompt is open, or before two ranks have a process group.
+The checks begin when two ranks have a process group (on several nodes, one rank). They run only during a call, and pause
+while a debugger's prompt is open.
 """
 
 import time
@@ -180,7 +182,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute how many seconds each wait has lasted between the checks that have found it."""
+        """Compute the length of each wait: the time between the checks that have found it."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -220,8 +222,8 @@ class CollectiveMonitor:
             self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return whether ranks that have returned will never join.
+        """Return whether this collective can never end, because ranks have returned that should have called it.
 
-        In a later call of a WorkerGroup, they may still join a collective that does not block its ranks now.
+        In a WorkerGroup, a later call can complete a collective that blocks no main thread.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

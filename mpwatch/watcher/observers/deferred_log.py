@@ -1,6 +1,6 @@
 """A queue of log records: the watcher thread and the output thread add records, and the caller's thread logs them.
 
-A logging handler is user code. It may wait for a lock that the caller holds, but this delays only the caller's thread.
+A logging handler is user code. If the handler waits for a lock that the caller holds, only the caller's thread is delayed.
 Exceptions of a logging handler are ignored, except those that end the run.
 """
 
@@ -34,7 +34,10 @@ class DeferredLog:
         return bool(self._records)
 
     def emit(self) -> None:
-        """Log the queued records, in the caller's thread. After an exception, the next call goes on with the next record."""
+        """Log the queued records, in the caller's thread.
+
+        After an exception, the next call continues with the next record.
+        """
         while self._records:
             level, text, args = self._records.popleft()
             log_now(level, text, *args)

@@ -2,8 +2,8 @@
 
     watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
 
-An observer is user code. It may be slow, or wait for a lock that the caller holds. This delays only the caller's thread, not
-the ranks. If an observer raises any exception except KeyboardInterrupt, the exception is logged and the observer is removed.
+An observer is user code. An observer that is slow, or waits for a lock, delays only the caller's thread and not the ranks.
+If an observer raises any exception except KeyboardInterrupt, the exception is logged and the observer is removed.
 """
 
 import logging

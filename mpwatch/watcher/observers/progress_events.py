@@ -1,6 +1,7 @@
-"""Publish the progress reports of running ranks for observers that ask for them. Runs in the caller's thread.
+"""Publish the progress reports of running ranks for the observers that want them. Runs in the caller's thread.
 
-ViewDriver updates ProgressEvents like a live view. It requests the statuses of the ranks from the watcher thread.
+ViewDriver updates ProgressEvents as it updates a live view. For this, ViewDriver requests the statuses of the ranks from the
+watcher thread.
 """
 
 from collections.abc import Sequence
@@ -41,8 +42,8 @@ class ProgressEvents:
                 )
 
     def pause(self) -> None:
-        """Do nothing, since this view shows nothing."""
+        """Do nothing, because this view shows nothing."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Publish the reports that have come since the last `show`, at the end of the call."""
+        """At the end of the call, publish the reports that have come since the last `show`."""
         self.show(statuses)

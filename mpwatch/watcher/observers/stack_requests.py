@@ -5,7 +5,7 @@
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
 The state machine also asks for stacks and collectives when it stops the ranks. The CollectiveMonitor asks for collectives.
-If two of them ask a rank at the same time, both use the same answer.
+One answer of a rank serves all requests that are waiting for it.
 """
 
 import time
@@ -99,13 +99,13 @@ class StackRequests:
             self._answer()
 
     def add_stacks(self, handle: RankHandle) -> None:
-        """Use the stacks of a rank that has sent them or has exited."""
+        """Record the stacks of a rank that has sent its stacks or has exited."""
         if handle in self._asked:
             self._take(handle)
             self._answer_if_complete()
 
     def add_collectives(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Use the collectives of a rank. The answer is None if the rank cannot send them."""
+        """Record the collectives of a rank. The answer is None if the rank cannot send them."""
         if handle in self._asked_for_collectives:
             self._asked_for_collectives.discard(handle)
             if answer is not None:

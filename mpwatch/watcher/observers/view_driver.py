@@ -1,13 +1,14 @@
-"""The driver of the live view. It runs in the caller's thread while this thread waits for a call.
+"""The driver of the live view. The driver runs in the caller's thread while this thread waits for the end of a call.
 
     caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A view in a terminal reserves some rows. If the watcher is killed, the guardian process writes a text that releases them.
+A view in a terminal reserves some rows. If the watcher is killed, the guardian process writes a text that releases these
+rows.
 
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
-exception, it is logged and the view is removed. A view never makes a run fail. Without a view there are no requests and no
-wake-ups.
+exception, the exception is logged and the view is removed. A view never makes a run fail. Without a view there are no
+requests and no wake-ups.
 """
 
 import logging
@@ -45,7 +46,10 @@ class View(Protocol):
         """Leave the terminal to other output until the next `show`."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Show the final statuses, sorted by rank. The list is empty if they are unknown. The view may be closed twice."""
+        """Show the final statuses, sorted by rank. The list is empty if no status is known.
+
+        This method may be called twice.
+        """
 
 
 MakeView = Callable[[], View | None]
@@ -69,7 +73,10 @@ class ViewDriver:
         self._guard(lambda: self._open_view(make_view))
 
     def seconds_to_next_update(self) -> float | None:
-        """Return how long the caller's thread may sleep. If it is None, the thread may sleep until a wake-up comes."""
+        """Return how long the caller's thread may sleep.
+
+        If the value is None, the thread may sleep until a wake-up comes.
+        """
         if self._view is None or self._request is not None or self._due_at == math.inf:
             return None
         return max(0.0, self._due_at - time.monotonic())
@@ -103,8 +110,9 @@ class ViewDriver:
     def close(self) -> None:
         """Close the view, because the call is over or an exception has ended the call.
 
-        If an exception such as KeyboardInterrupt interrupts `close`, it is called again. The second call closes the view
-        once more, because the terminal must be restored. A third call does not, because the view itself may have raised.
+        After an exception such as KeyboardInterrupt has interrupted `close`, the driver calls `close` again. The second call
+        closes the view once more, because the terminal must be restored. A third call does not close the view, because the
+        view itself may have raised.
         """
         view = self._view
         self._close_count += 1
@@ -138,7 +146,10 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If it raises, remove the view and log a warning. If the exception ends the run, only raise it again."""
+        """Call `do`. If `do` raises, remove the view and log a warning.
+
+        If the exception ends the run, only raise it again.
+        """
         try:
             do()
         except ENDS_RUN:

@@ -5,7 +5,7 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-A call may start without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints meanwhile,
+A call may start without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints in this time,
 line mode begins. Otherwise passthrough mode begins. When a second rank prints later, passthrough mode changes to line mode.
 Line mode stays until the end of the call.
 
@@ -51,7 +51,7 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the unfinished line with a newline. Return empty bytes if it has not changed since it was last shown."""
+        """Return the unfinished line with a newline. Return empty bytes if the line was already shown in this state."""
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
@@ -107,7 +107,7 @@ class OutputMultiplexer:
                 self._write_update(rank_stream)
 
     def flush(self, now: float) -> None:
-        """Write everything, even unfinished lines. The ranks have answered or ended, and print nothing more for now."""
+        """Write everything, even unfinished lines. Call this when all ranks have answered or ended."""
         self._choose_mode(now)
         for rank_stream in self._rank_streams:
             self._end_line(rank_stream)
@@ -121,7 +121,10 @@ class OutputMultiplexer:
             self._end_line(rank_stream)
 
     def take_pending(self) -> list[tuple[str, bytes]]:
-        """Return and remove the output to write now. It is a list of pairs: the caller's stream, and the bytes for it."""
+        """Return and remove the output to write now.
+
+        Each element is a pair: the caller's stream, and the bytes for this stream.
+        """
         pending, self._pending = self._pending, []
         return pending
 
@@ -147,7 +150,10 @@ class OutputMultiplexer:
                 self.end_stream(rank_stream)
 
     def _change_to_line_mode(self) -> None:
-        """Begin line mode, since a second rank prints. The first rank's unfinished line is shown again when complete."""
+        """Begin line mode, because a second rank prints.
+
+        The first rank's unfinished line is shown again when it is complete.
+        """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:
             rank_stream.shown = rank_stream.assembler.unfinished_line

@@ -85,11 +85,11 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """If `is_held`, stop reading the pipes and writing output, except in `drain_all`. Otherwise continue."""
+        """If `is_held` is True, do not read pipes or write output, except in `drain_all`. Otherwise continue."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """Wait until everything that the ranks have written so far has reached its files and streams.
+        """Wait until everything that the ranks have written so far has reached the log files and the caller's streams.
 
         Return False if this takes longer than `timeout` seconds. There is no limit if `timeout` is None.
         """
@@ -107,9 +107,10 @@ class OutputThread:
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks whose `end_pipes` was posted. Keep unfinished lines of other ranks.
+        """Do what `drain_all` does, but only for ranks whose `end_pipes` was posted.
 
-        The job `end_pipes` drains the pipes, so it is enough to wait until all jobs that were posted so far are done.
+        Do not write the unfinished lines of other ranks. The job `end_pipes` drains the pipes. So this method only waits
+        until all jobs that were posted before are done.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -123,7 +124,7 @@ class OutputThread:
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the thread drain all pipes and end, but do not wait for that. All ranks have ended, and none will start."""
+        """Make the thread drain all pipes and end, but do not wait for its end. No rank will run any more."""
         self.post(self._drain_and_stop)
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ class OutputThread:
                 pipe.is_polled = True
 
     def end_pipes(self, pipes: Sequence[OutputPipe], startup_output: bytes) -> None:
-        """Drain and close the pipes of a rank that has ended together with its process group.
+        """Drain and close the pipes of a rank when the rank and its process group have ended.
 
         Args:
             pipes: all pipes of the rank.
@@ -236,7 +237,8 @@ class OutputThread:
     def _wait_for_batch(self) -> None:
         """Let output accumulate after a small read. Run jobs at once.
 
-        Otherwise a rank that prints line by line would wake this thread for each line, and lose more time than by printing.
+        Otherwise a rank that prints line by line would wake this thread for each line. The wake-ups would take more of the
+        rank's time than the printing.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -272,7 +274,7 @@ class OutputThread:
             self._write_to_sinks()
 
     def _stop_polling(self, pipe: OutputPipe) -> None:
-        """Stop polling a pipe that all writers have closed. Keep the pipe, since startup output may still come."""
+        """Stop polling a pipe that all writers have closed. Keep the pipe, because startup output may still come."""
         if pipe.is_polled:
             pipe.is_polled = False
             self._selector.unregister(pipe.fd)
@@ -291,7 +293,7 @@ class OutputThread:
                 self._call_sink(stream, partial(sink.write, data))
 
     def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
-        """Call a method of a sink. If it fails in any way, log a warning and write nothing more to this stream."""
+        """Call a method of a sink. If the method fails in any way, log a warning and write nothing more to this stream."""
         if stream in self._broken_sinks:
             return
         try:

@@ -16,7 +16,10 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 
 
 class StdioFds:
-    """The descriptors that become the stdout and stderr of one rank. None means that the rank inherits the caller's."""
+    """The descriptors that become the stdout and stderr of one rank.
+
+    None means that the rank inherits the caller's descriptor.
+    """
 
     def __init__(self) -> None:
         self.stdout: int | None = None
@@ -30,7 +33,7 @@ class StdioFds:
         return (self.stdout, self.stderr) != (None, None)
 
     def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """Append output of the interpreter that the rank has not written itself, if stderr goes directly to a file."""
+        """If stderr is a file, append the startup output of the interpreter that the rank has not written there."""
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.
             with suppress(OSError), open(self.stderr_tail.direct_file, "ab") as file:
@@ -38,7 +41,7 @@ class StdioFds:
 
 
 class OutputPipe:
-    """The owner of the watcher's end of one stream's pipe, and of the stream's log file. Only the output thread uses it.
+    """The watcher's end of the pipe of one stream, and the log file of this stream. Only the output thread uses this class.
 
     Args:
         fd: the end of the pipe to read from.
@@ -66,7 +69,7 @@ class OutputPipe:
             return None
 
     def close_file(self) -> None:
-        """Close the log file. Later output is not written to it."""
+        """Close the log file. Later output is not written to the file."""
         file_fd, self.file_fd = self.file_fd, None
         if file_fd is not None:
             os.close(file_fd)

@@ -11,8 +11,8 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-A stream that the watcher need not read has no pipe. The rank then writes to its log file or to the caller's own descriptor
-(StreamRoute in log_spec.py).
+A stream that the watcher need not read has no pipe. The rank writes such a stream directly to its log file or to the
+caller's own descriptor (StreamRoute in log_spec.py).
 
 Owners:
     RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
@@ -70,8 +70,8 @@ class RankOutput:
     def use_current_streams(self) -> None:
         """Begin a call: write the later output of the ranks to the streams of the LogSpec.
 
-        Without such streams, write it to the present sys.stdout and sys.stderr. In a notebook these show it in the cell that
-        runs now.
+        If the LogSpec has no streams, write the output to the present sys.stdout and sys.stderr. In a notebook, these
+        streams show the output in the cell that runs now.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -99,7 +99,7 @@ class RankOutput:
         return stdio
 
     def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
-        """Drain and close the streams of a rank that is dead together with its process group.
+        """Drain and close the streams of a rank when the rank and its process group are dead.
 
         Args:
             stdio: the streams of the rank.
@@ -110,12 +110,15 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """If `is_held`, write output only in `drain_all`, since a debugger's prompt is open. The ranks may have to wait."""
+        """If `is_held`, write output only in `drain_all`, because a debugger's prompt is open.
+
+        The ranks may have to wait.
+        """
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
-        """Wait until everything that the ranks have written so far has reached its files and streams.
+        """Wait until everything that the ranks have written so far has reached the log files and the caller's streams.
 
         Return False if this takes longer than `timeout` seconds. There is no limit if `timeout` is None.
         """
@@ -123,7 +126,7 @@ class RankOutput:
         return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks that have ended. Keep the unfinished lines of other ranks."""
+        """Do what `drain_all` does, but only for ranks that have ended. Do not write unfinished lines of other ranks."""
         return self._output_thread is None or self._output_thread.drain_ended_ranks(timeout)
 
     @property
@@ -132,11 +135,11 @@ class RankOutput:
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the output thread end when everything is written, but do not wait for that. No rank will run any more."""
+        """Make the output thread end when everything is written, but do not wait for its end. No rank will run any more."""
         if self._output_thread is not None:
             self._output_thread.stop_when_drained()
 
     def close(self) -> None:
-        """End the output thread and release its resources. All ranks are dead, or no rank was started."""
+        """End the output thread and release its resources. Call this when no rank is alive."""
         if self._output_thread is not None:
             self._output_thread.close()

@@ -3,8 +3,8 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for it, and then the ranks wait, too. `stop_fd` can end this wait.
-Otherwise a run could not end while the reader, such as a pager, is stopped.
+If the reader of a stream is slow, the output thread waits for the reader, and then the ranks wait, too. `stop_fd` can end
+this wait. Otherwise a run could not end while the reader, such as a pager, is stopped.
 """
 
 import codecs
@@ -26,7 +26,7 @@ RAW_STREAMS = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
 class Sink(Protocol):
-    """One of the caller's streams. Only the output thread uses it."""
+    """One of the caller's streams. Only the output thread uses this class."""
 
     def write(self, data: bytes) -> bool:
         """Write all data. Return False if `stop_fd` ended the wait for the reader. Raises any exception of the stream."""
@@ -41,7 +41,7 @@ class Sink(Protocol):
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
     """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    The caller's thread calls this, because a notebook's stream finds its cell by the context of this thread.
+    The caller's thread calls this, because a notebook's stream finds its cell in the context (contextvars) of this thread.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
@@ -63,8 +63,8 @@ def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
 class _FileSink:
     """Writes bytes to the file, pipe or terminal behind the caller's stream.
 
-    The caller may also write to it at any time. To keep lines whole, each write ends at the end of a line and is small
-    enough to be atomic. A pipe guarantees this for PIPE_BUF bytes. An empty pipe takes more in one piece.
+    The caller may also write to the file at any time. To keep lines whole, each write ends at the end of a line and is small
+    enough to be atomic. A pipe guarantees atomic writes of PIPE_BUF bytes. An empty pipe takes more bytes in one piece.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -105,14 +105,14 @@ class _FileSink:
             return 0
 
     def _wait_for_room(self) -> bool:
-        """Return False if the wait was ended by `stop_fd`."""
+        """Return False if `stop_fd` ended the wait."""
         return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
     """Return a second descriptor of the same file, whether writing to it can block, and how many bytes are written at once.
 
-    The caller's descriptor may be in blocking mode, and that mode is shared with other processes, so it stays unchanged.
+    The caller's descriptor may be in blocking mode. This mode is not changed, because other processes share the open file.
     Where there is /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its

@@ -26,7 +26,7 @@ class StderrTail:
             self._tail, self._is_cut = self._tail[-TAIL_BYTES:], True
 
     def clear(self) -> None:
-        """Drop the stderr of earlier calls, since a new call begins."""
+        """Drop the stderr of earlier calls, because a new call begins."""
         self._tail, self._is_cut = b"", False
         if self.direct_file:
             with suppress(OSError):

@@ -1,8 +1,8 @@
 """Finds out whether torch may find a GPU or another accelerator in a rank. Runs in the watcher.
 
 This module reads files and does not import torch, because the import takes a second. This module may find an accelerator
-that torch cannot use. But if it finds no accelerator, torch finds none either. The GPU of a Mac does not count, because no
-backend of torch.distributed supports it, and accelerate does not use it with several processes.
+that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count,
+because no backend of torch.distributed supports it. Also, accelerate does not use this GPU with several processes.
 """
 
 import os
@@ -36,7 +36,7 @@ def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
 
 
 def read_torch_builds() -> set[str]:
-    """Return the kinds of GPU that the installed torch was built for. If they are unknown, return {"cuda"}."""
+    """Return the kinds of GPU that the installed torch was built for. Return {"cuda"} if these kinds are unknown."""
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:

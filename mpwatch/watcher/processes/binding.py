@@ -3,8 +3,9 @@
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
 "cores" and "numa" follow torch's `torch.numa.binding`, which torchrun uses. "numa" is torch's mode "node". "cores" splits
-whole cores, as torch's mode "exclusive" does. There are two differences. First, "cores" needs no GPU, and splits the CPUs of
-all NUMA nodes. Second, if the NUMA node of a GPU is unknown, torch takes node 0, but mpwatch uses all nodes.
+whole cores, as torch's mode "exclusive" does. There are two differences. Unlike torch's mode "exclusive", "cores" needs no
+GPU, and splits the CPUs of all NUMA nodes. If the NUMA node of a GPU is unknown, torch takes node 0, but mpwatch uses all
+nodes.
 """
 
 import math
@@ -38,7 +39,7 @@ def bind_rank(
 ) -> Binding:
     """Return the CPUs of a rank.
 
-    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. Then mpwatch assumes that no other rank uses
+    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. So mpwatch assumes that no other rank uses
     the CPUs of this rank.
 
     Args:
@@ -64,8 +65,8 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - If the cores cannot be divided equally, some ranks get one extra core. These are the first ranks, or the ranks with
-      which the fewest ranks span two NUMA nodes.
+    - If the cores cannot be divided equally, some ranks get one extra core. If there is only one kind of core, these ranks
+      are chosen so that as few ranks as possible span two NUMA nodes.
     - On a hybrid processor, each rank has its share of each kind of core.
 
     Raises ValueError if there are fewer CPUs than ranks.
@@ -95,7 +96,7 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
 
 @lru_cache(maxsize=1)  # the arguments are the same for each rank
 def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int, ...]:
-    """Return the number of cores of each rank, so that as few ranks as possible span two places.
+    """Return the number of cores of each rank, chosen so that as few ranks as possible span two packages or NUMA nodes.
 
     If several choices are left, the first ranks have the most cores.
 
@@ -127,8 +128,8 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
     """Return for each rank all CPUs of the NUMA node of its GPU.
 
-    If that node is unknown or has no usable CPU, the rank gets its share of all nodes. Each share is a contiguous block of
-    nodes. If there are fewer nodes than ranks, several ranks share a node.
+    If the node of the GPU is unknown or has no usable CPU, the rank gets its share of all nodes. Each share is a contiguous
+    block of nodes. If there are fewer nodes than ranks, several ranks share a node.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:

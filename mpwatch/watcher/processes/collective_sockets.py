@@ -20,7 +20,7 @@ MAX_ANSWER = 1 << 22  # bytes; an answer of 64 collectives in a group of 1,000 r
 
 
 class CollectiveSockets:
-    """The two sockets of one rank. Until they are open, `ask` returns False and nothing is read.
+    """The two sockets of one rank. Before the rank has opened the sockets, `ask` returns False.
 
     Attributes:
         is_pending: whether the rank was asked and has not answered.
@@ -98,7 +98,10 @@ class CollectiveSockets:
             return None
 
     def hold_crash(self) -> bool:
-        """Make a crashing rank wait until `read_crash`. Return False if the rank has waited before, or cannot be asked."""
+        """Make a crashing rank wait until `read_crash` is called.
+
+        Return False if the rank has waited before, or cannot be asked.
+        """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False
         self.is_crashing = True
@@ -106,14 +109,17 @@ class CollectiveSockets:
         return True
 
     def _has_crash_data(self) -> bool:
-        """Return whether the rank has written to the crash socket. A rank that ends without a crash only closes it."""
+        """Return whether the rank has written to the crash socket.
+
+        A rank that ends without a crash closes the socket and writes nothing.
+        """
         try:
             return self._crash is not None and bool(self._crash.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def read_crash(self) -> bytes:
-        """Return what the rank has written of its crash stack, and let the rank continue."""
+        """Return the part of the crash stack that the rank has written. The rank then continues."""
         data = b""
         if self._crash is None or self._selector is None or self._on_crash is None:
             return data

@@ -7,7 +7,7 @@ the action, and `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent i
 itself (`ProcessPool.interrupt_call`).
 
 A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
-thread may join it. The start of a rank differs from the start of other such processes in three points:
+thread may call its `join`. The start of a rank differs from the start of other such processes in three points:
 
 - The child does not import `__main__` again. The start does not set the start method of the calling program.
 - Before its first instruction, the child already leads its own process group, so a signal also reaches the processes that it
@@ -183,7 +183,10 @@ class RankPopen(Popen):
         return data.getvalue()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code, or UNKNOWN_EXIT if the code is lost, or None while the rank runs. Do not reap the rank."""
+        """Return the exit code. Return UNKNOWN_EXIT if the code is lost, and None while the rank runs.
+
+        Do not reap the rank.
+        """
         if self.returncode is not None:
             return self.returncode
         try:
@@ -266,7 +269,10 @@ class RankPopen(Popen):
         return True
 
     def _wait_for_status(self) -> tuple[int, int]:
-        """Return the pid and the status from waitpid. Wait only for a debugger, or if the sentinel is not a pidfd."""
+        """Return the pid and the status from waitpid.
+
+        Wait only if a debugger holds the rank, or if the sentinel is not a pidfd.
+        """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -275,7 +281,7 @@ class RankPopen(Popen):
     def abandon(self) -> None:
         """Leave a rank behind that cannot be killed or reaped. The calling program does not wait for this rank at its end.
 
-        When the rank is dead, the subprocess module reaps it before it starts another process.
+        When the rank is dead, the subprocess module reaps the rank before the next start of a process.
         """
         with self._lock:
             if not self._is_reaped:
@@ -293,7 +299,10 @@ class RankPopen(Popen):
             forget_child(process)
 
     def close(self) -> None:
-        """Close the descriptors of a reaped rank. They stay open for a running rank, because the watcher waits on them."""
+        """Close the descriptors of a reaped rank.
+
+        The descriptors of a running rank stay open, because the watcher waits on them.
+        """
         if self._is_reaped:
             super().close()
 
@@ -315,9 +324,9 @@ class _WatchedProcess(RankProcess):
 
 
 def _fill_pipe(pipe: int, data: bytes) -> None:
-    """Write all data before the pipe has a reader. A later write would wait for the child.
+    """Write all data to the pipe before the child is started.
 
-    The wait would never end if the child died meanwhile.
+    A later write might wait for a child that dies and never reads.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE

@@ -1,4 +1,6 @@
-"""The pool of rank processes. It starts and reaps them, and owns all that they need. Runs in the watcher thread.
+"""The pool of rank processes. The pool starts and reaps these processes, and owns all that they need.
+
+Runs in the watcher thread.
 
     ProcessPool --- Selector: the one place where the event loop waits
                 --- Guardian: kills the ranks if the calling program is killed
@@ -69,7 +71,9 @@ ID_LENGTH = 8  # of the run's id in a command line
 
 
 class ProcessPool:
-    """A context manager for the processes of the ranks. At its end, it kills the ranks that are still alive.
+    """A context manager for the processes of the ranks.
+
+    When the context ends, the pool kills the ranks that are still alive.
 
     Attributes:
         handles: a dict from each rank that was not reaped or abandoned to its handle.
@@ -230,7 +234,7 @@ class ProcessPool:
         handle.observations.stderr_tail.clear()
 
     def reap(self, handle: RankHandle) -> None:
-        """Reap a dead rank, after killing the processes that are left in its group."""
+        """Kill the processes that are left in the group of a dead rank, and reap the rank."""
         rank, pid = handle.observations.worker.rank, handle.process.pid
         del self.handles[rank]  # first: after an error the end of the pool must not reap it again
         group = _KilledGroup(pid, handle.process.wall_started_at, killed_at=time.monotonic())
@@ -334,7 +338,9 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 
 @contextmanager
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread while a process is started. The process inherits this, and a rank then ignores them.
+    """Block signals in this thread while a process is started.
+
+    The process inherits the blocked signals, and a rank then ignores these signals.
 
     A scheduler such as SLURM may send a signal to all processes, although the signal is only for the watcher.
     """
@@ -346,7 +352,10 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def _worker_fields(worker: Worker) -> dict[str, Any]:
-    """Return a dict of the Worker's fields that are sent to the rank. `state` is not sent, since it belongs to the rank."""
+    """Return a dict of the Worker's fields that are sent to the rank.
+
+    `state` is not sent, because it belongs to the rank.
+    """
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
 
 

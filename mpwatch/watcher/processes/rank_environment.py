@@ -5,7 +5,7 @@ A rank's environment has five parts. Parts 2 to 4 replace variables of earlier p
 1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
-   TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.
+   TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
 4. With visible_devices="own", the variables that list visible GPUs. This part is left out if the user's `env` lists only
    one GPU.
@@ -171,7 +171,7 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 
 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
-    """Return the number of threads with which a rank should compute, and the number of processes that compile for it.
+    """Return the number of threads with which a rank should compute, and how many processes compile for this rank.
 
     A bound rank computes with a thread on each of its cores, and compiles on each of its CPUs. A CPU quota of the cgroup is
     always divided among the ranks.

@@ -99,7 +99,7 @@ class RankHandle:
         self._register(self.process.sentinel, on_exit)
 
     def can_be_called_directly(self) -> bool:
-        """Return whether the channel is open, and no output from the rank's start is left to be sent to the rank."""
+        """Return False if the channel is closed, or if startup output of the interpreter must first be sent to the rank."""
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
     def pause_messages(self) -> None:
@@ -152,8 +152,8 @@ class RankHandle:
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send the bytes of a message, at most a few thousand, and these descriptors. Raises OSError.
 
-        This never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank is
-        dropped.
+        The method never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank
+        is dropped.
         """
         if self.channel.fileno() == -1:
             return
@@ -179,7 +179,7 @@ class RankHandle:
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # on a system with smaller socket buffers
 
     def read_messages(self) -> list[Message]:
-        """Read the messages that have arrived. Close the channel at its end, or after an error."""
+        """Read the messages that have arrived. Close the channel if it has ended, or after an error."""
         messages: list[Message] = []
         if self.channel.fileno() == -1:
             return messages
@@ -223,7 +223,7 @@ class RankHandle:
             self._close_channel()
 
     def _read_returned_file(self, message: Message) -> None:
-        """Read a return value that came in a file. The watcher reads it at once, so that no descriptor stays open."""
+        """Read a return value that came in a file. The watcher reads the file at once, so that no descriptor stays open."""
         if message.kind is MessageKind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
@@ -234,7 +234,10 @@ class RankHandle:
                 _close(fd)
 
     def on_ready(self, body: bytes) -> None:
-        """Record that the rank is ready. From now on, it has its final stderr and writes only stacks to the stack pipe."""
+        """Record that the rank is ready.
+
+        From now on, the rank has its final stderr and writes only stacks to the stack pipe.
+        """
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
         self.observations.was_ready = True
@@ -252,11 +255,12 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """Ask faulthandler for the main thread's stack if Python has not begun to answer, because this thread runs C code.
+        """Ask faulthandler for the main thread's stack if Python has not begun to answer this request.
 
-        Do nothing if this request is over, because faulthandler may crash a rank that runs Python code.
-        faulthandler writes the stack of the thread that gets the signal. PYTHON_DUMP_SIGNAL may still be pending in the main
-        thread, and then the kernel would prefer another thread.
+        Python cannot answer while the main thread runs C code. Do nothing if this request is over, because faulthandler may
+        crash a rank that runs Python code. faulthandler writes the stack of the thread that gets the signal. So the signal
+        is sent directly to the main thread. A signal to the whole process might go to another thread, because
+        PYTHON_DUMP_SIGNAL may still be pending in the main thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -266,8 +270,8 @@ class RankHandle:
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Return whether the rank can write stacks when it gets this signal.
 
-        A rank cannot write stacks if it is stopped or has become another program. It also cannot if it has closed its end of
-        the stack pipe, because the stacks would go to the file that now has that descriptor.
+        A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
+        end of the stack pipe must not write stacks, because they would go to the file that now has this descriptor.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:

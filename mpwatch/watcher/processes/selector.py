@@ -3,9 +3,9 @@
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - A poll set that is built for each wake-up costs time for every descriptor, even if only one descriptor is ready.
-- The kernel's own set (epoll) lists descriptors in the order in which they became ready. If a rank dies and another rank
-  sends a message afterwards, the death comes first in this list, even if the watcher reads both late. If a listed descriptor
-  becomes ready again before it is read, it keeps its place. So a descriptor may come too early, but never too late.
+- The kernel's own set (epoll) lists descriptors in the order in which they became ready. If a rank dies before another rank
+  sends a message, the death comes first in this list. This is true even if the watcher reads both late. A listed descriptor
+  that becomes ready again before it is read keeps its place. So a descriptor may come too early, but never too late.
 """
 
 import selectors

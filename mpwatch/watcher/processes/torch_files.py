@@ -7,24 +7,24 @@ A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm
     strategy file_system: create and open, set the size, map, count its users in its first bytes, close.
         The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
 
-Killed processes leave no other files. multiprocessing's resource tracker removes files of
+A killed process leaves no other kind of file in /dev/shm. multiprocessing's resource tracker removes files of
 `multiprocessing.shared_memory`, and semaphores of the spawn context. Semaphores of the fork context have no name.
 
 `remove_left_files` removes a file only if all of this holds:
 
-1. Its name has the pid of one of these processes: the rank, a process that it has started by multiprocessing
+1. The file's name has the pid of one of these processes: the rank, a process that the rank has started by multiprocessing
    (`read_child_pids`), or a process that was in the rank's group when that group was killed (`find_makers`).
 2. That process is dead.
 3. The file belongs to this user, and is not older than the rank.
-4. No process of this machine has opened or mapped it (`is_used_elsewhere`).
-5. Its count of users is 0.
+4. No process of this machine has opened or mapped the file (`is_used_elsewhere`).
+5. The file's count of users is 0.
 
-The first three rules show which process made the file. They are wrong in two cases. A later process may have got the same
-pid, or a process of another container may have the same pid and share /dev/shm. For these cases, the last two rules keep a
-file while any process can need it. With file_descriptor, only the process that makes a file opens it by name, and keeps it
-open until it is unlinked. With file_system, a file in use has a count of users above 0.
+The first three rules show which process made the file. These rules are wrong in two cases. A later process may have the same
+pid. A process of another container may also have the same pid, and share /dev/shm. For these cases, the last two rules keep
+a file while any process can need it. With the strategy file_descriptor, only the process that makes a file opens it by name,
+and keeps it open until it is unlinked. With the strategy file_system, a file in use has a count of users above 0.
 
-If one of these facts is unknown, the file stays. It also stays if the watcher is killed.
+If one of these facts is unknown, the file stays. The file also stays if the watcher is killed.
 """
 
 import os
@@ -41,7 +41,7 @@ COUNT_SIZE = 4  # bytes of the count of users, an int
 
 
 def find_makers(pgid: int) -> set[int]:
-    """Return the pids in a process group that have made a file of torch which still exists."""
+    """Return the pids of those processes in this group that have made a file of torch which still exists."""
     return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
 
 

@@ -8,11 +8,11 @@ The driver of each vendor reads variables that list the devices to use:
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
 "Among those" means that the numbers in the second variable count only the devices that the first variable allows. So mpwatch
-replaces only the list that is applied last, by one of its entries. If the caller has set no list, mpwatch sets
-CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES. For Intel, the caller has to set a list, since only Level Zero itself can count
-the devices.
+changes only the variable that is applied last, and keeps one entry of its list. If the caller has set no list, mpwatch sets
+CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES. For Intel, the caller has to set a list, because only Level Zero itself can
+count the devices.
 
-This module initialises no GPU. It reads variables, and files of the drivers (os_support/gpus.py).
+This module initialises no GPU, because it reads only variables and files of the drivers (os_support/gpus.py).
 """
 
 import re
@@ -31,7 +31,7 @@ LEVEL_ZERO_LIST = re.compile(r"level_zero:(\d+(?:,\d+)*)", re.IGNORECASE)
 
 
 class VisibleDevices(NamedTuple):
-    """The GPUs that a process with some environment can see, in the order of their numbers."""
+    """The GPUs that a process with a certain environment can see, in the order of their numbers."""
 
     variables: tuple[str, ...]
     """The variables that have the list. There are several if the caller has set all of them to the same value."""
@@ -87,7 +87,7 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
 
 
 def find_gpu_nodes(devices: VisibleDevices, ranks: int) -> list[int | None]:
-    """Return the NUMA node of the GPU of each rank. With fewer GPUs than ranks, several ranks use the same GPU."""
+    """Return the NUMA node of the GPU of each rank. If there are fewer GPUs than ranks, several ranks use the same GPU."""
     gpus = devices.gpus or [None]
     return [gpu.node if (gpu := gpus[rank % len(gpus)]) is not None else None for rank in range(ranks)]
 
@@ -138,9 +138,9 @@ def _count_up(devices: Sequence[object]) -> list[str]:
 
 
 def _parse_list(value: str, count: int | None) -> list[str]:
-    """Return the entries that CUDA and ROCm use of a list of devices. They use no entry if two entries are equal.
+    """Return the entries of a list of devices that CUDA and ROCm use. The result is empty if two entries are equal.
 
-    CUDA and ROCm ignore everything after a wrong entry. torch does the same (`_parse_visible_devices` in torch/cuda).
+    CUDA, ROCm and torch (`_parse_visible_devices` in torch/cuda) ignore everything after a wrong entry.
 
     Args:
         value: the list.
@@ -164,7 +164,10 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 
 
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU of an entry, or None if it is unknown. An entry may be the beginning of only one GPU's name."""
+    """Return the GPU of an entry, or None if the GPU is unknown. An entry may be the beginning of a GPU's name.
+
+    The GPU is unknown if several names begin with the entry.
+    """
     if entry.isdecimal():
         return numbered[int(entry)] if int(entry) < len(numbered) else None
     # Older drivers name a part of a GPU MIG-GPU-<name of the GPU>/1/0. Today such a name says nothing about the GPU.

@@ -1,6 +1,6 @@
 """Merge the results of several restart groups into the result of a run. Pure.
 
-With scope="worker" each rank is a restart group of its own, and has its own result.
+With scope="worker", each rank is a restart group of its own, and has its own result.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

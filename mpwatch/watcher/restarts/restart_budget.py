@@ -63,7 +63,7 @@ NO_ATTEMPTS = RestartCounters()
 
 
 class RestartBudget:
-    """The restarts that a restart group has used and has left.
+    """The restarts that a restart group has used, and those that are left.
 
     Args:
         policy: the number of restarts, and the failures after which a restart is allowed.

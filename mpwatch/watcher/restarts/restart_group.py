@@ -3,8 +3,8 @@
 In a WorkerGroup, the ranks of each call are one RestartGroup. The ranks without a call are another RestartGroup.
 
 This module runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and their
-observations, and it publishes their events. A RestartGroup does nothing to the processes, because the event loop executes
-the actions of the state machine.
+observations, and it publishes their events. A RestartGroup does not start, call or stop processes. The event loop does this
+when it executes the actions of the state machine.
 """
 
 import math
@@ -128,7 +128,10 @@ class RestartGroup:
         return actions
 
     def handle_deadline(self, now: float) -> list[m.Action]:
-        """Pass the time to the state machine. Return the machine's actions. Before its deadline, it has no actions."""
+        """Pass the time to the state machine. Return the machine's actions.
+
+        Before its deadline, the machine returns no actions.
+        """
         return self.machine.handle_deadline(now)
 
     def observations(
@@ -186,7 +189,7 @@ class RestartGroup:
         other.read_machine()
 
     def log_exit_problems(self, deferred_log: DeferredLog, *, of_run: bool) -> None:
-        """Log a warning for each rank that succeeded, but did not exit in time or failed while it exited.
+        """Log a warning for each rank that succeeded, but exited too late or with an error.
 
         Args:
             deferred_log: receives the warnings.
@@ -244,8 +247,8 @@ class RestartGroup:
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
     """Return one state that describes all ranks of this node.
 
-    The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). It is INIT if all ranks are
-    restarted.
+    The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). The state is INIT if all ranks
+    are restarted.
     """
     states = {group.known_state for group in groups}
     is_rank_restarting = len(groups) > 1 and any(

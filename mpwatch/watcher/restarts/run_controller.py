@@ -5,10 +5,10 @@
                    <--- DoNotRestart, at once --------------'
 
 `schedule_restart` is the only place where a restart is delayed, on one node and on several. restart_budget.py computes the
-delay. The watcher thread waits until the delay is over, so a slow observer does not make it longer.
+delay. The watcher thread waits until the delay is over, so a slow observer does not make the delay longer.
 
-User code runs here. Exceptions and return values are unpickled. If their classes raise, the error becomes part of the
-diagnosis. `retry_if` and `env` are called. If these functions raise, the exception ends the run.
+User code runs here. Exceptions and return values are unpickled. If their classes raise an error, the error becomes part of
+the diagnosis. `retry_if` and `env` are called. If `retry_if` or `env` raises, the exception ends the run.
 """
 
 import logging
@@ -119,7 +119,10 @@ class RunController(Generic[T]):
         schedule_restart(commands, decision.delay, partial(commands.post, restart))
 
     def _find_stop_reason(self) -> str:
-        """Return why a requested stop prevents restarts. The text is empty without a request, or if max_restarts is 0."""
+        """Return why a requested stop prevents restarts.
+
+        The text is empty if no stop was requested, or if max_restarts is 0.
+        """
         request = None if self._pending_call is None else self._pending_call.stop_request
         return f"a stop was requested ({request.cause})" if request is not None and self._spec.policy.max_restarts else ""
 
@@ -200,7 +203,7 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose values `keep_going` would have kept. Return () if it is set or not allowed."""
+        """Return the ranks whose values `keep_going` would have kept. Return () if `keep_going` is set or not allowed."""
         if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
@@ -208,7 +211,8 @@ class RunController(Generic[T]):
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
 
-        The error may be a LaunchError, or an exception in the caller's thread. A note of the error names earlier failures.
+        The error may be a LaunchError, or an exception in the caller's thread. A note that is added to the error names
+        earlier failures.
         """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):

@@ -1,1 +1,4 @@
-"""Send an exception with its traceback from a rank to the caller. The rank uses encoder.py, the watcher decoder.py."""
+"""Send an exception with its traceback from a rank to the caller.
+
+The rank uses encoder.py, and the watcher uses decoder.py.
+"""

@@ -1,8 +1,9 @@
-"""Decode an exception that encoder.py has encoded. This module runs in the watcher. In the rank, the encoder tests its
-pickles with this module.
+"""Decode an exception that encoder.py has encoded. This module runs in the watcher.
 
-An exception, its causes and the members of its group are the nodes of a graph. `decode_exception` rebuilds each node in the
-best way that works:
+In the rank, the encoder tests its pickles with this module.
+
+An exception, its causes and the members of an exception group are the nodes of a graph. `decode_exception` rebuilds each
+node in the best way that works:
 
     exact      unpickle the exception as a whole
     rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
@@ -10,7 +11,8 @@ best way that works:
 
 Then `decode_exception` sets the exception's cause, context, notes and traceback (tracebacks.py).
 
-The `read_...` functions read texts from the message "plain". They rebuild no exceptions, so they run no user code.
+The `read_...` functions read texts from the message "plain". These functions rebuild no exceptions, so they run no user
+code.
 
 This module imports only three other modules of mpwatch: source_lines, tracebacks and return_values.
 """
@@ -32,7 +34,10 @@ MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class HostHandlerError(BaseException):
-    """A signal handler of the calling program has raised. `run_until_handler_raises` raises the handler's own exception."""
+    """A signal handler of the calling program has raised an exception.
+
+    `run_until_handler_raises` catches a HostHandlerError, and raises the handler's exception instead.
+    """
 
 
 # These exceptions end a run if they are raised while user code runs in the caller's thread. All others are errors of that
@@ -51,13 +56,18 @@ def set_builtin_attribute(error: BaseException, name: str, value: object) -> Non
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception. Unlike the method `add_note`, this also works if the exception is a frozen dataclass."""
+    """Add a note to an exception.
+
+    Unlike the method `add_note`, this function also works if the exception is a frozen dataclass.
+    """
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
 
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
-    """Rebuild an exception from its messages. If code of the exceptions' classes raises, only ENDS_RUN is passed on.
+    """Rebuild an exception from its messages.
+
+    Ignore exceptions that user code raises, except KeyboardInterrupt and HostHandlerError.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.
@@ -84,9 +94,9 @@ def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None]
 
 
 def _order_members_first(nodes: list[ExceptionNode]) -> list[int]:
-    """Return the nodes' numbers in the order in which to build them: the members of a group come before the group.
+    """Return the numbers of the nodes in the order in which the exceptions must be created.
 
-    The constructor of a group needs the members.
+    The members of an exception group come before the group, because its constructor needs them.
     """
     order: list[int] = []
     waiting = [(number, False) for number in range(len(nodes))]
@@ -116,7 +126,10 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
 
 
 def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
-    """Create the exception with its own class, in the way "exact" or "rebuilt". Raises what the code of the class raises."""
+    """Create the exception from its own class, in the way "exact" or "rebuilt".
+
+    Raises whatever the code of the class raises.
+    """
     if parts["exact"] is not None:
         error = return_values.loads(parts["exact"])
         if not isinstance(error, BaseException):
@@ -134,7 +147,10 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 
 
 def is_builtin_class(cls: type) -> bool:
-    """Return whether a class is builtin. Its `__module__` can be wrong: pytest's class Skipped has "builtins"."""
+    """Return whether a class is builtin.
+
+    The attribute `__module__` can be wrong: in pytest's class Skipped it is "builtins".
+    """
     return getattr(builtins, cls.__name__, None) is cls
 
 
@@ -155,9 +171,10 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 
 
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
-    """Create an exception with the same text, of a new class with the same name and the same builtin base classes.
+    """Create a stand-in: an exception with the same text and a new class.
 
-    So the same `except` clauses for builtin classes catch the stand-in.
+    The new class has the name and the builtin base classes of the original class. So the same `except` clauses for builtin
+    classes catch the stand-in.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}

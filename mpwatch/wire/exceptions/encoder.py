@@ -9,9 +9,10 @@ makes a list of all nodes, and encodes it in three messages. The messages refer 
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
 The message `plain` is sent first. To make this message, the encoder runs no code of the exceptions' classes, except
-`__str__` and `__notes__`. It catches whatever these raise. To make `details`, the encoder pickles each node and tries to
-rebuild it. That runs code of the classes, which may raise, exit, crash or hang. The watcher already has `plain` then, so it
-knows that the rank failed, where and why. `locals` is sent last, since making it runs code of the classes of all variables.
+`__str__` and `__notes__`. The encoder catches every exception that these two raise. To make `details`, the encoder pickles
+each node and tries to rebuild it. This runs code of the exceptions' classes, which may raise, exit, crash or hang. At that
+time the watcher already has `plain`, so it knows where and why the rank failed. `locals` is sent last, because its encoding
+runs code of the classes of all local variables.
 
 If a part cannot be pickled, only this part is left out.
 """
@@ -53,8 +54,8 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 class ExceptionEncoder:
     """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` is a list of these exceptions in breadth-first order. It begins with the exception itself. Each item of the list
-    is a dictionary of builtin values.
+    `nodes` is a list of these exceptions in breadth-first order. The list begins with the exception itself. Each item of the
+    list is a dictionary of builtin values.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -132,7 +133,10 @@ def _get_class_name(cls: type, name: str) -> str:
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
-    """Return the names of the nearest builtin exceptions among the base classes. Leave out their own base classes."""
+    """Return the names of the nearest builtin exceptions among the base classes.
+
+    Leave out the base classes of these exceptions.
+    """
     found: list[type] = []
     for base in cls.__mro__:
         is_ancestor = is_builtin_class(base) and issubclass(base, BaseException)
@@ -165,9 +169,9 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Return a pickle of the whole exception, and pickles of the attributes that are not in it (pickle ignores slots).
+    """Return a pickle of the whole exception, and pickles of the attributes that this pickle lacks, such as slots.
 
-    Return None if the exception cannot be rebuilt from them.
+    Return None if the exception cannot be rebuilt from these pickles.
     """
     data = _try_pickle(error)
     if data is None:
@@ -197,7 +201,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Stand for the value of a missing attribute. This function can do so, since no attribute has it as its value."""
+    """Represent the value of a missing attribute. No attribute has this function as its value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:
@@ -219,7 +223,7 @@ def _try_pickle_and_load(value: Any) -> bytes | None:
 
 
 def _get_plain_text(read: Callable[[], Any]) -> str:
-    """Return the text as a plain `str`, cut to MAX_TEXT. marshal refuses subclasses of `str`."""
+    """Return the text as a plain `str`, cut to MAX_TEXT. The module marshal refuses subclasses of `str`."""
     try:
         text = read()
         return str.__str__(text)[:MAX_TEXT] if isinstance(text, str) else ""
@@ -252,7 +256,7 @@ def _get_notes(error: BaseException) -> list[str]:
 def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
     """Return the attributes in the exception's `__dict__` and in its slots.
 
-    Builtin exceptions have slots, too, such as OSError.filename.
+    Builtin exceptions also have slots, such as `OSError.filename`.
     """
     encoded = ENCODED_ATTRIBUTES | ENCODED_GROUP_ATTRIBUTES if _is_group(error) else ENCODED_ATTRIBUTES
     yield from ((name, value) for name, value in get_builtin_attribute(error, "__dict__").items() if name not in encoded)

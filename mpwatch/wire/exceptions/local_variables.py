@@ -1,8 +1,8 @@
 """Makes texts of the local variables in a traceback, for the option `capture_locals`. This module runs in the rank.
 
-`repr` makes the texts, and runs code of the variables' classes. This code may raise, hang or return a very long text. So the
-number and the length of the texts are bounded. A daemon thread makes the texts, and the rank waits LIMIT_SECONDS for it. A
-text that is not ready then is left out.
+The texts come from `repr`, which runs code of the variables' classes. This code may raise, hang or return a very long text.
+So the number and the length of the texts are bounded. A daemon thread makes the texts, and the rank waits LIMIT_SECONDS for
+this thread. If a text is not ready by then, a fixed text takes its place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ DEFINITIONS = (ModuleType, FunctionType, type)  # such values are left out of th
 
 
 class LocalText(str):
-    """The text of a local variable. Its `repr` is the text itself, so debuggers show the text like the variable's value."""
+    """The text of a local variable.
+
+    Its `repr` is the text itself, so a debugger shows this text as the value of the variable.
+    """
 
     __slots__ = ()
 
@@ -52,10 +55,10 @@ class LocalText(str):
 
 
 class BoundedRepr(Repr):
-    """Makes texts of bounded length. It reads only the beginning of a container, a string or bytes.
+    """Makes texts of bounded length. It reads only the beginning of containers, strings and bytes.
 
-    A subclass of a container is shown as `Name(container)`. A dataclass or a named tuple is shown with its fields. The text
-    of any other object is the object's own `repr`.
+    If a class is derived from a container such as `list`, its objects are shown as `Name([...])`. A dataclass or a named
+    tuple is shown with its fields. The text of any other object is the object's own `repr`.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class BoundedRepr(Repr):
         self.maxother = MAX_TEXT
 
     def repr1(self, x: Any, level: int) -> str:
-        """Return the text of an object. If it contains containers, show them down to a depth of `level`."""
+        """Return the text of an object. Show nested containers only down to a depth of `level`."""
         cls = type(x)
         if cls is LocalText:
             return str(x)
@@ -110,7 +113,7 @@ class BoundedRepr(Repr):
         return f"{left}{', '.join(texts)}{comma}{right}"
 
     def repr_instance(self, x: object, level: int) -> str:  # noqa: ARG002  as in the base class
-        """Return the text of an object that is no container. If the object's repr raises, say so in the text."""
+        """Return the text of an object that is not a container. If the object's repr raises, say so in the text."""
         try:
             text = str.__str__(repr(x))
         except BaseException as error:  # noqa: BLE001  even SystemExit
@@ -119,10 +122,11 @@ class BoundedRepr(Repr):
 
 
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
-    """Return a dict for each traceback. It maps the index of a frame to a dict from the frame's variables to their texts.
+    """Return a dict for each traceback.
 
-    The outermost frame has index 0. Frames without variables are left out. Names that Python itself has made are left out,
-    too. Raises RuntimeError if no thread can be started.
+    The keys of this dict are the indices of the frames that have variables. The outermost frame has the index zero. Each
+    value is another dict, which maps the names of the frame's variables to their texts. Variables that Python itself has
+    created are left out. Raises RuntimeError if no thread can be started.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}

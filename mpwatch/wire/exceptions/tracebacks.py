@@ -3,15 +3,17 @@
     in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
-A `Frame` is the dictionary that tblib makes from one entry of a traceback, with three more values: the qualified name, the
-first line of the code, and the position of the expression that raised. tblib would nest the dictionaries of all entries. The
-traceback of a RecursionError is too deep for that, so here each entry has a separate dictionary.
+A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values: the qualified
+name, the first line of the code, and the position of the expression that raised the exception. The library tblib would nest
+the dictionaries of all entries. The traceback of a RecursionError is too deep for nested dictionaries, so each entry has a
+separate dictionary here.
 
-A debugger, IPython and the traceback module read file, function, lines and columns from a frame's code object. So
-`build_traceback` compiles a stub for each frame. A stub is a `raise` at the frame's position, in code that begins at the
-frame's first line. When the stub raises, the traceback contains a frame like the rank's frame, with the local variables of
-the `Frame`. One of these is `__tracebackhide__ = True`, if the rank's frame had it (pytest and IPython hide such a frame).
-With the option `capture_locals`, all other variables are texts of the rank's variables (local_variables.py).
+A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
+object. So `build_traceback` compiles a stub for each frame. A stub is a code object that begins at the function's first
+line, and has a `raise` at the frame's position. When the stub raises, the traceback contains a frame like the rank's frame,
+with the local variables of the `Frame`. If the rank's frame had the variable `__tracebackhide__ = True`, the new frame has
+it, too, so pytest and IPython hide the frame. With the option `capture_locals`, the other variables are texts of the rank's
+variables (local_variables.py).
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ RAISED = "__mpwatch_error"  # the variable of a stub, which is removed when the 
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
-    """Return the frames of a traceback, which begin with the outermost frame. They contain only builtin values."""
+    """Return a list of the frames of a traceback, from the outermost to the innermost.
+
+    The frames contain only builtin values.
+    """
     frames = []
     while trace is not None:
         frames.append(_read_frame(trace))
@@ -55,7 +60,7 @@ def make_frame(
     is_hidden: bool = False,
     span: Span | None = None,
 ) -> Frame:
-    """Return a dictionary as `tblib.Traceback.to_dict` makes it, with "co_qualname", "co_firstlineno" and "span" added.
+    """Return a dictionary like that of `tblib.Traceback.to_dict`, plus "co_qualname", "co_firstlineno" and "span".
 
     Args:
         file: name of the file.
@@ -77,7 +82,10 @@ def make_frame(
 
 
 def add_local_variables(frames: list[Frame], texts: dict[int, dict[str, str]]) -> None:
-    """Add texts of local variables to the frames. `texts` maps a frame's index to a dict from variables to their texts."""
+    """Add texts of local variables to the frames.
+
+    `texts[i]` maps the names of the variables of frame i to their texts.
+    """
     from mpwatch.wire.exceptions.local_variables import LocalText
 
     for number, variables in texts.items():
@@ -132,7 +140,10 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
 
 
 def build_traceback(frames: list[Frame]) -> TracebackType | None:
-    """Return a traceback with these frames. This function uses no recursion, since a RecursionError has 1,000 frames."""
+    """Return a traceback with these frames.
+
+    This function uses no recursion, because the traceback of a RecursionError has 1,000 frames.
+    """
     from tblib import Traceback
 
     stubs: dict[tuple[Any, ...], CodeType] = {}  # the frames of a recursion share their code

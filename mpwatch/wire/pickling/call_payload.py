@@ -5,19 +5,20 @@
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
 All sections share one pickle memo. So an object that is in several sections is pickled only once. A rank loads the first
-section, and then its part. A part has one rank's values of the arguments that differ from rank to rank. The memo for a part
-does not contain the objects of other parts.
+section, and then its part. A part contains the values that one rank gets for arguments that differ between ranks. The memo
+for a part does not contain the objects of other parts.
 
 A rank does not import `__main__`, so functions and classes of `__main__` are pickled by value (pickler.py). The rank adds
-them to its own module `__main__`, whose dictionary *is* the globals of these functions. So plain pickle, torch.save and
-DataLoader workers find the functions and classes there by name.
+these functions and classes to its own module `__main__`. The dictionary of that module also serves as the globals of these
+functions. So plain pickle, torch.save and DataLoader workers find the functions and classes in `__main__` by name.
 
-Most calls use only functions that modules define, and these are pickled by name. `PlainPickler` pickles such a call without
-cloudpickle, whose import (25 ms) takes longer than all other work of the watcher. `PlainPickler` raises if it finds an
-object that is defined in `__main__`. Then CallPickler (pickler.py) pickles the call, since it can pickle every call.
+Most calls use only functions from importable modules. Such functions are pickled by name. `PlainPickler` pickles such a call
+without cloudpickle, whose import (25 ms) takes longer than all other work of the watcher. `PlainPickler` raises an exception
+if it finds an object that is defined in `__main__`. Then CallPickler (pickler.py) pickles the call, because CallPickler can
+also pickle objects of `__main__`.
 
 Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
-`_SpawnPopenStub` takes the place of that process, and duplicates the descriptors of these objects.
+`_SpawnPopenStub` takes the place of the spawned process, and duplicates the descriptors of such objects.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Call:
 class Payload:
     """A pickled call. It owns two things: the bundle with the pickled bytes, and copies of the descriptors in the arguments.
 
-    Close the payload when no rank needs it any more. It closes itself when it is garbage-collected.
+    Close the payload when no rank needs it any more. A payload also closes itself when it is garbage-collected.
     """
 
     def __init__(self, bundle: PickleBundle) -> None:
@@ -103,7 +104,7 @@ class Payload:
     def duplicate_fd(self, fd: int) -> int:
         """Keep a duplicate of this descriptor, and return its index.
 
-        The caller may close the original before the last rank has started.
+        The duplicate is necessary, because the caller may close the original descriptor before the last rank has started.
         """
         self._fds.extend(map(os.dup, [fd]))  # one call of C code, in which no signal handler can run and leak the descriptor
         return len(self._fds) - 1
@@ -117,7 +118,10 @@ class Payload:
 
 
 class FdPlaceholder:
-    """A placeholder for a descriptor that is in the arguments. In the rank, `detach` returns a copy of that descriptor."""
+    """A placeholder for a descriptor that is in the arguments.
+
+    In the rank, `detach` returns a duplicate of the descriptor.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -137,7 +141,7 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """An object that takes the place of multiprocessing's Popen of a new process while a call is pickled for all ranks.
+    """While a call is pickled for all ranks, this object takes the place of the Popen object of a new process.
 
     os_support/cpython_private.py describes what multiprocessing expects of this object.
     """
@@ -164,7 +168,7 @@ class _SpawnPopenStub:
 
 
 def pack(call: Call) -> Payload:
-    """Pickle a call. Raises OSError and whatever pickling raises. If it raises, it has closed all descriptors."""
+    """Pickle a call. Raises OSError and whatever pickling raises. If pickling fails, all descriptors are closed."""
     if _can_try_plain_pickler(call.fn):
         try:
             return _pack(call, _dump_plain)
@@ -198,7 +202,7 @@ def probe(obj: object) -> None:
 
 
 class PlainPickler(pickle.Pickler):
-    """Pickles functions and classes by name. It raises if a function or class is defined in `__main__`.
+    """Pickles functions and classes by name. It raises an exception if a function or class is defined in `__main__`.
 
     Args:
         bundle: the bundle that receives the pickle.
@@ -209,7 +213,10 @@ class PlainPickler(pickle.Pickler):
         super().__init__(bundle, 5, buffer_callback=bundle.keep_buffer)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Raise if a function, a class or an object's class is defined in `__main__`. pickle calls this for each object."""
+        """Raise PicklingError if an object or its class is defined in `__main__`.
+
+        pickle calls this method for each object.
+        """
         if getattr(obj, "__module__", None) == "__main__":
             # The text is never shown. It has no repr of the object, because a repr can run user code.
             raise pickle.PicklingError("of __main__")
@@ -283,7 +290,10 @@ def _dump_sections(
 
 
 def _pickle_main_description(main: Any) -> bytes:
-    """Return the pickled attributes of `__main__` with which the workers of a DataLoader find the script."""
+    """Return the pickle of some attributes of `__main__`.
+
+    The workers of a DataLoader need these attributes to find the script.
+    """
     global _main_description
     description = _describe_main(main)
     last, packed = _main_description
@@ -365,7 +375,7 @@ def is_unpacking(thread: threading.Thread) -> bool:
 
 
 def _load_main_description(stream: Any) -> None:
-    """Set the attributes of `__main__`. They are unpickled only if they differ from the attributes of the previous call."""
+    """Set the attributes of `__main__`. Unpickle the attributes only if they differ from those of the previous call."""
     global _main_description
     description, packed = _main_description
     if not packed or stream.read(len(packed)) != packed:

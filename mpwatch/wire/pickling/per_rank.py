@@ -11,8 +11,9 @@ T = TypeVar("T")
 class PerRank(Generic[T]):
     """An argument of a call with one value for each rank: rank i gets `values[i]`.
 
-    Any positional or keyword argument of `mpwatch.run` and `WorkerGroup.run` can be a PerRank, but a PerRank cannot be a
-    part of an argument. Each rank unpickles only its own value. Large arrays and tensors are not copied for each rank.
+    Any positional or keyword argument of `mpwatch.run` and `WorkerGroup.run` can be a PerRank. A PerRank cannot be inside
+    another argument, such as a list. Each rank unpickles only its own value. Large arrays and tensors are not copied for
+    each rank.
 
     Args:
         values: one value for each rank, in the order of ranks. In a job of several nodes, pass one value for each rank of
@@ -34,6 +35,6 @@ class PerRank(Generic[T]):
 def refuse_per_rank(_: PerRank[Any]) -> NoReturn:
     """Raise TypeError. Picklers of calls use this function as the reducer of PerRank.
 
-    They only find a PerRank that is a part of another value.
+    A pickler sees a PerRank only if the PerRank is inside another value.
     """
     raise TypeError("a PerRank must itself be one of args or kwargs, not a part of another value")

@@ -1,16 +1,18 @@
-"""Pickle bundles contain pickles and their large buffers. A small bundle is a bytes object, a large one an anonymous file.
+"""Pickle bundles contain pickles and their large buffers. A small bundle is a bytes object.
+
+A large bundle is an anonymous file.
 
     [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
                                         `-- each buffer begins a new page
 
-All receivers read the first pickles. A bundle can also have parts. A part consists of pickles for only one receiver. The
-trailer has the number of buffers, the number of parts, and a magic number.
+All receivers read the pickles before the first part. A bundle can also have parts. A part consists of pickles for only one
+receiver. The trailer has the number of buffers, the number of parts, and a magic number.
 
-The sender lets pickle write directly into the bundle. The receiver maps the file into memory. Unpickled arrays, tensors and
+In the sender, pickle writes directly into the bundle. The receiver maps the file into memory. Unpickled arrays, tensors and
 memoryviews use the memory of that mapping. All receivers share the pages of the file. If a process writes to a page, the
 kernel copies the page for this process. A page is freed when no process uses it.
 
-This module runs in the watcher and in the ranks. Functions import the modules that only large bundles need.
+This module runs in the watcher and in the ranks. Modules that only large bundles need are imported inside functions.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ PLAIN_TRAILER = TRAILER.pack(0, 0, MAGIC)  # of a bundle that has neither buffer
 
 
 class PickleBundle:
-    """A bundle that pickle writes to, and that `finish` completes. Then `body` is the bundle. If it is empty, use `file`.
+    """A bundle to which pickle writes. After `finish`, the bundle is in `body`, or in `file` if `body` is empty.
 
     The bundle owns the file, and closes it when the bundle is garbage-collected.
 
@@ -69,7 +71,7 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether pickle has to write this buffer itself. It is False for a large buffer, which the bundle keeps.
+        """Return whether pickle has to write this buffer itself. Return False for a large buffer, which the bundle keeps.
 
         pickle calls this method.
         """
@@ -118,8 +120,8 @@ class PickleBundle:
     def _write_buffers(self) -> list[tuple[int, int]]:
         """Write all buffers, and return the offset and the size of each buffer.
 
-        If several parts use the same memory, such as slices of one tensor, the memory is written only once. Within a part,
-        and in the common pickles, each buffer is written separately, because a receiver can write to it.
+        If several parts use the same memory, such as slices of one tensor, the memory is written only once. Buffers of the
+        common pickles, and buffers of the same part, are always written separately, because a receiver can write to them.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -144,14 +146,17 @@ class PickleBundle:
 
 
 def _get_address(buffer: memoryview) -> int:
-    """Return the address of the memory. If the memory is not writable, return a number that no other buffer has."""
+    """Return the address of the memory. If the memory is not writable, return a different number for each buffer."""
     import ctypes
 
     return id(buffer) if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class NullBundle:
-    """A replacement for a bundle that discards all bytes. It is used to find out whether pickling raises an exception."""
+    """Takes the place of a bundle, and discards all bytes.
+
+    A NullBundle is used to find out whether an object can be pickled.
+    """
 
     def write(self, _: object) -> None:
         """Discard bytes. pickle calls this method."""
@@ -164,8 +169,8 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, for `OpenBundle`. Raises OSError.
 
-    A bundle without buffers is mapped by the module mmap. This mapping needs no other module, but keeps a descriptor open
-    until the bundle is unpickled.
+    A bundle without buffers is mapped by the module mmap. With mmap, no further module has to be imported, but a descriptor
+    stays open until the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -205,7 +210,10 @@ class OpenBundle:
         return len(self._parts)
 
     def open_part(self, number: int) -> None:
-        """Let the unpickler go on with this part. It must already have loaded all common pickles, and no other part."""
+        """Make the unpickler continue with this part.
+
+        The unpickler must already have loaded all common pickles, and no other part.
+        """
         position, first_buffer = self._parts[number]
         self.stream.seek(position)
         for _ in islice(self.buffers, first_buffer - self._common_buffers):
@@ -213,14 +221,17 @@ class OpenBundle:
 
 
 class BundleReader:
-    """A file-like object that reads from memory. An mmap object has no `readinto`, so pickle would copy its bytes twice."""
+    """A file-like object that reads from memory.
+
+    From an mmap object, which has no `readinto`, pickle would copy all bytes twice.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._position = 0
 
     def seek(self, position: int) -> None:
-        """Read from this position on."""
+        """Make the next `read` begin at this position."""
         self._position = position
 
     def tell(self) -> int:
@@ -232,7 +243,10 @@ class BundleReader:
         return bytes(self._take(size))
 
     def readinto(self, target: memoryview) -> int:
-        """Fill this memory with the next bytes. Return their number, which is smaller only at the end of the data."""
+        """Fill this memory with the next bytes.
+
+        Return the number of bytes, which is less than the memory's size only at the end of the data.
+        """
         taken = self._take(len(target))
         target[: len(taken)] = taken
         return len(taken)
@@ -267,7 +281,7 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 
 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
-    """A `dispatch_table` that is filled when pickle first looks up a class. Most pickles look up no class.
+    """A `dispatch_table` that is filled when pickle first looks up a class. For most calls, pickle looks up no class.
 
     Args:
         collect: the function that returns the reducers.

@@ -24,9 +24,10 @@ LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated func
 
 
 class _ClassPickler(cloudpickle.Pickler):
-    """cloudpickle's pickler. It also keeps the qualified name and the slots of a class that is pickled by value.
+    """Pickles like cloudpickle, and also keeps the qualified name and the slots of a class that is pickled by value.
 
-    It keeps the file name of code, too, because tracebacks and debuggers need this name to show the source.
+    This pickler also keeps the file name of code objects, because tracebacks and debuggers need this name to show the
+    source.
 
     Args:
         stream: the file that receives the pickle.
@@ -58,7 +59,7 @@ class _ClassPickler(cloudpickle.Pickler):
 def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
     """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
 
-    If that program sends a class back, it becomes the same class object that was sent to the program.
+    If the other program sends a class back, the class is unpickled as the original class object.
 
     Args:
         value: the value to pickle.
@@ -70,13 +71,19 @@ def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce code in cloudpickle's way, but keep its file name. cloudpickle 3.1.3 replaces the name by "<dynamic-code>"."""
+    """Reduce a code object like cloudpickle, but keep its file name.
+
+    cloudpickle 3.1.3 uses the name "<dynamic-code>" instead.
+    """
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:
-    """Find the module of a class whose `__module__` is wrong, such as pytest's Skipped. Return None if it is not found."""
+    """Find the module of a class whose `__module__` is wrong, such as pytest's Skipped.
+
+    Return None if no module is found.
+    """
     for base in cls.__mro__[1:]:
         module = sys.modules.get(base.__module__)
         # with vars(), since getattr() could make a module load something
@@ -86,7 +93,10 @@ def _find_defining_module(cls: type) -> ModuleType | None:
 
 
 def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
-    """Move `__slots__` to the namespace with which the class is created. If `__slots__` is set later, it has no effect."""
+    """Move `__slots__` into the namespace from which the class is created.
+
+    In a class that already exists, `__slots__` would have no effect.
+    """
     _, _, _, namespace, *_ = make_args
     namespace["__slots__"] = attributes.pop("__slots__")
     for name in [name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)]:
@@ -96,8 +106,8 @@ def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
 class CallPickler(_ClassPickler):
     """Pickles functions and classes of `__main__` by value, each of them once.
 
-    Afterwards `main_definitions` contains the functions and classes that are pickled by value although `__main__` has a name
-    for them. `codes` contains the code of all functions that are pickled by value.
+    After pickling, `main_definitions` contains the functions and classes that were pickled by value and have a name in
+    `__main__`. `codes` contains the code objects of all functions that were pickled by value.
 
     Args:
         bundle: the bundle that receives the pickle.
@@ -126,7 +136,7 @@ class CallPickler(_ClassPickler):
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """Pickle a function with the decorator lru_cache by value, since the rank does not have the function's name yet."""
+        """Pickle a function with the decorator lru_cache by value, because its name does not exist in the rank yet."""
         name = obj.__qualname__
         if self.main.get(name) is obj:
             self.main_definitions[name] = obj
@@ -138,7 +148,7 @@ def _rebuild_cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 class AnswerPickler(_ClassPickler):
-    """Pickles in a rank. If a function or class came from the caller's `__main__`, it is pickled by name.
+    """Pickles in a rank. A function or class that came from the caller's `__main__` is pickled by name.
 
     Args:
         stream: the file that receives the pickle.
@@ -163,7 +173,10 @@ class AnswerPickler(_ClassPickler):
 
 
 def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
-    """Return the top-level name in `__main__` under which pickle finds this function or class, or None."""
+    """Return the top-level name in `__main__` under which pickle finds this function or class.
+
+    Return None if pickle would find nothing.
+    """
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
     top, *rest = obj.__qualname__.split(".")
@@ -174,9 +187,9 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
 
 
 class _MainGlobals(dict[str, Any]):
-    """The globals of functions that `__main__` defines. In a rank, cloudpickle would create new globals for them.
+    """The globals of functions that `__main__` defines. In a rank, cloudpickle would create new globals for these functions.
 
-    Because of this class it uses the globals of the rank's `__main__` instead.
+    Because of this class, cloudpickle uses the globals of the rank's `__main__` instead.
     """
 
     def __reduce__(self) -> Any:

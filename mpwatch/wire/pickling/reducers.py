@@ -1,7 +1,7 @@
 """Reducers that multiprocessing and torch have registered for spawned processes.
 
-A reducer is a function with which pickle reduces an object, such as a socket or a tensor, to values that it can pickle. This
-module runs in the watcher. It imports only modules that are loaded already.
+A reducer is a function that reduces an object, such as a socket or a tensor, to values that can be pickled. This module runs
+in the watcher. It imports only modules that are already loaded.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ Reducers = dict[type, Reducer]
 
 
 def multiprocessing_reducers() -> Reducers:
-    """Return the reducers for connections, sockets and other objects whose classes are not torch's."""
+    """Return the reducers for connections, sockets and other objects whose classes do not belong to torch."""
     return {cls: reducer for cls, reducer in _copy_registered() if not _is_of_torch(cls)}
 
 
 def torch_reducers() -> Reducers:
-    """Return the reducers for torch's classes. They share a tensor only if it is in shared memory already.
+    """Return the reducers for torch's classes. These reducers share a tensor only if the tensor is already in shared memory.
 
     torch's own reducers would move every CPU tensor of the caller into shared memory.
     """

@@ -1,9 +1,9 @@
-"""Pickle a rank's return value as a bundle, and parts of its exceptions as bytes. The watcher unpickles both.
+"""Pickle a rank's return value as a bundle, and parts of the rank's exceptions as bytes. The watcher unpickles both.
 
 The bundle has two pickles: the name of the value's type, and the value.
 
-If a function or class came from the caller's `__main__`, the rank sends it back by name. So the caller gets the same object
-back. If only cloudpickle can pickle a function or class, the rank sends it by value.
+If a function or class came from the caller's `__main__`, the rank sends it back by name. So the caller gets its original
+object back. If only cloudpickle can pickle a function or class, the rank sends it by value.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_INLINE_SIZE = 1 << 16  # bytes; a value up to this size is sent over the cha
 
 
 def pack(value: Any) -> PickleBundle:
-    """Pickle a value. Raises OSError and what pickling raises.
+    """Pickle a value. Raises OSError and whatever pickling raises.
 
-    If the rank has not loaded cloudpickle, it tries plain pickle first, because the import of cloudpickle takes time. A rank
-    has loaded cloudpickle if its function was sent by value.
+    If the rank has not loaded cloudpickle, the rank tries plain pickle first, because the import of cloudpickle takes time.
+    A rank has loaded cloudpickle if its function was sent by value.
     """
     if value is None:  # most functions return None
         bundle = PickleBundle("", 0)
@@ -122,7 +122,7 @@ def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return the reducers for tensors. If torch is not loaded, there are no tensors, and the dict is empty."""
+    """Return the reducers for tensors. Return an empty dict if torch is not loaded."""
     if "torch.storage" not in sys.modules:
         return {}
     from mpwatch.wire.pickling.torch_storages import reducers
@@ -133,8 +133,8 @@ def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
 class _AnswerUnpickler(pickle.Unpickler):
     """An unpickler that does not change the caller's classes.
 
-    If a class was sent to the rank by value and comes back, cloudpickle finds the caller's class. But then cloudpickle would
-    set the attributes that the class had in the rank, and methods whose globals are not the caller's globals.
+    If the rank sends back a class that was sent to it by value, cloudpickle finds the caller's original class. But then
+    cloudpickle would replace the attributes and methods of this class with those from the rank.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,10 +1,10 @@
 """Pickle torch's tensors. The memory of a storage is written into the bundle once, even if many tensors are views of it.
 
-torch pickles a tensor as a view of its storage, and makes a new Python object for the storage each time. In this module all
-objects for the same memory have one `_StorageMemory`, which pickle writes once. So tied weights stay tied, and a slice stays
-a view of its tensor.
+When torch pickles a tensor as a view of its storage, it creates a new Python object for the storage each time. In this
+module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. So tied weights
+stay tied, and a slice stays a view of its tensor.
 
-This module imports torch. So import it only if torch is loaded, or if a tensor is unpickled.
+This module imports torch. So import this module only if torch is loaded, or if a tensor is unpickled.
 """
 
 import ctypes
@@ -72,7 +72,10 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace arguments that torch cannot load again, which are the arguments for its newer dtypes (float8, uint16)."""
+    """Replace arguments that torch could not load again.
+
+    Only tensors of torch's newer dtypes, such as float8 and uint16, have such arguments.
+    """
     if rebuild is rebuild_tensor_v3:
         storage, *rest = args
         args = (_rebuild_typed(storage, torch.uint8), *rest)  # torch needs a typed storage here, of any type
@@ -83,7 +86,10 @@ def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _StorageMemory:
-    """The memory of one storage. It keeps the storage alive while the pickler exists, and unpickles as an UntypedStorage."""
+    """The memory of one storage. This object keeps the storage alive while the pickler exists.
+
+    It is unpickled as an UntypedStorage.
+    """
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
