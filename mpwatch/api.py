@@ -1,4 +1,4 @@
-"""`run`, `submit` and `main`. They make a WorkerSpec from the options, run it, and raise an error if a rank failed.
+"""`run`, `submit` and `main`, which make a WorkerSpec from the options and start the run that it describes.
 
 These layers lead from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
 `EventLoop`, `ProcessPool`, and the process. ARCHITECTURE.md shows them.
@@ -65,9 +65,9 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of this process. At the first failure the other ranks are stopped. When `run` returns or
-    raises, every rank is dead and reaped. Every process that a rank has started in its process group is dead and reaped,
-    too. If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until
-    SIGCONT. The limits do not count the time of the suspension.
+    raises, every rank is dead and reaped. All other processes in the process groups of the ranks are dead and reaped, too.
+    If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The
+    time of the suspension does not count towards `timeout` and the other limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -224,8 +224,8 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     """Start a run in a thread of its own, and return at once.
 
     The arguments are pickled before `submit` returns. Observers, and functions in `retry_if` and `env`, are called in the
-    thread of the run. mpwatch does not handle signals for this run. A program that ends does not wait for the run. Its ranks
-    get SIGTERM, and SIGKILL after `grace_period`.
+    thread of the run. mpwatch does not handle signals for this run. A program that ends does not wait for the run. At the
+    end of the program the ranks get SIGTERM, and SIGKILL after `grace_period`.
 
     Args:
         fn: see `run`.
@@ -246,7 +246,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
 
 def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, with the live view of `make_view`. None means the view that the options choose."""
+    """Start a run as `submit` does, with the view of `make_view`. If `make_view` is None, the options choose the view."""
     from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
     __tracebackhide__ = True
@@ -263,8 +263,8 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
 
     Use `main` in a program that does nothing else. The exit status comes from the rank that failed first: the status of
     sys.exit or os._exit, 128 + n for signal n, 1 for an exception, and 124 for a timeout. In a job of several nodes, every
-    node exits with this status, since schedulers keep the status of only one node. (torchrun exits with 1.) A node that
-    receives a terminating signal dies of this signal.
+    node exits with the same status, because schedulers keep the status of only one node. A node that receives a terminating
+    signal dies of this signal.
 
     Args:
         fn: see `run`.

@@ -44,7 +44,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def root_cause(self) -> ProcessFailure | None:
-        """The failure that came first. It is None if no failure of a rank ended the run."""
+        """The failure that came first, or None if no rank is to blame."""
         return self.result.root_cause
 
     @property
@@ -54,7 +54,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def verdict(self) -> str:
-        """The first line of the report. It says which rank failed first and why, or what else ended the run."""
+        """The first line of the report, which says which rank failed first and why, or what else ended the run."""
         return format_verdict(self.result)
 
     @property
@@ -71,7 +71,7 @@ class RunFailedError(MpwatchError):
     def exit_code(self) -> int:
         """The exit status for a program that ends because of this error.
 
-        It is the status of the rank that failed first. It is 1 if no rank is blamed.
+        This is the exit status of the rank that failed first, or 1 if no rank is to blame.
         """
         return self.root_cause.exit_code if self.root_cause else 1
 
@@ -82,9 +82,9 @@ class RunFailedError(MpwatchError):
         return f"{type(self).__name__}({self.verdict!r})"
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows, without the frames of mpwatch and the frames of the rank below them.
+        """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
 
-        IPython shows the frames of the rank before these lines, because `__cause__` has these frames.
+        IPython shows the frames of the rank before these lines, because these frames belong to `__cause__`.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -138,7 +138,7 @@ def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
     In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens at the line where the rank
-    raised.
+    raised the exception.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:
@@ -149,7 +149,7 @@ def raise_if_failed(result: RunResult[Any]) -> None:
 
 
 def _cut_frames_of_mpwatch(trace: TracebackType | None) -> TracebackType | None:
-    """Return a copy that ends before the first frame of mpwatch. Return the whole traceback if the copy would be empty."""
+    """Return the part of the traceback before the first frame of mpwatch, or the whole traceback if this part is empty."""
     entries = []
     rest = trace
     while rest is not None and not str(rest.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):

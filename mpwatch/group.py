@@ -36,17 +36,18 @@ R = TypeVar("R")
 class WorkerGroup:
     """A group of `nprocs` processes that stay alive. A call runs a function in all of these processes, or in some of them.
 
-    A call takes less than a millisecond, since no process is started for it. Imported modules, `current_worker().state` and
-    the process group of `backend` are kept between calls. The ranks are started when the group is made. Use the group in a
-    `with` statement, or `close` it. If a group is not closed, its ranks end when the last reference to the group is gone, or
-    when the program ends.
+    A call takes less than a millisecond, because no process is started for the call. Imported modules,
+    `current_worker().state` and the process group of `backend` are kept between calls. The ranks are started when the group
+    is made. Use the group in a `with` statement, or `close` it. If a group is not closed, its ranks end when the last
+    reference to the group is gone, or when the program ends.
 
     If the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The
-    limits do not count the time of the suspension. Between calls, Ctrl-Z suspends only this process.
+    time of the suspension does not count towards `timeout` and the other limits. Between calls, Ctrl-Z suspends only this
+    process.
 
     A group may be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
-    order in which they were made. They may come from several threads and from `submit`. Calls of different ranks run at the
-    same time.
+    order in which they were made. Several threads may call `run` and `submit` at the same time. Calls of different ranks run
+    at the same time.
 
     Args:
         nprocs: number of ranks. Like all options, it means the same as for `mpwatch.run`.
@@ -186,11 +187,11 @@ class WorkerGroup:
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises, the other ranks of the call have one second to finish. If all of them finish, all ranks stay alive.
-        Otherwise all ranks of the group are stopped, and all other running calls end, too. The same happens if a rank dies
-        or hangs, and if a rank dies between two calls. The next call restarts all ranks, without the content of
-        `current_worker().state`, and logs a warning with the reason. With scope="worker", only the ranks of the failed call
-        are stopped and restarted.
+        If a rank raises an exception, the other ranks of the call have one second to finish. If all of them finish in this
+        time, all ranks stay alive. If a rank needs more time, all ranks of the group are stopped, and all other running
+        calls end, too. All ranks are also stopped if a rank hangs, or if a rank dies during a call or between two calls.
+        After such a failure, the next call restarts all ranks with an empty `current_worker().state`, and logs a warning
+        with the reason. With scope="worker", only the ranks of the failed call are stopped and restarted.
 
         Args:
             fn: see `mpwatch.run`.
@@ -230,9 +231,9 @@ class WorkerGroup:
     ) -> "CallHandle[T]":
         """Queue a call, and return at once. The call runs in a thread of its own when its ranks are free.
 
-        The arguments are pickled when the call begins, so do not change them before. Observers of the group are called in
-        the thread of any running call. A call in the background has no live view, and Ctrl-C does not stop it. A program
-        that ends stops the ranks, and does not wait for the call.
+        Keep the arguments unchanged until the call begins, because they are pickled at that time. Observers of the group are
+        called in the thread of any running call. A call in the background has no live view, and Ctrl-C does not stop it. A
+        program that ends stops the ranks, and does not wait for the call.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -267,7 +268,7 @@ class WorkerGroup:
         return handle
 
     def close(self) -> None:
-        """Ask the ranks to exit like any Python program, and wait until they have exited. A second `close` does nothing.
+        """Ask the ranks to exit normally, and wait until they have exited. A second `close` does nothing.
 
         Calls of `submit` that have not begun are cancelled. `close` waits for running calls. A rank that does not exit
         within `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
@@ -283,10 +284,10 @@ class WorkerGroup:
     def stacks(self) -> Stacks:
         """Return the stacks of all threads of each rank, which show where the rank is now. The ranks go on.
 
-        Any thread may call this method, during a call and between calls. An observer of this group may call it, too. It
-        takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows ranks with the
-        same stacks together. Like any signal with a handler, the request interrupts a system call of the rank (EINTR).
-        Python repeats that system call.
+        Any thread may call this method, during a call and between calls. An observer of this group may call `stacks`, too.
+        `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows ranks
+        with the same stacks together. A rank receives the request as a signal, which interrupts a system call of the rank
+        (EINTR). Python repeats this system call.
 
         Returns:
             The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
@@ -303,13 +304,13 @@ class WorkerGroup:
     def state(self) -> WorkerState:
         """The state of the group: INIT until all ranks are ready, then HEALTHY, and STOPPED after `close`.
 
-        It is UNHEALTHY if the next call must restart the ranks, or if the heartbeat of a rank is late.
+        The state is UNHEALTHY if the next call must restart the ranks, or if the heartbeat of a rank is late.
         """
         return WorkerState.STOPPED if self._is_closed else self._ranks.state
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The identities of the ranks. Their `restart_count` is the number of restarts."""
+        """The identities of the ranks. `restart_count` of each identity is the number of restarts."""
         return self._ranks.workers
 
     def __enter__(self) -> Self:
@@ -374,10 +375,10 @@ class WorkerGroup:
         return result
 
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
-        """Let all ranks make the process group of `backend` before a call of some ranks. Return the result after a failure.
+        """Let all ranks make the process group of `backend` before a call of some ranks. If this fails, return the result.
 
-        If several calls need the process group, only one of them makes the ranks create it. `ticket` was granted before, and
-        the call keeps its place in the queue.
+        If several calls need the process group, only the first of these calls makes the ranks create it. `ticket` was
+        granted before. When this method returns, the call has its place in the queue again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -418,7 +419,7 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until no other call uses these ranks. Then return what `action` returns when it is called with the ticket."""
+        """Wait until no other call uses these ranks. Then call `action` with the ticket, and return its value."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -473,7 +474,7 @@ class _LockOfThread(threading.local):
         self.lock = threading.Lock()
 
     def is_locked(self) -> bool:
-        """Return whether this thread has locked its lock."""
+        """Return whether this thread has locked its own lock."""
         return self.lock.locked()
 
 

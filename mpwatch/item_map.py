@@ -4,9 +4,9 @@
                              --- items -----------------------------------------------> |  over an item channel
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
-The WorkerGroup has scope="worker". It starts the ranks, watches them, and restarts a rank that was lost. If a call of
-`serve_items` fails, the first item that has no value yet has failed. The later items go back to the queue
-(watcher/item_queue.py), and the rank gets another call of `serve_items`.
+A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If a call of `serve_items`
+fails, the item that the rank has begun has failed. The items that the rank has not begun go back to the queue
+(watcher/item_queue.py), and the rank calls `serve_items` again.
 
 ItemMap takes items and receives values only while the caller waits for the next value.
 """
@@ -137,15 +137,15 @@ def map(
 
     A rank gets the next items as soon as it is free. The ranks are started at the first `next`, and stopped when the
     iterator ends or is closed. `current_worker().state` is kept from item to item, so it can hold a model that is loaded
-    once. Do not keep such objects in `fn` itself, because the rank gets a new copy of `fn` after an item has failed.
+    once. Do not keep a model in `fn` itself, because the rank gets a new copy of `fn` after an item has failed.
 
-    An item fails if the function raises, or if the process of the rank dies. Then the rank is restarted. No other item
-    fails, because the rank sends each value before it begins the next item. So the function is called once for each item.
-    For a failed item it is called again if `max_restarts` allows this.
+    An item fails if the function raises an exception, or if the process of the rank dies. A rank that dies is restarted. No
+    other item fails, because the rank sends each value before it begins the next item. So the function is called once for
+    each item. Only a failed item is tried again, if `max_restarts` allows this.
 
-    The iterator takes items from `items`, and receives values, only in `next`. Between two calls of `next`, a rank has at
-    most two chunks to work on. If the body of a `for` loop raises an exception, the iterator and its ranks stay alive. If
-    the program goes on after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
+    Only `next` takes items from `items` and receives values from the ranks. Between two calls of `next`, a rank has at most
+    two chunks to work on. If the body of a `for` loop raises an exception, the iterator and its ranks stay alive. To stop
+    the ranks after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
@@ -230,7 +230,7 @@ def _resolve_policy(max_restarts: int | None, policy: RestartPolicy | None) -> R
 
 @dataclass(eq=False)
 class _Chunk:
-    """Items that were sent together."""
+    """Items that were sent to a rank together."""
 
     size: int
     left: int
@@ -256,7 +256,7 @@ class _Feed:
         self.chunks: deque[_Chunk] = deque()  # of these tasks
 
     def take_back(self) -> list[Task]:
-        """Take away the items that the rank has not begun, and return them. The rank will not begin these items."""
+        """Take back the items that the rank has not begun, and return them. The rank then skips these items."""
         taken = set()
         while self.tokens is not None and (token := self.tokens.take()) is not None:
             taken.add(token)
@@ -302,11 +302,11 @@ class _ItemGroup(WorkerGroup):
         raise _EndedBySignalError(signum, handles)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Let the guardian process write these bytes to a terminal if this process is killed. If None, it writes nothing."""
+        """Set the bytes that the guardian process writes to a terminal if this process is killed. None: no bytes."""
         self._ranks.set_terminal_restore(restore)
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that is logged when this rank is restarted. Nothing happens if the rank was not lost."""
+        """Set the reason that is logged when this rank is restarted. If the rank is alive, do nothing."""
         self._ranks.explain_loss(rank, reason)
 
 
@@ -356,7 +356,7 @@ class ItemMap:
         self._end_signals: EndSignals
 
     def run_in_order(self) -> Generator[Any, None, None]:
-        """Yield the values or ItemFailures in the order of the items."""
+        """Yield the value or ItemFailure of each item, in the order of the items."""
         waiting: dict[int, Any] = {}
         with closing(self.run()) as outcomes:
             for index, outcome in outcomes:
@@ -366,7 +366,7 @@ class ItemMap:
                     yield waiting.pop(self._next_index - 1)
 
     def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index of each item with its value or ItemFailure, as soon as the value or ItemFailure is there."""
+        """Yield the index of each item with its value or ItemFailure, in the order in which they arrive."""
         try:
             yield from self._run()
             return
@@ -400,7 +400,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give new items to free ranks. Return False if no item is left, and no value or failure is missing."""
+        """Give new items to free ranks. Return False if the outcomes of all items have been received."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -415,7 +415,7 @@ class ItemMap:
         return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
 
     def _share(self, end: int) -> None:
-        """Give items to free ranks. If the items are short, also give items to ranks that have one chunk."""
+        """Give items to free ranks. If items take little time, also give a second chunk to busy ranks."""
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
                 while feed.takes_items and len(feed.chunks) == chunks:
@@ -425,7 +425,7 @@ class ItemMap:
                     self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
-        """If a rank is free and has no item, put back items that other ranks have not begun. Return whether it did so."""
+        """If a rank is idle, put back items that other ranks have not begun. Return whether any items were put back."""
         if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
             return False
         tasks = [task for feed in self._feeds if len(feed.tasks) > 1 for task in feed.take_back()]
@@ -435,7 +435,7 @@ class ItemMap:
         return bool(tasks)
 
     def _start(self, feed: _Feed) -> None:
-        """Let a rank call `serve_items`. If the rank was lost, the group restarts the rank before the call."""
+        """Make a rank call `serve_items`. If the rank has died, the group restarts the rank before the call."""
         try:
             feed.tokens = TokenPipe()
             feed.channel, feed.rank_end = open_item_channel()
@@ -483,7 +483,7 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Let items fail that cannot be sent. If there are several items, put them back, to send each of them alone."""
+        """Handle items that cannot be sent: put back several items, to send each alone, or let a single item fail."""
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
         elif self._keep_going:
@@ -529,7 +529,7 @@ class ItemMap:
             self._group.set_terminal_restore(self._terminal_restore)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
-        """Read all messages that a rank has sent, and return their outcomes. There is at most one message for each item."""
+        """Read all messages of a rank, and return the outcomes of items. There is at most one message for each item."""
         outcomes = []
         while feed.channel is not None:
             try:
@@ -552,7 +552,7 @@ class ItemMap:
         return outcomes
 
     def _take_task(self, feed: _Feed) -> Task:
-        """Remove the item whose value has come from the items of the rank, and return it."""
+        """Remove the item whose value has arrived, which is the first item of the rank, and return this item."""
         chunk = feed.chunks[0]
         chunk.left -= 1
         if not chunk.left:
@@ -564,7 +564,7 @@ class ItemMap:
         return feed.tasks.popleft()[1]
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
-        """Return the value of an item that has come, or an ItemFailure if the value cannot be rebuilt."""
+        """Rebuild the value of an item and return it. If this fails, return an ItemFailure."""
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -581,7 +581,7 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return the ItemFailure of an item that has failed with this error, although the call of the rank goes on."""
+        """Return the ItemFailure of an item that has failed with this error. The call of `serve_items` goes on."""
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
@@ -601,7 +601,7 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
-        """Put back or let fail the items of a call of `serve_items` that has ended. Return the outcomes of its items."""
+        """Put back the items of a call of `serve_items` that has ended, or let them fail. Return new outcomes."""
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
         unbegun = feed.take_back()
@@ -635,7 +635,7 @@ class ItemMap:
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return the ItemFailure of an item, or nothing if the item is tried again. Or raise ItemFailedError."""
+        """Return the ItemFailure of an item, or [] if the item is tried again. Or raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, time.monotonic())
         text = _format_item(task.item)

@@ -1,4 +1,7 @@
-"""`RunHandle` is the future of a run, `CallHandle` of a call of a WorkerGroup. Each run or call has its own thread."""
+"""`RunHandle` is the future of a run, and `CallHandle` is the future of a call of a WorkerGroup.
+
+Each run or call has its own thread.
+"""
 
 import os
 import signal
@@ -57,10 +60,10 @@ class _Handle(Future[RunResult[T]]):
                 call.signals.post_interrupt(signum, cause)
 
     def request_stop(self) -> None:
-        """Ask the ranks to save and return. Then `should_stop` becomes True on all ranks at the same step.
+        """Ask the ranks to save and return. Then `should_stop` returns True on all ranks at the same step.
 
-        This method does not wait. If the ranks have not begun, they stop before their first step. After the end of the call,
-        the method does nothing.
+        This method does not wait. If the ranks have not begun to work, they stop before their first step. After the end of
+        the call, the method does nothing.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -69,14 +72,17 @@ class _Handle(Future[RunResult[T]]):
         self.ask_to_stop("request_stop() of its handle")
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save and return, for this cause. Return False if the call is over."""
+        """Ask the ranks to save and return. `cause` says what has requested the stop. Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call, is_ending = self._call, self._is_ending  # in this order
             return call.ask_to_stop(cause) if call is not None else not is_ending
 
     def wait_for_end(self) -> None:
-        """Wait until the result is there and the thread has ended. In that thread itself, only wait for the result."""
+        """Wait until the call has a result and its thread has ended.
+
+        If this method runs in the thread of the call itself, wait only for the result.
+        """
         wait([self])
         if threading.current_thread() is self._thread:
             return
@@ -125,7 +131,7 @@ class _Handle(Future[RunResult[T]]):
 
 
 class RunHandle(_Handle[T]):
-    """A run that `mpwatch.submit` has started. It is a `concurrent.futures.Future` of the RunResult.
+    """A run that `mpwatch.submit` has started. The handle is a `concurrent.futures.Future` of the RunResult.
 
     `result()` returns or raises as `mpwatch.run` does. `await handle` works in asyncio. `cancel()` always returns False,
     because the run has begun. `stop()` ends the run. The end of a `with` block also stops the run. Any thread may call any
@@ -139,13 +145,15 @@ class RunHandle(_Handle[T]):
         add_call(self)
 
     def stop(self) -> None:
-        """Stop the run, and return when none of its ranks and threads is left. If the run is over, only wait for its thread.
+        """Stop the run, and wait until all its ranks and threads have ended. If the run is over, wait only for its thread.
 
-        The ranks get SIGINT, as at Ctrl-C, and SIGKILL after `grace_period`. A second `stop` before that sends SIGKILL at
-        once. It may come from another thread, or after Ctrl-C has interrupted the first `stop`. `result()` then raises
-        RunFailedError. With `check=False`, it returns a result with the state STOPPED.
+        The ranks get SIGINT, as after Ctrl-C, and SIGKILL after `grace_period`. A second `stop` within `grace_period` sends
+        SIGKILL at once. The second `stop` may come from another thread, or after Ctrl-C has interrupted the first `stop`.
+        `result()` then raises RunFailedError. If the run has `check=False`, `result()` returns a result with the state
+        STOPPED.
 
-        An observer of the run may call this method, too. Then the method only requests the end, and returns at once.
+        An observer of the run may call this method, too. In an observer, the method only requests the end of the run, and
+        returns at once.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -166,7 +174,7 @@ class RunHandle(_Handle[T]):
         return Stacks() if call is None else call.watcher_thread.take_stacks()
 
     def progress(self) -> dict[int, Progress]:
-        """Return the last `mpwatch.report()` of each rank, by global rank. Ranks that have not reported are missing.
+        """Return the last `mpwatch.report()` of each rank, by global rank. Ranks that have not called `report` are missing.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -191,7 +199,7 @@ class RunHandle(_Handle[T]):
     def state(self) -> WorkerState:
         """The state of the run or the call: INIT until all ranks are ready, then HEALTHY or UNHEALTHY.
 
-        When the run is over, it is the state of the result, or FAILED if there is no result.
+        When the run or the call is over, its state is the state of the result, or FAILED if there is no result.
         """
         if self.done():
             result = self._get_result()
@@ -202,7 +210,10 @@ class RunHandle(_Handle[T]):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The identities of the ranks. The tuple is empty until the ranks are started, or on several nodes until the end."""
+        """The identities of the ranks. The tuple is empty until the ranks are started.
+
+        In a run on several nodes, the tuple is empty until the end of the run.
+        """
         if (result := self._get_result()) is not None:
             return tuple(result.workers)
         call = self._call
@@ -216,9 +227,10 @@ class RunHandle(_Handle[T]):
             self.stop()
 
     def start(self) -> None:
-        """Start the run. Raises LaunchError if Python cannot start a thread. `mpwatch.submit` has already called this.
+        """Start the run. Raises LaunchError if Python cannot start a thread.
 
-        If an exception such as Ctrl-C comes in this thread meanwhile, the run ends.
+        `mpwatch.submit` has already called this method. If an exception such as KeyboardInterrupt interrupts this method,
+        the run ends.
         """
         try:
             self._thread.start()
@@ -231,7 +243,7 @@ class RunHandle(_Handle[T]):
             raise
 
     def _get_result(self) -> RunResult[T] | None:
-        """Return the result of the run. It is None if the run is not over, or has no result."""
+        """Return the result of the run, or None if the run is not over or has no result."""
         if not self.done():
             return None
         error = self.exception()
@@ -241,7 +253,7 @@ class RunHandle(_Handle[T]):
 
 
 class CallHandle(_Handle[T]):
-    """A call that `WorkerGroup.submit` has queued. It is a `concurrent.futures.Future` of the RunResult.
+    """A call that `WorkerGroup.submit` has queued. The handle is a `concurrent.futures.Future` of the RunResult.
 
     `result()` returns or raises as `WorkerGroup.run` does. `await handle` works in asyncio. `cancel()` removes a call that
     has not begun, and returns False for a call that has begun. `stop()` ends a call that has begun. Any thread may call any
@@ -288,12 +300,14 @@ class CallHandle(_Handle[T]):
     def stop(self) -> None:
         """Cancel the call if it has not begun. Otherwise stop the call, and return when it is over.
 
-        The ranks of the call get SIGINT, as at Ctrl-C. The ranks stay alive if they answer within `grace_period`. Otherwise
-        all ranks of the group are stopped, and the next call restarts them. A second `stop` before that kills the ranks at
-        once. It may come from another thread, or after Ctrl-C has interrupted the first `stop`. `result()` then raises
-        RunFailedError. If the call had not begun, `result()` raises concurrent.futures.CancelledError.
+        The ranks of the call get SIGINT, as after Ctrl-C. The ranks stay alive if they answer within `grace_period`.
+        Otherwise all ranks of the group are stopped, and the next call restarts them. A second `stop` within `grace_period`
+        kills the ranks at once. The second `stop` may come from another thread, or after Ctrl-C has interrupted the first
+        `stop`. `result()` then raises RunFailedError. If the call had not begun, `result()` raises
+        concurrent.futures.CancelledError.
 
-        An observer of the group may call this method, too. Then the method only requests the end, and returns at once.
+        An observer of the group may call this method, too. In an observer, the method only requests the end of the call, and
+        returns at once.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the group.
@@ -305,7 +319,10 @@ class CallHandle(_Handle[T]):
                 self.wait_for_end()
 
     def enter_queue(self) -> None:
-        """Queue the call for `WorkerGroup.submit`. If an exception interrupts this, the call is cancelled or stopped."""
+        """Queue the call for `WorkerGroup.submit`.
+
+        If an exception interrupts this method, the call is cancelled or stopped.
+        """
         try:
             self._queue.enter(self._ticket)
         except BaseException:
@@ -329,9 +346,9 @@ class CallHandle(_Handle[T]):
         self._set_outcome(partial(self.set_exception, launch_error))
 
     def _decide(self) -> bool:
-        """Return whether the call may begin, because it was not cancelled. After that nothing can cancel the call.
+        """Return True if the call may begin, or False if it was cancelled. After this method, nothing can cancel the call.
 
-        Only this method makes threads in `concurrent.futures.wait` notice that the future was cancelled.
+        This method also informs threads in `concurrent.futures.wait` that the future was cancelled.
         """
         with self._lock:
             if not self._is_decided:

@@ -1,13 +1,14 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-The comment or docstring of each name says which versions of torch have it, and what breaks if it goes, that is, if a version
-of torch does not have it. The source of four versions was read: 2.4, 2.6, 2.9 and 2.13.
+The comment or docstring of each name says which versions of torch have the name, and what breaks if the name "goes". A name
+goes when a new version of torch does not have it. This information comes from the source code of four versions of torch:
+2.4, 2.6, 2.9 and 2.13.
 
-This module imports torch. Import it only where torch is needed anyway: in `multinode/rendezvous/`, in
-`wire/pickling/torch_storages.py`, which is imported when a tensor may be pickled or unpickled, and in
-`worker/collectives.py`, which is imported when a rank makes a process group. The names of torch's
-rendezvous are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads the
-entry points of other packages.
+This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
+`wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when a tensor may
+be pickled or unpickled, and collectives.py is imported when a rank makes a process group. The names of torch's rendezvous
+are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads the entry points of
+other packages.
 """
 
 import os
@@ -38,8 +39,9 @@ rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
 def get_untyped_storage(storage: Any) -> Any:
     """Return the untyped storage of a TypedStorage. Return any other object unchanged.
 
-    `_untyped_storage`: other attributes of a TypedStorage warn that it is deprecated. If `_untyped_storage` is missing, no
-    TypedStorage can be pickled. All four versions have it.
+    This function reads `_untyped_storage`, because the public attributes of a TypedStorage warn that this class is
+    deprecated. If `_untyped_storage` is missing, no TypedStorage can be pickled. torch 2.4, 2.6, 2.9 and 2.13 have
+    `_untyped_storage`.
     """
     return getattr(storage, "_untyped_storage", storage)
 
@@ -47,7 +49,8 @@ def get_untyped_storage(storage: Any) -> Any:
 def get_storage_id(storage: Any) -> int:
     """Return a number that identifies a storage. All Python objects for the same storage have the same number.
 
-    `_cdata`: the address of the C++ object. If it is missing, no tensor can be pickled. All four versions have it.
+    The number is `_cdata`, the address of the C++ object. If `_cdata` is missing, no tensor can be pickled. torch 2.4, 2.6,
+    2.9 and 2.13 have `_cdata`.
     """
     return int(storage._cdata)
 
@@ -55,8 +58,8 @@ def get_storage_id(storage: Any) -> int:
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
     """Build a TypedStorage over an untyped storage.
 
-    `_internal`: keeps torch from warning that TypedStorage is deprecated. If torch does not take this argument, no tensor
-    can be unpickled. All four versions have it.
+    With the argument `_internal`, torch does not warn that TypedStorage is deprecated. If torch does not accept `_internal`,
+    no tensor can be unpickled. torch 2.4, 2.6, 2.9 and 2.13 accept `_internal`.
     """
     make: Any = torch.storage.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -121,31 +124,32 @@ else:
 
 
 def state_timezone() -> tzinfo | None:
-    """Return the timezone of the times in the state: UTC, or None where torch writes them without one.
+    """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
-    `timezone`: torch's module imports it if its times are in UTC. If it is missing, each state is refused and no node can
-    join. 2.6, 2.9 and 2.13 have it; 2.4 writes times without a timezone.
+    If torch writes times in UTC, its module imports the name `timezone`. If a version writes times in UTC but does not have
+    this name, mpwatch refuses each state and no node can join. torch 2.6, 2.9 and 2.13 have this name, and torch 2.4 writes
+    times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
 
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
-    """Let this node become the first node in the next round, even if another node was the first node before.
+    """Allow this node to become the first node in the next round, even if another node was the first node before.
 
-    `_bootstrap_store_info` and `_shared_tcp_store_server`: mpwatch uses neither. torch 2.9 keeps `_bootstrap_store_info`
-    from the earlier round, and then fails with an AssertionError since `_shared_tcp_store_server` is missing. torch 2.13
-    does not fail, and torch 2.4 has neither.
+    mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
+    `_bootstrap_store_info` from the earlier round, and then fails with an AssertionError because `_shared_tcp_store_server`
+    is None. torch 2.13 does not fail, and torch 2.4 does not have these names.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
 
 
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
-    """Stop the heartbeats of a node. Return the thread that sent them, or None if there was none.
+    """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if there was no such thread.
 
-    `_stop_heartbeats`: if it is missing, the other nodes believe for a while that a node that has left is alive.
-    `_keep_alive_timer` and its `_thread`: if they are missing, the caller cannot wait until the kernel has removed the
-    thread. All four versions have them.
+    If `_stop_heartbeats` is missing, the other nodes do not notice for a while that this node has left. If
+    `_keep_alive_timer` or its `_thread` is missing, the caller cannot wait until the kernel has removed the thread. torch
+    2.4, 2.6, 2.9 and 2.13 have these names.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread
@@ -154,12 +158,13 @@ def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> t
 
 
 def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", seconds: float) -> None:
-    """Remove this node from the state within `seconds`. The rendezvous stays open for the other nodes.
+    """Remove this node from the rendezvous state within `seconds`. The rendezvous stays open for the other nodes.
 
-    `_op_executor` and `_RendezvousExitOp`: torch has no public way to leave. If one of these names is missing, the other
-    nodes wait until the heartbeat of this node expires. All four versions have both.
+    This function uses `_op_executor` and `_RendezvousExitOp`, because torch has no public way to leave a rendezvous. If one
+    of these names is missing, the other nodes wait until the heartbeat of this node expires. torch 2.4, 2.6, 2.9 and 2.13
+    have both names.
 
-    Raises RendezvousTimeoutError when the time is over, and whatever the backend raises.
+    Raises RendezvousTimeoutError when the time is over. This function also raises the exceptions of the rendezvous backend.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
@@ -171,11 +176,11 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 def read_flight_recorder() -> list[dict[str, Any]]:
     """Return the recorded collectives of this process, the oldest first.
 
-    The records have no stacks. To read stacks, torch imports torch._inductor, which takes a second or more.
+    The records have no stacks. If stacks were requested, torch would import torch._inductor, which takes a second or more.
 
-    `_dump_fr_trace` returns the collectives of gloo, `_dump_nccl_trace` the collectives of NCCL. Without them, the verdict
-    on a hang depends on stacks alone. torch 2.13 has both, if it was built with NCCL. torch 2.4 to 2.9 have only
-    `_dump_nccl_trace`, and record no collectives of gloo.
+    `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without these
+    functions, the verdict on a hang depends on stacks alone. torch 2.13 has both functions if it was built with NCCL. torch
+    2.4 to 2.9 have only `_dump_nccl_trace`, and record no collectives of gloo.
     """
     bindings: Any = import_module("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -192,18 +197,20 @@ def has_flight_recorder() -> bool:
 
 
 def get_group_names() -> dict[Any, str]:
-    """Return torch's name of each process group of this process.
+    """Return a dict from each process group of this process to torch's name for the group.
 
-    `_world` and its `pg_names`: torch has no public list of groups. If one of these names is missing, a collective's ranks
-    are not known, so mpwatch cannot find a rank that has not joined. All four versions have them.
+    This function reads `_world.pg_names`, because torch has no public list of process groups. If one of these names is
+    missing, mpwatch does not know which ranks belong to a collective, and cannot find a missing rank. torch 2.4, 2.6, 2.9
+    and 2.13 have both names.
     """
     return dict(import_module("torch.distributed.distributed_c10d")._world.pg_names)
 
 
 def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the process groups by torch's name for them: the description, and the global ranks in the order of the group.
+    """Return a dict from torch's name of each process group to the description and the global ranks of the group.
 
-    `pg_group_ranks`: if it is missing, the same happens as for `get_group_names`. All four versions have it.
+    The ranks are in the order of the group. If `pg_group_ranks` is missing, mpwatch does not know which ranks belong to a
+    collective. torch 2.4, 2.6, 2.9 and 2.13 have `pg_group_ranks`.
     """
     ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
     groups = {}
@@ -214,9 +221,10 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def get_group_name(group: Any) -> str:
-    """Return torch's name of a process group. None means the default group. The name is empty if there is no such group.
+    """Return torch's name of a process group. If `group` is None, return the name of the default group.
 
-    `default_pg`: if it is missing, `describe_world` fails, too. All four versions have it.
+    The name is empty if torch does not know the group. If `default_pg` is missing, this function and `describe_world` fail.
+    torch 2.4, 2.6, 2.9 and 2.13 have `default_pg`.
     """
     module = import_module("torch.distributed.distributed_c10d")
     return get_group_names().get(module._world.default_pg if group is None else group, "")
@@ -225,11 +233,12 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return a text that names the store of the default process group, and the rank of this process in that group.
 
-    All members of the group have the same text. Two groups may also have the same text, since the user may divide one store.
+    All members of the group have the same text. The default groups of two worlds may also have the same text, because the
+    user may divide one store between them.
 
-    `_world.pg_map` and the stores' `underlying_store`: torch has no public way from a group to its store. If one of these
-    names is missing, the text is empty, and mpwatch may confuse the ranks of two worlds in one run. All four versions have
-    them.
+    This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
+    store of a group. If one of these names is missing, mpwatch may confuse the ranks of two worlds in one run. torch 2.4,
+    2.6, 2.9 and 2.13 have these names.
     """
     module = import_module("torch.distributed.distributed_c10d")
     group = module._world.default_pg
@@ -240,6 +249,9 @@ def describe_world() -> tuple[str, int]:
 
 
 def is_of_torch(code: CodeType) -> bool:
-    """Return whether this is code of torch that may wait in a collective. torch.utils has the code of DataLoaders."""
+    """Return whether this is code of torch that may wait in a collective.
+
+    Code of torch.utils does not count, because DataLoaders use it.
+    """
     folder = os.path.dirname(torch.__file__) + os.sep
     return code.co_filename.startswith(folder) and not code.co_filename.startswith(os.path.join(folder, "utils", ""))

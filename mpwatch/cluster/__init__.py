@@ -9,17 +9,18 @@
          --------------------------- TCP: stop ------------->
     future <------------------------ the engine -------------  NodeOutcome: the node's RunResult, or an error
 
-An engine starts a function on each node. It has three methods: see `Engine`. `ThreadEngine` is an example of an engine.
+An engine starts a function on each node, and has three methods: see `Engine`. `ThreadEngine` is an example of an engine.
 
 Guarantees:
 
 - When `run` returns or raises, the engine has ended everything that it has started.
-- If the driver is killed, each node loses its link, and stops its ranks within 10 seconds.
-- A node that the engine loses is a lost node of the job. The driver makes the engine start another node in its place. The
-  remaining nodes decide whether the ranks are restarted, as in every job of several nodes. If no node remains, the driver
-  decides, by the same rules (restarts.py).
+- If the driver is killed, each node loses its connection to the driver, and stops its ranks within 10 seconds.
+- If the engine loses a node, the driver makes the engine start a new node in its place. The remaining nodes decide whether
+  the ranks are restarted, as in every job of several nodes. If no node remains, the driver makes this decision by the same
+  rules (restarts.py).
 
-The driver serves the store, so the job can lose any of its nodes. The nodes must be able to connect to the driver.
+The driver serves the store of the rendezvous, so the job survives the loss of any node. The nodes must be able to connect to
+the driver.
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine

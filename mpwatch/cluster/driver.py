@@ -5,14 +5,15 @@
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
 A node that has **joined** was in a round of the rendezvous, so it has started its ranks. A node that comes too late for the
-job does not join. It would wait for others until `join_timeout`, so the driver stops it when the first other node has ended.
+job does not join. When the first other node has ended, the driver stops the late node, which would otherwise wait until
+`join_timeout`.
 
 Guarantees:
 
-- The driver has no deadline of its own in these cases: the job waits until the cluster starts a node, and the user has set
-  no `queue_timeout`; the ranks of a node are running; nodes wait for other nodes, with `join_timeout` as their limit; or the
-  engine is sending the outcome of a node that has ended. A large outcome takes time.
-- The job has not succeeded if the outcome of a node with ranks is missing.
+- The driver sets no deadline in these cases: the job waits until the cluster starts a node, and `queue_timeout` is not set;
+  the ranks of a node are running; nodes wait for other nodes, with `join_timeout` as their limit; or the engine is sending
+  the outcome of a node that has ended, which takes time if the outcome is large.
+- The job succeeds only if the outcome of every node with ranks has arrived.
 """
 
 import logging
@@ -85,7 +86,7 @@ class _Node:
 
     @property
     def has_joined(self) -> bool:
-        """Whether it was in a round of the rendezvous."""
+        """Whether the node has been in a round of the rendezvous."""
         return self.group_rank is not None
 
     @property
@@ -99,7 +100,7 @@ class _Node:
         return self.has_begun and not self.has_ended and not self.is_over
 
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
-        """Return a failure for each rank, since this node is lost."""
+        """Return a failure for each rank, because this node is lost."""
         return [
             mpwatch.ProcessFailure(
                 rank=rank,
@@ -170,7 +171,8 @@ class Driver:
             store: where the nodes meet.
             may_begin_early: whether the job begins without the nodes for which the cluster has no room.
 
-        After Ctrl-C it returns what is known, and `interrupt` is set. Raises the error of a node, or LaunchError.
+        After Ctrl-C, `run` sets `interrupt`, and returns the results that have arrived, or None. If a node has returned an
+        error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
         """
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
@@ -196,7 +198,10 @@ class Driver:
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
-        """Wait until the cluster has room for the least number of nodes, if the engine knows that. Raises LaunchError."""
+        """Wait until the cluster has room for the least number of nodes. Raises LaunchError.
+
+        Do not wait if the engine has no method `describe_wait`.
+        """
         while what := self._describe_wait():
             now = time.monotonic()
             if now >= wait.deadline:
@@ -213,7 +218,7 @@ class Driver:
             log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
-        """Wait for a message or a deadline, and handle it."""
+        """Wait for the next message or deadline, and handle it."""
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
         seconds = min(due_at - time.monotonic(), self._view.seconds_to_next_update(), period)
@@ -236,7 +241,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether all nodes that have begun have ended, and at least one node has begun."""
+        """Return whether the driver can stop waiting: the job is ending, and every node that has begun is over."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
@@ -281,7 +286,7 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """Log what nodes wait for that have met, and let them begin if the cluster has no room for more."""
+        """If enough nodes have come, log that they wait for more. If the cluster has no more room, let the job begin."""
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
         least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
@@ -360,7 +365,7 @@ class Driver:
             self._begin_queue_wait()
 
     def _restart(self) -> bool:
-        """Let new nodes restart the ranks, since no node is left that knows of the job. Return False if none may."""
+        """Let new nodes restart the ranks after the loss of all nodes. Return False if no restart is allowed."""
         restart = self._restarts.lose_all(self._losses, time.time(), time.monotonic())
         if restart is None:
             return False
@@ -374,14 +379,14 @@ class Driver:
         return True
 
     def _has_outcome(self) -> bool:
-        """Return whether the job is over: a node that has joined it has ended."""
+        """Return whether the job is over, because the outcome of at least one node has arrived."""
         return any(node.outcome is not None and not node.is_lost for node in self._nodes.values())
 
     def _count_running(self) -> int:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
 
     def _expect_end(self) -> None:
-        """Limit how long the other nodes may take, since one has ended. Stop nodes that came too late for the job."""
+        """Set a deadline for the other nodes, because one node has ended. Stop nodes that came too late for the job."""
         if self._is_stopping:
             return
         self._deadline = min(self._deadline, time.monotonic() + self._end_seconds)
@@ -396,7 +401,7 @@ class Driver:
             self._stop_node(node)
 
     def _give_up(self) -> None:
-        """Wait no longer for the nodes that have been stopped."""
+        """Stop waiting for the nodes that were stopped."""
         self._is_given_up = True
         for node in self._nodes.values():
             if node.outcome is None and not node.is_lost:
@@ -414,7 +419,7 @@ class Driver:
             node.is_lost = True
 
     def _make_result(self) -> mpwatch.RunResult[Any] | None:
-        """Return the result of the job. None: Ctrl-C, and no node has returned anything."""
+        """Return the result of the job. Return None if no node has returned a result before Ctrl-C."""
         results, errors, late_errors = [], [], []
         for node in self._nodes.values():
             if isinstance(node.outcome, mpwatch.RunResult):
@@ -497,7 +502,7 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 
 
 def _summarize(error: BaseException) -> str:
-    """Return an engine's error in one line. Ray's RayTaskError has the exception that the node has raised."""
+    """Return an engine's error in one line. A RayTaskError of Ray contains the exception that the node raised."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return summarize_exception(cause)
@@ -506,7 +511,7 @@ def _summarize(error: BaseException) -> str:
 
 
 def _find_end_of_traceback(text: str) -> list[str]:
-    """Return what follows the last frame in the text of an error. Ray's RuntimeEnvSetupError has its reason there."""
+    """Return what follows the last frame in the text of an error. A RuntimeEnvSetupError of Ray ends with the reason."""
     _, has_frames, end = text.rpartition('\n  File "')
     lines = end.splitlines()[1:] if has_frames else []
     lines = [line for line in dropwhile(lambda line: line.startswith("    "), lines) if line.strip()]

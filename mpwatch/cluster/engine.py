@@ -16,10 +16,10 @@ class Engine(Protocol):
     An engine may also have two other methods:
 
     - `describe_wait() -> str` returns what the job waits for, such as "the cluster has 1 free node for 2 nodes of the job".
-      The driver starts the nodes when it returns "", and shows the text in warnings and errors. When the nodes have been
-      started, the text says why none of them has begun. Then the method returns at once.
-    - `lacks_room(number: int) -> bool` returns at once whether the cluster has no room for this node at present. A job of
-      (min, max) nodes then does not wait for that node before it begins.
+      The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings and errors. After the
+      start of the nodes, `describe_wait` returns at once, with a text that says why no node has begun.
+    - `lacks_room(number: int) -> bool` returns True at once if the cluster has no room for this node at present. Then a job
+      of (min, max) nodes can begin without this node.
 
     Attributes:
         address: the driver's own address, to which the nodes connect.
@@ -30,9 +30,9 @@ class Engine(Protocol):
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
         """Execute `call()` once, in a process on a node of its own. Return a future of the outcome.
 
-        If no node is free now, the call waits for a node. If the engine loses the node or the process, the future gets an
-        exception. The driver waits without limit for the outcome of a node that has ended, since large results take their
-        time. So the engine must notice that an outcome will not come.
+        If no node is free now, `call` is executed later. If the engine loses the node or the process, the future gets an
+        exception. The driver waits without limit for the outcome of a node that has ended, because large results take time.
+        So the engine must notice when an outcome is lost.
 
         cloudpickle can pickle `call`. This method returns at once.
 
@@ -42,18 +42,18 @@ class Engine(Protocol):
         """
 
     def cancel(self, number: int) -> None:
-        """End the call of this node at once, or do not begin it. Do nothing if it has ended."""
+        """End the call of this node at once, or remove it if it has not begun. If the call has ended, do nothing."""
 
     def close(self) -> None:
-        """End all that is left, and release what the engine holds of the cluster."""
+        """End all calls, and release all resources of the cluster that the engine holds."""
 
 
 @dataclass(frozen=True)
 class NodeOutcome:
-    """The result of a node, or the error that `mpwatch.run` has raised there. cloudpickle pickles it.
+    """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    Classes of the driver's program come back as the same classes, since the same cloudpickle has sent them. Large arrays are
-    beside the pickle, so that an engine need not copy them.
+    An object of a class of the driver's program comes back as an object of the same class, because cloudpickle recognizes
+    the classes that it has sent. Large arrays are kept outside the pickle, so that an engine need not copy them.
     """
 
     data: bytes
@@ -61,7 +61,7 @@ class NodeOutcome:
 
     @classmethod
     def pack(cls, result: "mpwatch.RunResult[Any] | Exception") -> "NodeOutcome":
-        """Pickle a result or an error. If it cannot be pickled, pickle a LaunchError that says so."""
+        """Pickle a result or an error. If this fails, pickle a LaunchError with the reason instead."""
         try:
             return cls._pack(result)
         except Exception as error:  # noqa: BLE001  values of users
@@ -75,14 +75,14 @@ class NodeOutcome:
         return cls(data, buffers)
 
     def unpack(self) -> "mpwatch.RunResult[Any] | Exception":
-        """Return the result or the error. Its arrays can be written to, as in a result of `mpwatch.run`."""
+        """Return the result or the error. Arrays in the result are writable, as after `mpwatch.run`."""
         buffers = [bytearray(b) if memoryview(b).readonly else b for b in self.buffers]  # an engine may have shared memory
         outcome: mpwatch.RunResult[Any] | Exception = pickle.loads(self.data, buffers=buffers)
         return outcome
 
 
 class ThreadEngine:
-    """An example of an engine, whose nodes are threads of this process. It is for tests and for first tries."""
+    """An example of an engine, whose nodes are threads of this process. This engine is for tests and for first tries."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1"
@@ -95,7 +95,7 @@ class ThreadEngine:
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
-        """Cancel the call if it has not begun. A thread that runs it ends when the driver closes the node's connection."""
+        """Cancel the call if it has not begun. Otherwise the call ends when the driver closes the node's connection."""
         self._futures[number].cancel()
 
     def close(self) -> None:

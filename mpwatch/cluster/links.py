@@ -1,4 +1,4 @@
-"""`NodeLinks`: the driver's end of the links, which are TCP connections. The node's end is in node.py.
+"""`NodeLinks`: the driver's end of the links, which are TCP connections to the nodes. node.py has the node's end.
 
 thread "mpwatch driver"    accepts the connections of nodes
 one more for each node     puts what the node sends into the queue of messages
@@ -30,7 +30,7 @@ class NodeLinks:
         key: the secret of the links. A program that does not know it is no node.
         on_statuses: called with the number of a node and the statuses of its ranks, in the thread of the node.
 
-    Raises LaunchError if it cannot listen at the address.
+    Raises LaunchError if the driver cannot listen at the address.
 
     Attributes:
         address: where it listens, with the port.
@@ -62,17 +62,17 @@ class NodeLinks:
         self._start_thread(self._accept)
 
     def acknowledge_output(self, number: int) -> None:
-        """Let the node send more output: a message with output was taken from the queue."""
+        """Let the node send more output, because a message with output was taken from the queue."""
         self._output_slots[number].release()
 
     def release(self, connection: Connection) -> None:
-        """Close the connection of a node: the message "closed" was taken from the queue."""
+        """Close the connection of a node, because the message "closed" was taken from the queue."""
         with self._lock:
             self._connections.discard(connection)
             connection.close()
 
     def close(self) -> None:
-        """End the links, and wait for the threads."""
+        """Close the connections, and wait until the threads have ended."""
         self._closed.set()
         with suppress(OSError):
             Client(self.address).close()  # this wakes the thread that accepts

@@ -1,4 +1,4 @@
-"""This code runs on each node of a job. It has `run_node`, and the node's end of the connection to the driver."""
+"""This code runs on each node of a job: `run_node`, and the node's end of the connection to the driver."""
 
 import os
 import pickle
@@ -48,7 +48,7 @@ class NodeSpec:
 
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
-    """Run the ranks of this node, and return their results. The engine calls it on each node."""
+    """Run the ranks of this node, and return their results. The engine calls `run_node` on each node."""
     with _connect(spec) as connection:
         link = _DriverLink(connection)
         link.send("hello", (spec.number, platform.node()))
@@ -124,13 +124,13 @@ def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> 
 
 
 def shut_down(connection: Connection) -> None:
-    """End a connection, also for a thread that waits for it."""
+    """Shut down a connection, so that a thread that waits for data from it wakes up."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 class _DriverLink:
-    """The connection of a node to the driver. Any thread may send. When the driver is lost, nothing more is sent."""
+    """The connection of a node to the driver. Any thread may send. After the loss of the driver, `send` does nothing."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -142,7 +142,7 @@ class _DriverLink:
 
 
 class _LinkStream:
-    """A stream of a node, whose text the driver writes to its own one."""
+    """A stream on a node, which sends its text to the driver. The driver writes the text to its own stream."""
 
     def __init__(self, link: _DriverLink, stream: str) -> None:
         self._link = link
@@ -164,7 +164,7 @@ class _LinkObserver:
 
 
 class _LinkView:
-    """A view of the node's ranks that sends their statuses to the driver. See View in watcher/observers/view_driver.py."""
+    """A view that sends the statuses of the node's ranks to the driver. See View in watcher/observers/view_driver.py."""
 
     terminal_restore = None
 

@@ -1,7 +1,7 @@
 """`QueueWait`: the wait of a job until the cluster starts its first node. Pure.
 
-A job may wait for days in the queue of a cluster. So this wait has no limit unless the user sets one. Warnings say what the
-job waits for, at first after ten seconds, and then each time the job has waited twice as long.
+A job may wait for days in the queue of a cluster. So this wait has no limit by default. Warnings say what the job waits for.
+The first warning comes after ten seconds, and each further warning when the waiting time has doubled.
 """
 
 import math
@@ -30,7 +30,7 @@ class QueueWait:
         self.report_at = now + FIRST_REPORT_SECONDS
 
     def take_report(self, what: str, now: float) -> str:
-        """Return a report if it is due, or else "". `what` is a sentence without its full stop."""
+        """Return a report if a report is due, and otherwise "". `what` is a sentence without its full stop."""
         if now < self.report_at:
             return ""
         waited = now - self._began_at

@@ -1,8 +1,8 @@
 """`JobRestarts`: lets a job survive the loss of all its nodes at the same time. Pure.
 
-As long as a node remains, the nodes decide together what follows on a failure: see multinode/job_decision.py. If none
-remains, the driver decides by the same rules, from the events that the nodes have sent. New nodes get the RestartHistory
-of the job.
+While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. If no
+node remains, the driver decides by the same rules, from the events that the nodes have sent. New nodes get the
+RestartHistory of the job.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Note what a node has published. All nodes of a job publish these events."""
+        """Note an event of a node. All nodes of a job publish the events that are noted here."""
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
                 self._start = event
@@ -65,7 +65,7 @@ class JobRestarts:
     ) -> tuple[RestartHistory, Restarting] | None:
         """Decide whether new nodes restart the ranks after the loss of all nodes.
 
-        Return the history that new nodes need, and the event to publish. Return None if there is no restart.
+        Return the history that new nodes need, and the event to publish. Return None if the ranks are not restarted.
 
         Args:
             losses: a failure for each rank of the lost nodes, in the order in which the nodes were lost.
@@ -104,7 +104,7 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Return the result with the attempts of lost nodes, which the nodes of the result do not know."""
+        """Return a result that also has the attempts of lost nodes, which the other nodes do not know."""
         if not self._has_lost_all:
             return result
         attempts = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}

@@ -47,9 +47,10 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """Return the result as failed if it lacks ranks of lost nodes, and the other nodes have succeeded.
+    """Change a successful result to a failed result if ranks of lost nodes are missing in it.
 
-    Such a node was lost after its ranks had returned, and before its outcome had arrived. No other node reports this loss.
+    A node can be lost after its ranks have returned, and before its outcome has arrived. The other nodes do not report this
+    failure.
     """
     known = {worker.rank for worker in result.workers}
     missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}
@@ -66,7 +67,7 @@ def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessF
 
 
 def make_lost_result(losses: Iterable[mpwatch.ProcessFailure], not_restarted: str) -> mpwatch.RunResult[Any]:
-    """Return the result of a job whose nodes were all lost. The first loss is the root cause.
+    """Return the result of a job whose nodes were all lost. The failure of the node that was lost first is the root cause.
 
     Args:
         losses: a failure for each rank of the nodes.
@@ -87,7 +88,7 @@ def _merge(parts: Iterable[Mapping[int, V]]) -> dict[int, V]:
 
 
 def _merge_states(results: Sequence[mpwatch.RunResult[Any]]) -> dict[int, mpwatch.WorkerState]:
-    """Return the state of each rank. Each node knows the states of its own ranks best."""
+    """Return the state of each rank, as the node of this rank reports it."""
     states = _merge(result.worker_states for result in results)
     for result in results:
         own = {worker.rank for worker in result.workers}

@@ -1,4 +1,4 @@
-"""`run` runs a job on a cluster. It checks the options, and makes the store and the driver."""
+"""`run` runs a job on a cluster: it checks the options, makes the store and the driver, and returns the result."""
 
 import secrets
 import signal
@@ -149,7 +149,7 @@ def run(
 
 
 def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
-    """Pickle the function and the options. Raises LaunchError as `mpwatch.run` does."""
+    """Pickle the function and the options. Raises LaunchError if they cannot be pickled."""
     try:
         return pack_by_value((spec.fn, options))
     except Exception as error:
@@ -158,7 +158,7 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise the KeyboardInterrupt. As with `mpwatch.run`, its note or its cause says what happened to the ranks."""
+    """Raise the KeyboardInterrupt, with a note or a cause that says what happened to the ranks."""
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

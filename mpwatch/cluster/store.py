@@ -1,4 +1,4 @@
-"""`JobStore`: the store in which the nodes of a job meet. The driver serves it, and leaves notes for the nodes there."""
+"""`JobStore`: the store in which the nodes of a job meet. The driver serves this store, and writes data into it."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class JobStore:
         self.port: int = self._server.port
 
     def write_history(self, history: RestartHistory) -> None:
-        """Let nodes that join a round without any earlier node go on with this history."""
+        """Let new nodes go on with this history if no earlier node is in their round."""
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
         self._store.set(HISTORY_KEY, self._signed_json.encode(HISTORY_KEY, to_json(history)))
@@ -43,5 +43,5 @@ class JobStore:
         self._store.set(EXPECTED_NODES_KEY, self._signed_json.encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(count))))
 
     def close(self) -> None:
-        """End the server. It lives as long as it is referenced, and the traceback of an error may keep this object."""
+        """End the server by deleting all references to it. Without this, a traceback could keep the server alive."""
         self._store = self._server = None

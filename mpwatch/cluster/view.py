@@ -1,4 +1,4 @@
-"""Shows the live view of all nodes, in the driver. It draws the statuses that the nodes send as `mpwatch.run` does."""
+"""Shows the live view of all nodes, in the driver. The nodes send the statuses of their ranks."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The view of one job. Only the driver's thread uses it, except that any thread may call `put`.
+    """The view of one job. Any thread may call `put`. Only the driver's thread calls the other methods.
 
     Args:
         progress: the option of `mpwatch.run`.
@@ -35,11 +35,11 @@ class JobView:
         self._statuses[node] = [replace(status, node=node) for status in statuses]
 
     def drop(self, node: int) -> None:
-        """Show no rank of this node any more: it is lost."""
+        """Remove the ranks of a lost node from the view."""
         self._statuses.pop(node, None)
 
     def seconds_to_next_update(self) -> float:
-        """Return how long the driver may sleep."""
+        """Return the number of seconds until `update` must be called."""
         return math.inf if self._view is None else max(0.0, self._due_at - time.monotonic())
 
     def update(self) -> None:
@@ -67,7 +67,7 @@ class JobView:
         return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If it raises, drop the view and log a warning, because a view must not end the job."""
+        """Call `do`. If `do` raises an exception, drop the view and log a warning, because a view must not end the job."""
         try:
             do()
         except ENDS_RUN:

@@ -2,8 +2,9 @@
 
 A run is shown as a process. This process has one lane (a "thread") for the states of the run, and one lane for each rank.
 
-If the collectives of a rank were recorded, the rank has a second lane. A collective in which the rank waited is a span. A
-completed collective is a mark at the time of its call, since torch's flight recorder does not have the time of its end.
+If the collectives of a rank were recorded, the rank has a second lane. A collective in which the rank was waiting is shown
+as a span. A completed collective is shown as a mark at the time of its call, because torch's flight recorder does not record
+when the collective ended.
 """
 
 import os
@@ -175,7 +176,7 @@ class _TraceBuilder:
         return {"ph": "X", "name": to_json(name), "cat": category, **where, **look, "args": to_json(args)}
 
     def _microseconds(self, at: float) -> int:
-        """Return the time in whole microseconds. If a span is inside another span, it is also inside after rounding."""
+        """Return the time in whole microseconds. A span that is inside another span remains inside after rounding."""
         return round((at - self._zero) * 1e6)
 
 

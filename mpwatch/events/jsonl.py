@@ -1,4 +1,4 @@
-"""`JsonLines` is an observer that appends each event to a file as a line of JSON. It runs in the caller's thread."""
+"""`JsonLines` is an observer that appends each event to a file as a line of JSON, in the caller's thread."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ class JsonLines:
     """Append each event to a file as one line, which contains `Event.to_dict()` as strict JSON in UTF-8.
 
     Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. Several runs and processes may append to one file at
-    the same time, since each line is one write at the end of the file. The file is not kept open between events.
+    the same time, because each line is appended with a single write. The file is not kept open between events.
 
     Args:
         path: the file. It is created if it is missing, but its folder must exist.

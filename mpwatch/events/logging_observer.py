@@ -1,8 +1,8 @@
-"""`LogEvents` is the observer that every run has. It logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
+"""`LogEvents`, the observer of every run, logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
 
-A restart has the level WARNING, since the ranks lose their state. Events of the whole run have the level INFO, and events of
-single ranks DEBUG. The INFO line at the end of a failed run contains the verdict. The report is not logged, since the caller
-gets it in an exception.
+A restart is logged with the level WARNING, because the ranks lose what they have in memory. Events of the whole run have the
+level INFO, and events of single ranks have the level DEBUG. The INFO line at the end of a failed run contains the verdict.
+The report is not logged, because the caller gets it in an exception.
 """
 
 import logging
@@ -35,7 +35,7 @@ ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish
 
 
 class LogEvents:
-    """Log events. If a logging handler raises an exception, it is raised like an exception of any observer."""
+    """Log events. An exception of a logging handler is treated like an exception of any other observer."""
 
     def wants(self, kind: type[Event]) -> bool:
         """Return whether the present log level allows events of this kind."""

@@ -1,9 +1,9 @@
 """Builds timelines of runs from events. A timeline shows when each rank was started, called and restarted, and when it
 exited.
 
-All code in this module is pure. chrome_trace.py writes the timelines to a file. The watcher may not learn of events in the
-order of their times. Some events may be missing, for example if the caller has kept only a part of them. The result is
-always consistent: the spans of a rank follow one another, and a call is inside the span of its process.
+All code in this module is pure. chrome_trace.py writes the timelines to a file. The order in which events arrive can differ
+from the order of their times. Some events may be missing, for example if the caller has kept only a part of them. A timeline
+is always consistent: the spans of a rank follow one another, and a call is inside the span of its process.
 """
 
 import math
@@ -77,7 +77,7 @@ class Lane:
     def find_or_add_process(self, event: Event) -> ProcessSpan:
         """Return the process to which an event belongs.
 
-        If there is no event for the start of the process, the process has started before all events.
+        If no event for the start of the process is known, add a process that has started before all events.
         """
         process = self.find_process(event)
         if process is None:

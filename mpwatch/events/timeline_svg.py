@@ -1,12 +1,12 @@
-"""Draws the timeline of a run as SVG. It has a row for each rank, with the rank's starts, calls, failures and restarts.
+"""Draws the timeline of a run as SVG, in which the row of a rank shows its starts, calls, failures and restarts.
 
                  0 s              5 s              10 s
     rank 0       ░░██████████████  ┄┄┄ ░░████████████   succeeded, restarted once
     rank 1       ░░██████████████✕ ┄┄┄ ░░████████████   succeeded, restarted once
 
 A notebook shows the drawing below the table of a result, and `RunResult.to_html` contains it. The drawing needs no style
-sheet, no script and no font. Its text has the colour of the text around it. The other colours are visible and different on a
-white and on a black background. All code in this module is pure.
+sheet, no script and no font. The text of the drawing has the colour of the text around the drawing. All other colours can be
+distinguished on a white and on a black background. All code in this module is pure.
 """
 
 import math

@@ -15,8 +15,8 @@ TEXT_LIMIT = 1000  # characters of the repr of an object that has no JSON equiva
 def to_json(value: Any) -> Any:
     """Convert a value to data for JSON.
 
-    An enum becomes its name, and an exception the name of its type. A dataclass becomes a dict, and a NumPy number a Python
-    number. A number that JSON does not have, and any other object, becomes a text.
+    An enum becomes its name, and an exception becomes the name of its type. A dataclass becomes a dict, and a NumPy number
+    becomes a Python number. A number that JSON cannot represent becomes a text, and so does any other object.
     """
     try:
         return _to_json(value)
@@ -25,7 +25,7 @@ def to_json(value: Any) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Escape single surrogates, which UTF-8 cannot encode. File names that are not UTF-8 contain such characters."""
+    """Escape lone surrogates, which UTF-8 cannot encode. Python uses them in file names that are not valid UTF-8."""
     return str.__str__(text).encode(errors="backslashreplace").decode()
 
 

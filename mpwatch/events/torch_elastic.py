@@ -1,6 +1,6 @@
 """`TorchElasticEvents` is an observer that records events and metrics with the handlers of torch.distributed.elastic.
 
-The observer runs in the caller's thread. It imports torch when an instance is made.
+The observer runs in the caller's thread. torch is imported when an instance of `TorchElasticEvents` is made.
 """
 
 import json
@@ -47,11 +47,11 @@ class _RunState:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this node. With several nodes it is empty until the first rendezvous is complete."""
+        """The ranks of this node. With several nodes, there are no ranks before the first rendezvous is complete."""
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
-        """Replace the ranks of the last attempt by the ranks of the new attempt. Keep the number of restarts left."""
+        """Replace the ranks of the last attempt by the ranks of the new attempt. Keep the number of remaining restarts."""
         left = self.remaining
         self.met = event
         self.restarts_left = dict.fromkeys(event.ranks, left)
@@ -60,7 +60,7 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """The number of restarts left for all ranks together. With scope="worker", the lowest number of any rank."""
+        """The number of remaining restarts. With scope="worker", this is the smallest number of any rank."""
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
@@ -72,18 +72,19 @@ class TorchElasticEvents:
     Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
-    - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. A rank that fails and is restarted
-      gets no event FAILED for this failure. torch's agent does the same.
-    - One event with source AGENT is recorded at the end. It is FAILED if the run was interrupted. It is also FAILED if
-      the run failed although no rank of this node failed. Otherwise it is SUCCEEDED, even if ranks failed, because this
-      event is about the watcher. torch's agent does the same.
+    - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no event FAILED
+      is recorded for a failure that is followed by a restart.
+    - One event with source AGENT is recorded at the end of the run. This event is FAILED if the run was interrupted, or if
+      the run failed although no rank of this node failed. Otherwise this event is SUCCEEDED, even if ranks failed, because
+      it describes the watcher. torch's agent records the same event.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
     - The state of the run and `remaining_restarts` are recorded at each change. `failed` is also recorded for an attempt
-      that is followed by a restart. If the restart comes only from new nodes, it is not recorded, as with torch's agent.
+      that is followed by a restart. `failed` is not recorded if new nodes are the only reason for the restart, as with
+      torch's agent.
     - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end, unless the run was
       interrupted.
 
@@ -220,7 +221,7 @@ class TorchElasticEvents:
 
 
 def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
-    """Return the same content of "metadata" as torch's agent, which puts each number of a rank into a separate list."""
+    """Return "metadata" in the format of torch's agent, which puts each number of a rank into a separate list."""
     met = run.met
     nodes, role_size, first = (
         (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)
@@ -237,7 +238,7 @@ def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -
 
 
 def _raw_error(failed: WorkerFailed) -> str:
-    """Return the content that a rank's error file has with torch's agent, even if the rank did not raise an exception."""
+    """Return the text that torch's agent would find in the rank's error file, even if the rank raised no exception."""
     failure = failed.failure
     return json.dumps(
         {

@@ -1,7 +1,7 @@
 """The events of a run. There is a frozen dataclass for each kind of event.
 
-The watcher makes events and passes them to observers. The times of one run are consistent. `time` is derived from
-`monotonic`, so `time` does not jump when the system clock is set.
+The watcher makes events and passes them to observers. `time` is derived from `monotonic`, so `time` does not jump when the
+system clock is set.
 
 ARCHITECTURE.md says how to add an event.
 """
@@ -47,8 +47,8 @@ class Event:
         """Return the event as data for JSON.
 
         The key `event` has the name of the kind of event. A state or a kind of failure is replaced by its name. An exception
-        is replaced by the name of its type, and `summary` and `traceback` have its text. A number that JSON does not have is
-        replaced by a text: "nan", "inf".
+        is replaced by the name of its type, and `summary` and `traceback` have its text. A number that JSON cannot represent
+        is replaced by a text, such as "nan" or "inf".
         """
         return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
 
@@ -76,8 +76,8 @@ class RunStarted(Event):
 class RendezvousCompleted(Event):
     """The nodes of a job have met. This node starts its ranks next.
 
-    There is one such event for each attempt. Events before the first such event have no ranks, since the ranks are not
-    assigned yet.
+    This event comes once for each attempt. Before the first RendezvousCompleted, events have no ranks, because the ranks
+    have not been assigned yet.
 
     Attributes:
         job: `Rendezvous.run_id`.
@@ -122,7 +122,7 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    There is one event for all ranks, or with scope="worker" one event for each rank. A restart causes no such event.
+    A call has one CallStarted for all its ranks, or with scope="worker" one for each rank. A restart causes no CallStarted.
     """
 
 
@@ -143,10 +143,11 @@ class HeartbeatLate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed(Event):
-    """This rank has called `mpwatch.report()`. Only observers that ask for it receive this event: see `wants_progress`.
+    """This rank has called `mpwatch.report()`. Only observers with `wants_progress` receive this event.
 
-    The watcher reads the last report of each rank four times a second, and once more at the end. A report that another
-    report replaces in between has no event. `time` is the time of the report. `result.events` does not contain such events.
+    The watcher reads the last report of each rank four times a second, and once more at the end. If a rank reports several
+    times between two readings, only its last report has an event. `time` is the time of the report. `result.events` does not
+    contain Progressed events.
 
     Attributes:
         step: number of steps done. It is None if the rank has not reported it.
@@ -172,7 +173,7 @@ class WorkerFailed(Event):
     """This rank has failed, by itself or as a victim of another rank.
 
     The event is published when all ranks are stopped and the root cause is known. `time` is the time of the failure. For a
-    rank that hangs, it is the time of its last heartbeat.
+    rank that hangs, `time` is the time of its last heartbeat.
 
     Attributes:
         failure: what is known about the failure.
@@ -185,15 +186,16 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStopped(Event):
-    """The watcher stopped this rank, since another rank had failed or the run was interrupted."""
+    """The watcher stopped this rank, because another rank had failed or the run was interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesRecorded(Event):
     """The latest collectives of this rank, from torch's flight recorder.
 
-    The watcher reads the collectives at the first sign of a failure, which is the `time` of this event. The event is
-    published when all ranks are stopped. A rank that has not used torch.distributed, or could not answer, has no such event.
+    The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading. The event is
+    published when all ranks are stopped. There is no CollectivesRecorded for a rank that has not used torch.distributed, or
+    could not send its collectives.
 
     Attributes:
         collectives: the collectives, with the oldest first. The field `seconds` of each says how long before `time` the rank
@@ -227,7 +229,7 @@ class WorkerExited(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Restarting(Event):
-    """These ranks have failed or were stopped, and all of them have exited. They are restarted after the delay.
+    """These ranks have failed or were stopped, and all of them have exited. These ranks are restarted after `delay` seconds.
 
     Attributes:
         cause: the first failure of these ranks.
@@ -262,7 +264,9 @@ class Stopping(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged(Event):
-    """The state of the group has changed. The page "States of a run" of the documentation lists the possible changes.
+    """The state of the run or the WorkerGroup has changed.
+
+    The page "States of a run" of the documentation lists the possible changes.
 
     Attributes:
         before: the state of the run or the WorkerGroup before the change.

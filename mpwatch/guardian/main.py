@@ -13,18 +13,18 @@ starts this script.
     "~\n"                     no modes have to be restored
 
 The ranks of a dead watcher are killed in two ways. In the first way the kernel kills the process group of a rank when the
-watcher's end of a pipe is closed. The rank itself sets this up (`die_with_writer` in os_support/signals.py). The guardian is
-the second way. It does not depend on code in the rank, so it works from the rank's start. It also works if a rank has closed
-the pipe, has joined another process group or has become another program. It needs only processes and sockets from the
-system.
+watcher's end of a pipe is closed. For this, the rank itself calls `die_with_writer` (os_support/signals.py). The guardian is
+the second way to kill the ranks. The guardian does not depend on code in the rank, so it works from the rank's start. The
+guardian also works if a rank has closed the pipe, has joined another process group or has become another program. The
+guardian needs only processes and sockets from the system.
 
-Two other ways were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the thread that has
-started the rank, and not on the process. A thread in the rank would not run while C code holds the GIL, or while the rank is
-stopped.
+Two other ways of killing the ranks were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the
+thread that has started the rank, and not on the process. A thread in the rank could not notice the death of the watcher
+while C code holds the GIL, or while the rank is suspended.
 
-A socket keeps the bytes that were sent before the sender died. So the guardian will kill a group as soon as its order is
-written, even if the guardian has not started to read. A forked child of the calling program may keep a copy of the socket
-open. So, if the system has pidfds, the guardian also waits for the watcher's pidfd.
+A socket keeps the bytes that were sent before the sender died. So an order takes effect as soon as the watcher has written
+it, even if the guardian has not started to read. A forked child of the calling program may keep a copy of the socket open.
+Therefore the guardian also waits for the watcher's pidfd, if the system has pidfds.
 """
 
 import os
@@ -36,7 +36,7 @@ TRIES, TRY_SECONDS = 10, 0.1  # if a terminal accepts no output at the moment
 
 
 def main(orders: int, watcher: int | None = None) -> None:
-    """Read orders until the watcher is gone. Then kill the guarded groups and restore the terminal.
+    """Read orders until the watcher is gone. Then kill the guarded process groups and restore the terminal.
 
     Args:
         orders: descriptor of the socket.
@@ -78,7 +78,7 @@ def main(orders: int, watcher: int | None = None) -> None:
 
 
 def read_available(orders: int) -> bytes | None:
-    """Return the bytes that have arrived. Return None at the end of the stream."""
+    """Return the bytes that have arrived, or None at the end of the stream."""
     data = b""
     while True:
         try:

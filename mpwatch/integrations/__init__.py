@@ -4,6 +4,6 @@
 - `accelerate`: a `notebook_launcher` that spawns its ranks, returns their values and keeps their exceptions.
 - `pytest_plugin`: runs tests on several ranks.
 
-mpwatch itself does not import these modules, and they do not import one another. A module imports its library as late as
-possible, so it costs no time in programs that do not use it.
+mpwatch itself does not import these modules, and they do not import one another. Each module imports its library as late as
+possible, to save time in programs that do not use the library.
 """

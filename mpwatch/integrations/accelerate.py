@@ -1,4 +1,4 @@
-"""`notebook_launcher` for Hugging Face accelerate. It takes the parameters of accelerate's function, and starts the ranks.
+"""`notebook_launcher` for Hugging Face accelerate, with the parameters of accelerate's own `notebook_launcher`.
 
     from mpwatch.integrations.accelerate import notebook_launcher
 
@@ -11,8 +11,8 @@ In a notebook you only have to change the import. There are three advantages:
 - `notebook_launcher` returns the values that the function returns.
 - If the function raises an exception, `notebook_launcher` raises `RunFailedError` from this exception.
 
-The function imports accelerate, and this module does not. `mpwatch.run` sets everything that accelerate needs, so new
-programs can call `mpwatch.run(train, 4)`.
+This module does not import accelerate, but the called function does. `mpwatch.run` sets everything that accelerate needs, so
+new programs can call `mpwatch.run(train, 4)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 ) -> mpwatch.RunResult[T]:
     """Call `function(*args)` in `num_processes` new processes, and return their values by rank.
 
-    The function always runs in a new process, even if `num_processes` is 1. The function must make an `Accelerator` itself.
+    Even with `num_processes=1` the function runs in a new process. The function must make an `Accelerator` itself.
 
     Args:
         function: the function to call, as for `mpwatch.run`. Its only arguments are `args`.
@@ -120,7 +120,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 
 
 def _check_only(name: str, value: object, allowed: object, advice: str) -> None:
-    """Raise ValueError if the value is not the only one that is allowed on one machine."""
+    """Raise ValueError unless the value is the one that is allowed on one machine."""
     if value != allowed:
         raise ValueError(f"{name}={value!r}: {advice}")
 
@@ -142,19 +142,19 @@ def _parse_port(use_port: object) -> str | None:
 
 
 def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
-    """Return the option `env` with these variables added. The caller's variables have priority."""
+    """Return the option `env` with `defaults` added. The variables of `env` have priority."""
     if callable(env):
         return lambda worker: _merge_variables(defaults, env(worker))
     return _merge_variables(defaults, {} if env is None else env)
 
 
 def _merge_variables(defaults: Mapping[str, str], variables: Any) -> Any:
-    """Return both mappings together. If `variables` is no mapping, return it unchanged, so that mpwatch.run reports it."""
+    """Return both mappings together. If `variables` is no mapping, return it, so that mpwatch.run reports the error."""
     return {**defaults, **variables} if isinstance(variables, Mapping) else variables
 
 
 def _convert_prefix(template: object) -> str:
-    """Convert torch's template of the prefix to the prefix for LogSpec."""
+    """Convert torch's template for the prefix of a line to the format of LogSpec."""
     if not isinstance(template, str):
         raise TypeError(f"log_line_prefix_template must be a string or None, not {template!r}")
     try:

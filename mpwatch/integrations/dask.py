@@ -1,12 +1,12 @@
 """Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
 
 mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes. Each node is
-a Dask task that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does
-not call `secede`, but keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the
-worker's process.
+a Dask task that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. The task
+keeps its thread until the end and does not call `secede`, so Dask knows that the worker is busy. The ranks are children of
+the worker's process.
 
-If a worker is lost, Dask would wait for this worker, because the task is bound to it. So the engine itself checks which
-workers exist.
+If a worker is lost, Dask waits for the return of this worker, because the task is bound to it. So the engine itself checks
+which workers exist.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
 
-    Each node of the job is a Dask worker, and the ranks are children of the worker's process. If the workers are on several
-    hosts, each node has a host of its own. The workers need mpwatch and the modules of the function, as for any task, and
-    must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the ranks inherit this value.
-    To change it, use the option `env`.
+    Each node of the job is a Dask worker, and the ranks are children of the worker's process. If `workers` is None and the
+    workers are on several hosts, each node has a host of its own. The workers need mpwatch and the modules of the function,
+    as for any task, and must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the
+    ranks inherit this value. To set another number of threads, use the option `env`.
 
     Args:
         client: the client of the cluster, which must not be asynchronous.
@@ -91,13 +91,13 @@ def _check_client(client: Client) -> None:
 class DaskEngine:
     """Starts each node of a job as a task on a Dask worker of its own.
 
-    A coroutine in the client's event loop takes care of each node: it waits for a free worker, and submits the task.
+    For each node, a coroutine in the client's event loop waits for a free worker, and submits the task.
 
     Args:
         client: the client of the cluster.
         least: the least number of nodes.
-        workers: the addresses of the workers that may be nodes. None means all workers. If they are on several hosts, only
-            one worker of each host is a node.
+        workers: the addresses of the workers that may be nodes. None means all workers. Then, if the workers are on several
+            hosts, only one worker of each host is a node.
         resources: the resources that each node takes from its worker.
         address: the address of this process. If it is None, this is the address of the network interface that leads to the
             scheduler.
@@ -160,13 +160,13 @@ class DaskEngine:
         return number in self._waiting
 
     def cancel(self, number: int) -> None:
-        """Remove the task. If it has begun, it ends when the driver closes its link."""
+        """Remove the task. A task that has begun ends when the driver closes the connection to its node."""
         self._futures[number].cancel()
 
     def close(self) -> None:
         """Remove all tasks, and wait until none of them runs.
 
-        If the cluster is gone, this logs a warning, since the job has an error of its own.
+        If the cluster is gone, only log a warning, because an exception would hide the error of the job.
         """
         for future in self._futures.values():
             future.cancel()
@@ -238,7 +238,7 @@ class DaskEngine:
             dask_future.release()
 
     async def _list_workers(self) -> list[str]:
-        """Return the addresses of the workers that may be nodes. All nodes share the answer for a short time."""
+        """Return the addresses of the workers that may be nodes. All nodes use the same list for a short time."""
         async with self._lock:
             if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
                 self._listed = sorted(await self._client.nthreads())
@@ -254,7 +254,7 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return what no two nodes may share: the host, if the workers are on several hosts, or else the worker."""
+        """Return the place of a worker, which is the worker itself or its host. A place has room for one node."""
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
 
@@ -263,7 +263,7 @@ class DaskEngine:
         return {self._find_place(worker, workers) for worker in workers}
 
     async def _wait_for_tasks(self, seconds: float) -> None:
-        """Wait until no task is left, neither here nor in a worker."""
+        """Wait until no task is left, in this process and in the workers."""
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._left and (workers := sorted(self._left & (await self._client.nthreads()).keys())):
@@ -272,7 +272,7 @@ class DaskEngine:
     # --- In the driver's thread
 
     def _ask(self, question: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
-        """Execute a coroutine in the event loop of the client. Raises OSError if there is no answer in time."""
+        """Execute a coroutine in the event loop of the client. Raises OSError if the coroutine does not end in time."""
         if self._client.status != "running":
             raise ConnectionError(f"the Dask client is {self._client.status}")
         answer = asyncio.run_coroutine_threadsafe(question(), self._loop)
@@ -286,7 +286,7 @@ class DaskEngine:
             answer.cancel()
 
     def _count_places(self) -> int:
-        """Return how many nodes the present workers can be. Raises LaunchError."""
+        """Return how many nodes can run on the present workers. Raises LaunchError."""
         try:
             return len(self._ask(self._list_places, SYNC_SECONDS))
         except OSError as error:
@@ -304,7 +304,7 @@ _was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
-    """Execute the call. Return its outcome in types that Dask sends with any pickle protocol."""
+    """Execute the call. Return its outcome as objects for any pickle protocol, because Dask chooses the protocol."""
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
@@ -314,7 +314,8 @@ def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
 def _allow_children(key: str) -> Iterator[None]:
     """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
-    Python does not let a daemonic process have children, since it does not wait for them. But ranks end with their watcher.
+    Python forbids children of a daemonic process, because this process does not wait for its children when it ends. Ranks
+    are allowed here, because they end with their watcher.
     """
     global _was_daemon
     process = multiprocessing.current_process()

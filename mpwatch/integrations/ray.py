@@ -6,7 +6,7 @@ a Ray task, in a bundle of a placement group.
     group of the job         min nodes, reserved all at once, each on a node of its own (STRICT_SPREAD)
     group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
 
-If a Ray node is lost, Ray reserves its bundle on another node, and a new task takes its place there.
+If a Ray node is lost, Ray reserves the bundle on another Ray node, and a new task runs there.
 """
 
 import logging
@@ -49,7 +49,7 @@ def run(
     """Run a function on the ranks of several nodes of a Ray cluster, and return the results of all ranks.
 
     `ray.init()` must have been called. Each node of the job is a Ray task on a Ray node of its own. The ranks are child
-    processes of this task. The calling program must run on a node of the cluster, so a Ray client (`ray://`) is not enough.
+    processes of this task. The calling program must run on a node of the cluster. A Ray client (`ray://`) is not enough.
 
     Args:
         fn: see `mpwatch.run`.
@@ -105,7 +105,7 @@ class RayEngine:
         self.placing = threading.Lock()  # one further node after the other is placed
 
     def describe_wait(self) -> str:
-        """Reserve resources for the least number of nodes. Return "" as soon as the cluster has room for them."""
+        """Reserve resources for the least number of nodes. Return "" when the cluster has room for these nodes."""
         if self._group is None:
             self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         if self._refs or self._group.wait(WAIT_SECONDS):
@@ -131,7 +131,7 @@ class RayEngine:
         return node.future
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether Ray finds no place for this node, or for one that is placed before it."""
+        """Return whether this node waits because Ray finds no place for it or for an earlier node."""
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
 
@@ -181,7 +181,8 @@ class RayEngine:
 
 
 class _FurtherNode:
-    """A node beyond the least number. It gets a placement group of its own when the cluster has room on another node.
+    """A node beyond the least number of nodes. It gets a placement group of its own when another node of the cluster has
+    room.
 
     Args:
         engine: the engine of the job.
@@ -208,7 +209,7 @@ class _FurtherNode:
             self.future.set_exception(error)
 
     def _place(self, engine: RayEngine) -> bool:
-        """Reserve the resources on a node that the job does not use. Return False if this node was cancelled before."""
+        """Reserve the resources on a node that the job does not use. Return False if the node was cancelled."""
         while not engine.placing.acquire(timeout=WAIT_SECONDS):
             if self.is_cancelled.is_set():
                 return False
@@ -234,10 +235,10 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Execute the call in a Ray task, without the OMP_NUM_THREADS that Ray has set.
+    """Execute the call in a Ray task, without the variable OMP_NUM_THREADS that Ray has set.
 
-    Ray sets it to the number of CPUs of the task, and each rank would have this number of threads. Without the variable,
-    mpwatch sets its own default.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, and each rank would start this number of threads. Without the
+    variable, mpwatch sets its own default.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)
@@ -253,7 +254,7 @@ def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Remove a placement group. The call has no timeout of its own, and Ray may be gone."""
+    """Remove a placement group. A thread does this, because the call of Ray has no timeout and may hang."""
     thread = threading.Thread(target=remove_placement_group, args=(group,), name="mpwatch removal", daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)

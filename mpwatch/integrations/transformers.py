@@ -13,9 +13,9 @@ TrainerCallback: Any = import_module("transformers").TrainerCallback
 class StopTogether(TrainerCallback):  # type: ignore[misc]  # Any
     """Let the Trainer save a checkpoint and end when a stop is requested. See `mpwatch.should_stop`.
 
-    Example: `Trainer(..., callbacks=[StopTogether()])` in a function that `mpwatch.run(..., stop_signals=...)` calls. Go on
-    later with `trainer.train(resume_from_checkpoint=True)`. The number of the step is `state.global_step`. Outside a rank
-    the callback does nothing.
+    Example: `Trainer(..., callbacks=[StopTogether()])` in a function that `mpwatch.run(..., stop_signals=...)` calls. To
+    continue the training later, call `trainer.train(resume_from_checkpoint=True)`. The callback passes `state.global_step`
+    to `should_stop`. Outside a rank the callback does nothing.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""The live view of the ranks. Its code runs in the caller's thread.
+"""The live view of the ranks, whose code runs in the caller's thread.
 
 If the watcher is killed, the guardian process restores the terminal.
 

@@ -26,7 +26,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86_400
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
-    """Return whether there are too many ranks to show each rank in a row."""
+    """Return whether there are too many ranks to give each rank a row."""
     return len(snapshot.rows) > MAX_RANK_ROWS
 
 
@@ -53,7 +53,7 @@ def format_row(row: RankRow) -> tuple[str, ...]:
 
 
 def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Summarize ranks if there are too many to show each in a row. Return rows with a name and a text."""
+    """Summarize the ranks if there are too many to give each rank a row. Return rows with a name and a text."""
     summary = summarize_ranks(snapshot.rows)
     rows = [("ranks", _format_counts(snapshot))]
     if summary.steps is not None:
@@ -86,7 +86,7 @@ def _format_progress(overall: OverallProgress) -> list[str]:
 
 
 def _format_counts(snapshot: Snapshot) -> str:
-    """Return a text with the number of ranks in each state. Before the rendezvous of several nodes there are no ranks."""
+    """Return a text with the number of ranks in each state. On several nodes, there are no ranks before the rendezvous."""
     if not snapshot.shows_ranks:
         return ""
     if not snapshot.rows:
@@ -124,7 +124,7 @@ def _format_step(step: int | None, total: int | None) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return the text of a number, with three significant digits. From 100 to a million, return a whole number."""
+    """Return a number as a text with three significant digits. From 100 to a million, round to a whole number."""
     return f"{value:,.0f}" if HUNDRED <= abs(value) < MILLION else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""The progress bar of `mpwatch.map`, which shows how many items are done. It uses the displays of the live view."""
+"""The progress bar of `mpwatch.map`, which shows how many items are done. The bar uses the displays of the live view."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ log = logging.getLogger("mpwatch")
 
 
 class ItemView:
-    """The progress bar of one `map`. If the bar raises an exception, this is logged once and the bar ends.
+    """The progress bar of one `map`. If the bar raises an exception, the exception is logged and the bar ends.
 
     Args:
         progress: True shows the bar everywhere, from the start. None shows it in a terminal or a notebook. False never shows
@@ -38,19 +38,19 @@ class ItemView:
 
     @property
     def seconds_to_next_update(self) -> float | None:
-        """Seconds until `update` must be called, or None if it need not be called any more."""
+        """Seconds until `update` must be called, or None if no further call is needed."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - self._clock())
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The name of the terminal, and the bytes that restore it if this process is killed.
 
-        It is None if there is nothing to restore.
+        None means that nothing has to be restored.
         """
         return None if self._display is None else self._display.terminal_restore
 
     def update(self, done: int, failed: int) -> None:
-        """Draw the bar if it is time to draw it again.
+        """Draw the bar if enough time has passed since the last drawing.
 
         Args:
             done: number of items that have a value or have failed.
@@ -70,7 +70,7 @@ class ItemView:
             self._due_at = math.inf
 
     def close(self, done: int, failed: int) -> None:
-        """Draw the last numbers, and leave one line of text."""
+        """Draw the final numbers, and leave one line of text."""
         display, now = self._display, self._clock()
         if display is not None:
             self._rate.add(now, done)

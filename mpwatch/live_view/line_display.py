@@ -1,6 +1,6 @@
-"""The live view as lines on a stream, on which no text can be replaced. It writes a line if something has changed.
+"""The live view as lines on a stream where text cannot be replaced. A line is written if something has changed.
 
-If the stream is a full pipe, the line is skipped. `period` is the time between two lines.
+If the stream is a pipe and the pipe is full, the line is skipped. `period` is the time between two lines.
 """
 
 from typing import TextIO
@@ -27,7 +27,7 @@ class LineDisplay:
         self._write_if_changed(snapshot, timeout=0.0)
 
     def pause(self) -> None:
-        """Do nothing, since a line stays where it is."""
+        """Do nothing, because other output does not disturb a line."""
 
     def close(self, snapshot: Snapshot) -> None:
         self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)

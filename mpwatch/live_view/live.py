@@ -1,8 +1,8 @@
 """The live view of one call, and the Display protocol. This module decides when and how often the view is drawn.
 
-LiveView receives the statuses of the ranks. A SnapshotBuilder makes a Snapshot from them, and LiveView gives the Snapshot to
-a display. It chooses the display at the first report of a rank, or at once if the user asks for the view. LiveView
-implements the View protocol of `watcher/observers/view_driver.py`.
+LiveView receives the statuses of the ranks. A SnapshotBuilder makes a Snapshot from the statuses, and LiveView gives the
+Snapshot to a display. LiveView chooses the display at the first report of a rank, or at once if the user asks for the view.
+LiveView implements the View protocol of `watcher/observers/view_driver.py`.
 """
 
 import math
@@ -28,7 +28,7 @@ class Display(Protocol):
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The terminal's name, and the bytes that release the reserved rows in it. It is None if no rows are reserved."""
+        """The terminal's name, and the bytes that release the reserved rows in it. None means that no rows are reserved."""
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw this snapshot in the place of the last snapshot."""
@@ -37,7 +37,10 @@ class Display(Protocol):
         """Leave the terminal to other output until the next `show`."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last snapshot, which stays, and release the display. This may be called again after an exception."""
+        """Draw the last snapshot, which stays visible, and release the display.
+
+        After an exception, `close` may be called again.
+        """
 
 
 class LiveView:
@@ -67,14 +70,14 @@ class LiveView:
 
     @property
     def period(self) -> float:
-        """Seconds until `show` must be called with new statuses. It is infinite if there is no display."""
+        """Seconds until `show` must be called with new statuses, or infinity if there is no display."""
         return self._period
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The name of the terminal, and the bytes that restore it if this process is killed.
 
-        It is None if there is nothing to restore.
+        None means that nothing has to be restored.
         """
         return None if self._display is None else self._display.terminal_restore
 

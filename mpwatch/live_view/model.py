@@ -51,12 +51,12 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The progress of the slowest running rank, which counts for all ranks, because they wait for it sooner or later.
+    """The progress of the slowest running rank, because the other ranks wait for this rank sooner or later.
 
-    If no rank is running, it is the progress of the slowest of all ranks.
+    If no rank is running, the overall progress is the progress of the slowest of all ranks.
 
-    After a restart the progress is not known until each restarted rank has reported a step again. A metric is the mean over
-    the ranks that report it.
+    After a restart the progress is not known until each restarted rank has reported a step again. Each metric is the mean
+    over the ranks that report this metric.
     """
 
     unit: str = "step"
@@ -105,7 +105,7 @@ class RankSummary:
 
 
 class SnapshotBuilder:
-    """Makes snapshots. It keeps the facts from earlier statuses that later snapshots need."""
+    """Makes snapshots, and keeps the data of earlier statuses that later snapshots need."""
 
     def __init__(self) -> None:
         # The key is the node and the local rank, since the global rank of the next process may differ on several nodes.
@@ -163,7 +163,7 @@ class _RankHistory:
 
 
 class RateEstimator:
-    """Computes the growth rate of a value over `seconds`. If values come less often, it uses the last two values."""
+    """Computes the growth rate of a value over the last `seconds`. If values are rare, the last two values are used."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -181,7 +181,7 @@ class RateEstimator:
     def rate(self, now: float) -> float | None:
         """Return the growth per second.
 
-        The rate falls if no new value comes for longer than the time between the first and the last kept value.
+        The rate falls if the time since the last value is longer than the time between the first and the last kept value.
         """
         if len(self._points) < MIN_POINTS:
             return None
@@ -190,7 +190,7 @@ class RateEstimator:
 
 
 def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
-    """Summarize the ranks if there are too many to show each in a row."""
+    """Summarize the ranks if there are too many to give each rank a row."""
     steps = sorted(row.step for row in rows if row.step is not None)
     running = sorted((row for row in rows if row.state.is_running and row.step is not None), key=_progress_key)
     is_uneven = bool(running) and _progress_key(running[0])[:2] != _progress_key(running[-1])[:2]
@@ -226,7 +226,7 @@ def _has_not_ended(row: RankRow) -> bool:
 
 
 def _progress_key(row: RankRow) -> tuple[float, int, int]:
-    """Return a sort key that puts the slowest rank first. Ranks that report no total come after all others."""
+    """Return a sort key that puts the slowest rank first. Ranks that report no total come after all other ranks."""
     assert row.step is not None
     return (math.inf if row.fraction_done is None else row.fraction_done), row.step, row.rank
 

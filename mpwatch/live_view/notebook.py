@@ -1,4 +1,4 @@
-"""The live view in a notebook. It is a table in the running cell, and is updated in place. It needs only IPython."""
+"""The live view in a notebook. The view is a table in the running cell, and is updated in place. It needs only IPython."""
 
 from html import escape
 from importlib import import_module
@@ -28,10 +28,10 @@ class NotebookDisplay:
             self._display_handle.update(bundle, raw=True)
 
     def pause(self) -> None:
-        """Do nothing, since other output does not disturb the table."""
+        """Do nothing, because other output does not disturb the table."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Show the last snapshot. It stays in the notebook."""
+        """Show the last snapshot, which stays in the notebook."""
         self.show(snapshot)
 
 

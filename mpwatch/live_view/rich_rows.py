@@ -1,4 +1,4 @@
-"""Render a snapshot as rows for a terminal, with the package rich. No other module of mpwatch imports rich."""
+"""Use the package rich to render a snapshot as rows for a terminal. No other module of mpwatch imports rich."""
 
 import io
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def _overall_line(snapshot: Snapshot, columns: int) -> RenderableType:
 
 
 def _rank_table(snapshot: Snapshot, columns: int) -> Table:
-    """Return a table with all columns that fit. The column of metrics gets the width that the other columns do not need."""
+    """Return a table with all columns that fit into the terminal. The column "metrics" gets the remaining width."""
     count = len(COLUMN_TITLES) if columns >= NARROW else METRICS + 1
     cells = [COLUMN_TITLES[:count], *(format_row(row)[:count] for row in snapshot.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

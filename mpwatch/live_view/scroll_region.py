@@ -1,9 +1,9 @@
-r"""Reserve the last rows of a terminal for the view, while ranks print above them. All functions only return text to write.
+r"""Reserve the last rows of a terminal for the view. Ranks print above these rows. The functions only return text to write.
 
-Ranks write to the terminal directly, at any time and from other processes. So mpwatch cannot erase the view before they
-print and draw it again afterwards. Instead, the terminal scrolls only the rows above the view (DECSTBM). Each drawing saves
-the cursor, moves it to the view, and restores it (DECSC, DECRC). A drawing is a single write, so that no other output can
-interrupt it.
+Ranks are other processes, and write to the terminal directly and at any time. So mpwatch does not know when to erase the
+view and when to draw it again. Therefore the terminal scrolls only the rows above the view (DECSTBM). Each drawing saves the
+position of the cursor, moves the cursor to the view, and restores the position (DECSC, DECRC). A drawing is a single write,
+so that no other output can interrupt it.
 
     row 1        earlier output
     ...          present output_                 <- the cursor; this part scrolls
@@ -11,8 +11,8 @@ interrupt it.
     ...          the view, N rows
     row H
 
-The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. IND makes room below the cursor,
-because it scrolls like a newline and keeps the cursor in its column.
+The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The sequence IND makes room below
+the cursor. IND scrolls like a newline, but does not change the column of the cursor.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class ScrollRegion:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws these lines in the place of the last lines. If there are no lines, release the rows.
+        """Return the text that draws these lines in the reserved rows. If there are no lines, the text releases the rows.
 
         Args:
             columns: width of the terminal.
@@ -55,7 +55,7 @@ class ScrollRegion:
         return f"{text}{SAVE_CURSOR}{WRAP_OFF}{drawn}{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"
 
     def release(self) -> str:
-        """Return the text that lets the whole terminal scroll again, and does not move the cursor.
+        """Return the text that makes the whole terminal scroll again. The text does not move the cursor.
 
         Return "" if no rows are reserved.
         """
@@ -64,8 +64,8 @@ class ScrollRegion:
     def recover(self) -> str:
         """Return the text that releases the rows after the death of this process. Return "" if no rows are reserved.
 
-        The process may have died in the middle of a drawing. Then the cursor may be in the view. So this text erases the
-        rows of the view by their numbers, and not as the rows below the cursor. It does not move the cursor.
+        If the process dies in the middle of a drawing, the cursor may be in the view. So the text erases the rows of the
+        view by their row numbers, not by their place below the cursor. The text does not move the cursor.
         """
         if self._reserved is None:
             return ""
@@ -74,26 +74,27 @@ class ScrollRegion:
         return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}"
 
     def mark_released(self) -> None:
-        """Note that no rows are reserved. Call this when the text of `release` was written.
+        """Record that no rows are reserved. Call this method after the text of `release` was written.
 
-        `release` itself cannot note it, since an exception may come before the text is written.
+        `release` itself cannot record that the rows are released, because an exception may be raised before the text is
+        written.
         """
         self._reserved = None
 
 
 def go_to_line_start(columns: int) -> str:
-    """Return the text that moves the cursor to the next line, unless the cursor is at the start of a line.
+    """Return the text that moves the cursor to the start of the next line, except if the cursor is at the start of a line.
 
-    The text has as many blanks as the terminal has columns. If the cursor is not at the start of a line, they wrap to the
-    next line.
+    The text has as many blanks as the terminal has columns. If the cursor is not at the start of a line, the blanks wrap to
+    the next line.
     """
     return " " * columns + "\r" + CLEAR_REST
 
 
 def _reserve(rows: int, height: int) -> str:
-    """Return the text that reserves rows in any state of the terminal.
+    """Return the text that reserves rows, whatever the present state of the terminal is.
 
-    It lets everything scroll, makes room below the cursor, erases this room, and sets the scroll region.
+    The text makes the whole terminal scroll, makes room below the cursor, erases this room, and sets the scroll region.
     """
     room = INDEX * height + f"\x1b[{height}A"
     return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

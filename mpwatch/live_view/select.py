@@ -6,7 +6,7 @@
 
 The package rich draws the rows in a terminal. If rich is not installed, the view consists of lines on stderr.
 
-Other modules of the view are imported only when they are needed.
+This module imports the other modules of the view only when they are needed.
 """
 
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def select_view(progress: bool | None) -> "LiveView | None":
-    """Return the view for the option `progress`. Return None if there is no place in which anything could be shown."""
+    """Return the view for the option `progress`, or None if there is no view."""
     if not may_show(progress):
         return None
     from mpwatch.live_view.live import LiveView
@@ -29,12 +29,15 @@ def select_view(progress: bool | None) -> "LiveView | None":
 
 
 def may_show(progress: bool | None) -> bool:
-    """Return whether there is a place for a view with the option `progress`."""
+    """Return whether a view can be shown with this value of the option `progress`."""
     return progress is not False and (progress is True or in_notebook() or find_terminal() is not None)
 
 
 def select_display(*, allow_lines: bool) -> "Display | None":
-    """Return a display in the notebook or the terminal. If there is neither, return lines on stderr if they are allowed."""
+    """Return a display in the notebook or in the terminal.
+
+    If neither is possible, return a LineDisplay on stderr, or None.
+    """
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay
 

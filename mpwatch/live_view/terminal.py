@@ -1,11 +1,11 @@
 """The live view in the last rows of a terminal, as long as this program is in the foreground of the terminal.
 
-rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place them. This module writes both to
-the terminal. It reads nothing from the terminal and installs no signal handler. While the terminal takes no output (Ctrl-S),
-this module writes nothing.
+rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place these rows. This module writes the
+rows and the escape sequences to the terminal. This module reads nothing from the terminal and installs no signal handler. If
+the terminal takes no output (Ctrl-S), this module writes nothing.
 
-If the size of a terminal changes, the terminal forgets its scroll region. The next drawing, a quarter of a second later,
-reserves the rows again. Until then, the output of ranks may appear among the rows of the view.
+If the size of a terminal changes, the terminal forgets its scroll region. The next drawing, at most a quarter of a second
+later, reserves the rows again. Before this drawing, the output of ranks may appear among the rows of the view.
 """
 
 import os
@@ -29,20 +29,20 @@ _latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  we
 
 
 class Renderer(Protocol):
-    """The protocol of objects that render a snapshot, such as RichRenderer."""
+    """The protocol of an object that renders a snapshot, for example a RichRenderer."""
 
     def render(self, snapshot: Snapshot, columns: int, rows: int) -> Sequence[str]:
         """Return the rows for a terminal of this size."""
 
 
 def is_terminal_free() -> bool:
-    """Return whether no view of this process uses the terminal now. A run in another thread, or an outer run, may use it."""
+    """Return whether the terminal is free of other views of this process, such as the view of an outer run."""
     latest = _latest()
     return latest is None or latest.is_closed
 
 
 class TerminalDisplay:
-    """A display in the terminal of this descriptor."""
+    """A display in the terminal with this file descriptor."""
 
     def __init__(self, fd: int, renderer: Renderer, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
         global _latest
@@ -63,7 +63,10 @@ class TerminalDisplay:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The terminal's name and the bytes that release the reserved rows. It is None if there is no name or no row."""
+        """The terminal's name, and the bytes that release the reserved rows.
+
+        The value is None if the terminal has no name, or if no rows are reserved.
+        """
         text = self._region.recover()
         return (self._name, text.encode()) if text and self._name else None
 
@@ -86,9 +89,10 @@ class TerminalDisplay:
         self._was_drawn = self._was_drawn or bool(lines)
 
     def pause(self) -> None:
-        """Release the rows. The next `show` reserves them again.
+        """Release the rows. The next `show` reserves the rows again.
 
-        At Ctrl-Z the kernel discards the output that the terminal has not taken yet, which may be the end of a drawing.
+        At Ctrl-Z the kernel discards the output that the terminal has not taken yet. This output may be the end of a
+        drawing.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()
@@ -104,7 +108,7 @@ class TerminalDisplay:
         self._was_drawn, self.is_closed = False, True
 
     def _write(self, text: str, timeout: float) -> None:
-        """Write the whole text. Stop if the terminal takes no output for `timeout` seconds."""
+        """Write the whole text. Stop writing if the terminal takes no output for `timeout` seconds."""
         if text and self._is_write_incomplete:
             text = RECOVER + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))

@@ -1,4 +1,7 @@
-"""Find a terminal for the live view. Each call that takes longer than 2 ms imports this module, so it imports little."""
+"""Find a terminal for the live view.
+
+Each call that takes longer than 2 ms imports this module, so the module imports little.
+"""
 
 import os
 import select
@@ -18,7 +21,7 @@ def find_terminal() -> TextIO | None:
 
 
 def is_foreground(fd: int) -> bool:
-    """Return whether this descriptor is the process's controlling terminal and the process is in its foreground."""
+    """Return whether this descriptor is the process's controlling terminal, and the process is in the foreground."""
     try:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:  # not the controlling terminal
@@ -34,7 +37,7 @@ def terminal_name(fd: int) -> str:
 
 
 def is_writable(fd: int, timeout: float) -> bool:
-    """Return whether the terminal or pipe is ready for a write within `timeout` seconds."""
+    """Return whether the terminal or pipe becomes ready for a write within `timeout` seconds."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(timeout * 1000))

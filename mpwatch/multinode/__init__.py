@@ -1,4 +1,4 @@
-"""Runs on several nodes. The same call on each node makes these nodes one job. This package imports torch.
+"""Runs on several nodes. If each node makes the same call, the nodes form one job. This package imports torch.
 
 Nodes join a torch rendezvous (rendezvous/). The rendezvous gives each node a group rank, and gives all nodes a store for the
 round. The node with group rank 0 is the leader. All messages of a round go through the store (protocol/), to or from the
@@ -8,9 +8,10 @@ leader:
     node <--- broadcasts: numbered ---------------- leader     "start", "stop", "this is decided"
     node ---- heartbeats -------------------------> leader     counters; all nodes read the leader's own counter
 
-The number of messages for an event grows linearly with the number of nodes. The order of the messages in the inbox is the
-order of events on different nodes. mpwatch never compares clocks of different hosts. A node compares a heartbeat counter
-only with the counter's last value, and measures by its own clock how long the counter has not changed.
+The number of messages for an event grows linearly with the number of nodes. The order of the messages in the leader's inbox
+counts as the order of the events on different nodes. mpwatch never compares clocks of different hosts. A node compares a
+heartbeat counter only with the last value of this counter. Each node measures by its own clock how long a counter has not
+changed.
 
     caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
     node thread        node_thread.py      checks that the nodes have the same options (job_config_check.py), joins rounds,
@@ -18,11 +19,11 @@ only with the counter's last value, and measures by its own clock how long the c
                                            node_machine.py, and on one node leader.py, which uses job_decision.py
     watcher thread     watcher/            as on one node; local_ranks.py sends it commands: start, stop, renew the lease
 
-A round is the time in which the same nodes belong to the job. It may have several attempts. The next round begins when nodes
+A round is a period in which the job has the same nodes. A round may have several attempts. The next round begins when nodes
 are lost or new nodes join.
 
-`Agent` (agent.py) is for users who extend an agent or have another RendezvousHandler (rendezvous/custom_handler.py). Its
-import also imports torch, so `Agent` is imported when it is used first.
+`Agent` (agent.py) is for users who extend an agent or have their own RendezvousHandler (rendezvous/custom_handler.py).
+`Agent` is imported only at its first use, because its import also imports torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""`Agent` corresponds to torch's elastic agent. It is for users who extend an agent or have another RendezvousHandler.
+"""`Agent` corresponds to torch's elastic agent, and is for users who extend an agent or have their own RendezvousHandler.
 
-`Agent` only adds a few methods to the run of `mpwatch.run(..., rendezvous=...)`. It gets the ranks of the node from the
-run's events. One thread calls `run`, and any thread may call `get_worker_group`.
+`Agent` runs the same code as `mpwatch.run(..., rendezvous=...)`, and only adds a few methods. `Agent` reads the ranks of its
+node from the events of the run. One thread calls `run`, and any thread may call `get_worker_group`.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGroupInfo(Generic[T]):
-    """The ranks of one node of a job at one moment. It is like torch's `WorkerGroup`, but without the store."""
+    """The ranks of one node of a job, at one moment. This class is like torch's `WorkerGroup`, but has no store."""
 
     spec: WorkerSpec[T]
     workers: tuple[Worker, ...] = ()
@@ -44,11 +44,11 @@ class WorkerGroupInfo(Generic[T]):
 
 
 class Agent(Generic[T]):
-    """Runs one node of a job. It joins the other nodes, starts and watches the ranks of this node, and restarts them.
+    """Runs one node of a job. An Agent joins the other nodes, and starts, watches and restarts the ranks of its node.
 
-    All nodes restart their ranks together. The class and its methods have the names of torch's class `ElasticAgent` in
-    `torch.distributed.elastic.agent.server`. A torch agent is a separate process. This agent runs in the process that calls
-    `run`. `mpwatch.run(..., rendezvous=...)` does the same in one call.
+    All nodes restart their ranks together. The methods have the same names as in torch's class `ElasticAgent` in
+    `torch.distributed.elastic.agent.server`. A torch agent is a separate process. An mpwatch agent runs in the process that
+    calls `run`. `mpwatch.run(..., rendezvous=...)` does the same as an Agent in one call.
 
         spec = WorkerSpec(fn=train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job", nnodes=(2, 4)))
         result = Agent(spec).run()

@@ -1,4 +1,4 @@
-"""Compare the options of this node with the options of the first node, before the other nodes wait for this node.
+"""Compare the options of this node with the options of the first node, before other nodes wait for this node.
 
 This module runs in the node thread. It uses these keys in the store of the job, which all rounds share:
 
@@ -9,8 +9,8 @@ This module runs in the node thread. It uses these keys in the store of the job,
     expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
-If the user passes a rendezvous handler, there is no store of the job. Then the leader compares the JobConfigs when the nodes
-have joined (leader.py).
+If the user passes a rendezvous handler, the job has no store. Without a store of the job, the leader compares the JobConfigs
+after the nodes have joined (leader.py).
 """
 
 import platform
@@ -50,7 +50,8 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the two differ, write the reason into the store. Nodes that wait for this node then report the reason, too.
+        If the JobConfigs differ, write the difference into the store. The nodes that wait for this node then report the
+        difference, too.
 
         Args:
             store: the store of the job.
@@ -78,7 +79,7 @@ class JobConfigCheck:
             raise LaunchError(f"{job}: {reason}")
 
     def describe_refusal(self, store: PrefixedStore) -> str:
-        """Return an error text that names the node that could not join because of its JobConfig, or "" if there is none."""
+        """Return an error text that names the node that was refused, or "" if no node was refused."""
         try:
             if not store.check([REFUSED_KEY]):
                 return ""
@@ -90,7 +91,10 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def read_history(self, store: PrefixedStore) -> RestartHistory:
-        """Return the history of a job whose nodes were all lost, or an empty one. Raises StoreLostError and LaunchError."""
+        """Return the history of a job that has lost all its nodes. A new job has an empty history.
+
+        Raises StoreLostError and LaunchError.
+        """
         if not store.check([HISTORY_KEY]):
             return RestartHistory()
         try:
@@ -99,11 +103,12 @@ class JobConfigCheck:
             raise LaunchError(f"the restart history of the job cannot be read: {error}") from error
 
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
-        """Return the JobConfig of the first node. If no node has published its JobConfig, publish this node's.
+        """Return the JobConfig of the first node. If no node has published a JobConfig, publish the JobConfig of this node.
 
-        If a node serves the store, it counts as the first node. If this node were refused, the store would be lost. So the
-        other nodes wait a moment until this node has published its JobConfig. If the first writer is lost before it has
-        written, another node writes after `node_timeout`.
+        A node that serves the store counts as the first node. If the node that serves the store were refused, the store
+        would be lost. So the other nodes wait a moment until the node that serves the store has published its JobConfig. If
+        the first node is lost before it has published its JobConfig, another node publishes a JobConfig after
+        `node_timeout`.
 
         Raises InvalidEntryError.
         """

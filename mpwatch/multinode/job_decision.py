@@ -1,4 +1,4 @@
-"""Decide what the nodes do after an attempt: end, restart, or join another round. The leader calls these functions.
+"""Decide what the nodes do after an attempt: end, restart, or join the next round. The leader calls these functions.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
@@ -11,10 +11,10 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-These rules find the root cause on several nodes. If ranks failed on their own, the failure that reached the leader first is
-the root cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If this comparison
-names no cause, the root cause can be a rank of another node for which the victims have waited. A lost node is the root cause
-only if no rank failed on its own.
+These rules find the root cause of a failure on several nodes. If ranks failed on their own, the failure that reached the
+leader first is the root cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If
+the comparison of the collectives finds no cause, the root cause can be a rank for which ranks of other nodes have waited. A
+lost node is the root cause only if no rank failed on its own.
 """
 
 import math
@@ -97,7 +97,7 @@ def describe_stop(cause: str) -> str:
 
 
 def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
-    """Return the name of a node for texts. It contains the node's group rank, and the hostname if it is known."""
+    """Return a text that names a node by its group rank, and also by its hostname if the hostname is known."""
     info = node_infos.get(node)
     return f"node {node}" if info is None else f"node {node} ({info.hostname})"
 
@@ -146,7 +146,7 @@ def _decide_after_failure(
 
 
 def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
-    """Decide when a node is lost and no rank failed on its own."""
+    """Make the decision after the loss of a node, if no rank has failed on its own."""
     node, loss = next(iter(summary.lost_nodes.items()))
     first_rank = _first_rank(summary, node)
     reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
@@ -181,7 +181,7 @@ def _restart_or_fail(
     root_cause_rank: int,
     reason: str,
 ) -> AttemptDecision:
-    """Decide to restart, and count the restart, if the policy allows it. Otherwise decide that the job fails."""
+    """Decide that the job restarts if the policy allows it, and fails otherwise. Count the restart."""
     history = summary.history
     counters = RestartCounters(
         restarts_used=history.restarts_used,
@@ -248,7 +248,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Find the rank to blame with the reports of all nodes, if no rank failed on its own and no node is lost."""
+    """If no rank failed on its own and no node is lost, find the rank to blame in the reports of all nodes."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -266,7 +266,7 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
 
 
 def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
-    """Put the failures of the ranks to blame first, and make all other failures secondary."""
+    """Put the failures of the blamed ranks first, and make all other failures secondary."""
     reports = {}
     for node, report in sorted(summary.reports.items()):
         failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
@@ -284,9 +284,9 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 
 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Add the missing ranks, for which other nodes waited, to the failures of their nodes.
+    """Add missing ranks to the failures of their nodes. Missing ranks are ranks for which other nodes have waited.
 
-    Do this only if every failure came from waiting for ranks of other nodes.
+    Add missing ranks only if every failure may be a consequence of waiting for ranks of other nodes.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -305,7 +305,7 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return the node's report with its missing ranks as its first failures. Each of these failures is a HANG."""
+    """Return the report with the missing ranks of its node as the first failures, each with the kind HANG."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -318,7 +318,7 @@ def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: R
 
 
 def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, policy: RestartPolicy) -> str:
-    """Return the reason why failures of these kinds prevent a restart. Return "" if they do not prevent it."""
+    """Return the reason why failures of these kinds prevent a restart. Return "" if a restart is possible."""
     if policy.retry_if is None:
         return ""
     if not policy.causes:  # `retry_if` is a function, which was called only with the victim's failure
@@ -329,8 +329,8 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    That is the failure that is least likely a consequence of a failure on another node. If several failures are equally
-    unlikely, take the failure that reached the leader first.
+    The first failure is the failure that is least likely to be a consequence of a failure on another node. If several
+    failures are equally likely, the first failure is the one that reached the leader first.
     """
     failed = [
         summary.reports[node]
@@ -341,7 +341,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return 0 if the node's first failure came from this node, 1 if it may come from another node, and 2 if it does."""
+    """Return 2 if the node's first failure was caused on another node, 1 if that is possible, and 0 otherwise."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0
@@ -353,7 +353,7 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Return the nodes that have reported, sorted by `_victim_level`. Nodes with the same level keep the inbox's order."""
+    """Return the nodes that have reported, sorted by `_victim_level`. Nodes of equal level keep the order of the inbox."""
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(
         summary.reports,

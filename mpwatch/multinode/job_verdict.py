@@ -1,8 +1,8 @@
-"""Decides which rank has called a wrong collective, from the collectives of the ranks of all nodes. All functions are pure.
+"""Compares the ranks of all nodes to find a rank that has called a wrong collective. All functions are pure.
 
-Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and with its AttemptReport. The
-leader compares the collectives of all nodes with the code that also compares the ranks of one node. If a node was lost, or a
-rank has failed by itself, that is the cause. Otherwise the leader blames the rank that the comparison finds.
+Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again with its AttemptReport.
+The leader compares the collectives of all nodes. The same code also compares the ranks of a single node. The leader blames
+the rank that the comparison finds, except if a node was lost or a rank has failed on its own.
 """
 
 import signal
@@ -33,7 +33,7 @@ Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
 def make_records(
     answers: Mapping[int, RankCollectives], returned: Container[int], pids: Mapping[int, int | None]
 ) -> tuple[RankRecord, ...]:
-    """Return a record with the latest collectives for each rank, but only as many records as fit into MAX_RECORDS_BYTES.
+    """Return a record with the latest collectives of each rank. Leave out records that do not fit into MAX_RECORDS_BYTES.
 
     Args:
         answers: the answers of the ranks, by global rank.
@@ -53,7 +53,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return the answer with only its latest collectives, and the collectives in which the rank waits."""
+    """Return a copy of the answer with only its latest collectives, and the collectives in which the rank waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -72,7 +72,7 @@ class NodeCollectives:
 
 
 def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
-    """Read the records that a node has sent. Ignore records that cannot be read, since the node may have another version."""
+    """Read the records of a node. Ignore unreadable records, because the node may have another version of mpwatch."""
     answers, returned = {}, set()
     for record in records:
         if (answer := _read_answer(record)) is not None:
@@ -83,7 +83,7 @@ def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
 
 
 def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdict]:
-    """Return verdicts on the ranks that have called wrong collectives, and begin with the most certain verdict."""
+    """Return verdicts on the ranks that have called wrong collectives, with the most certain verdict first."""
     job = _merge(nodes)
     return find_verdicts(job.answers, job.returned)
 
@@ -115,9 +115,9 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict is the root cause. It is not if any rank of the job has failed for another reason.
+    """Return whether the verdict explains all failures of the job, and so names the root cause.
 
-    If a rank is only late, it is the root cause only if other ranks have timed out.
+    A verdict on a late rank names the root cause only if other ranks have timed out.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -132,7 +132,7 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
 
 
 def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
-    """Return the failures of a node: first the failures of blamed ranks, then all other failures, as secondary failures.
+    """Return the failures of a node. The failures of blamed ranks come first. All other failures become secondary failures.
 
     Args:
         report: the node's report.
@@ -162,7 +162,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Return a failure for a rank that has not failed by itself, with the known facts about the rank."""
+    """Return a failure for a rank that has not failed on its own, with the known facts about the rank."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

@@ -1,8 +1,8 @@
-"""The state machine of the leader. The node with group rank 0 runs it for one round, and decides for the whole job.
+"""The state machine of the leader. The node with group rank 0 runs this machine, and decides for the whole job.
 
-The machine is pure, except that random numbers come from `rng`. The node thread passes the messages of all nodes to it in
-the order of the inbox. It also passes heartbeats and the time (round_runner.py). Each method returns the actions that the
-node thread has to execute.
+The machine runs for one round. The machine is pure, except that random numbers come from `rng`. The node thread passes the
+messages of all nodes to the machine in the order of the inbox. The node thread also passes heartbeats and the time to the
+machine (round_runner.py). Each method returns the actions that the node thread has to execute.
 
     WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
                              ^                                   |  |                             ^
@@ -25,19 +25,19 @@ node thread has to execute.
 
 When a stop is requested on a node, this node sends StopRequest. The leader broadcasts HoldSteps, and each node answers with
 the highest step that its ranks have passed (StepsHeld). The leader then broadcasts StopAtStep with the highest step of all
-nodes, and all ranks stop before their first step after this step. After that the job is not restarted, and no further nodes
+nodes. Each rank stops after the step in StopAtStep. After a request to stop, the job is not restarted, and no further nodes
 may join.
 
 These steps follow when a node is lost:
 
-1. `check_heartbeats` finds that the heartbeats of the node have not changed for `node_timeout`. A node also counts as lost
-   if it leaves (NodeLeaving), or if it does not send its NodeInfo or stop its ranks in time.
+1. `check_heartbeats` finds that the heartbeat counter of the node has not changed for `node_timeout`. A node also counts as
+   lost if it leaves (NodeLeaving), if it sends no NodeInfo in time, or if its ranks do not stop in time.
 2. The leader broadcasts StopAttempt. Every other node stops its ranks and sends an AttemptReport.
 3. When all nodes that are not lost have reported, job_decision.py decides. The decision is FAILED if the lost node served
-   the store. Otherwise it is RE_RENDEZVOUS if enough nodes remain or a restart is left, else FAILED. The leader broadcasts
-   the AttemptDecision.
-4. If it is RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader itself is
-   lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
+   the store. If the store is not lost, the decision is RE_RENDEZVOUS when enough nodes remain or a restart is left, and
+   FAILED otherwise. The leader broadcasts the AttemptDecision.
+4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
+   itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
 Guarantees: there is one decision for each attempt. The leader waits for every node that is not lost. A node that sends no
 heartbeat for `node_timeout` is lost. The number of messages grows linearly with the number of nodes.
@@ -109,7 +109,7 @@ class PublishAssignments:
 
 @dataclass(frozen=True, slots=True)
 class ReservePort:
-    """Reserve a port of the leader's node for the next attempt. It must differ from the port of the last attempt."""
+    """Reserve a port of the leader's node for the next attempt. The port must differ from the port of the last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +188,12 @@ class Leader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no other node needs this leader any more."""
+        """Whether this leader has finished, so that no other node needs it any more."""
         return self.stage is RoundStage.FINISHED
 
     @property
     def has_decided(self) -> bool:
-        """Whether the leader has nothing more to decide in this round."""
+        """Whether the leader has made all its decisions in this round."""
         return self.stage in (RoundStage.SHUTTING_DOWN, RoundStage.FINISHED)
 
     @property
@@ -202,7 +202,7 @@ class Leader:
         return set(range(self._size)) - self._lost_nodes.keys()
 
     def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
-        """Handle one message to the leader. Ignore it if its node is lost or is not in this round."""
+        """Handle one message to the leader. Ignore messages of nodes that are lost or not in this round."""
         node = message.group_rank
         if node not in self.active_nodes or self.stage is RoundStage.FINISHED:
             return []
@@ -235,12 +235,12 @@ class Leader:
         return self._handle_report(message, now)
 
     def _request_stop(self, cause: str) -> list[LeaderAction]:
-        """Ask all nodes to hold their ranks, unless this was done before. If no ranks run, `start_attempt` asks later."""
+        """Ask all nodes to hold their ranks, but only once. If no ranks run now, `start_attempt` asks the nodes later."""
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
 
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
-        """If all nodes hold their ranks, let the ranks stop at one step. If all nodes wait for a restart, end the job."""
+        """If all nodes hold their ranks, make the ranks stop at one step. If all nodes wait for a restart, end the job."""
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
             return self._agree_on_step()
@@ -249,7 +249,7 @@ class Leader:
         return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
 
     def _agree_on_step(self) -> list[LeaderAction]:
-        """If all nodes hold their ranks, let the ranks stop after the highest step that any rank has passed."""
+        """If all nodes hold their ranks, make the ranks stop after the highest step that any rank has passed."""
         if self.stage is not RoundStage.RUNNING or not self.active_nodes <= self._held_steps.keys():
             return []
         highest = max((step for step in self._held_steps.values() if step is not None), default=None)
@@ -258,7 +258,7 @@ class Leader:
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
         """Compare the heartbeat counts of the nodes with the last counts. A node whose count does not change is lost.
 
-        A node without any heartbeat is missing in `counts`.
+        A node that is missing in `counts` has sent no heartbeat.
         """
         actions: list[LeaderAction] = []
         for node in sorted(self.active_nodes):
@@ -273,7 +273,10 @@ class Leader:
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
-        """Set how many nodes wait to join. If the job has room for them, stop the attempt, so that these nodes can join."""
+        """Set how many nodes wait to join.
+
+        If the job has room for waiting nodes, stop the attempt, so that they can join.
+        """
         if self._stop_cause:
             return []
         self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
@@ -282,7 +285,7 @@ class Leader:
         return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend all deadlines by the time in which this node did not read the store, and so saw no heartbeats."""
+        """Extend all deadlines by the time in which this node did not read the store, and therefore saw no heartbeats."""
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
@@ -290,8 +293,8 @@ class Leader:
     def step_down(self, reason: str) -> list[LeaderAction]:
         """Stop leading, because this node was silent for so long that the other nodes may have decided without it.
 
-        The leader must not decide about the job any more. Nodes that are still in this round stop their ranks. Then these
-        nodes miss the leader's heartbeats, and find that the leader is lost.
+        The leader must not decide about the job any more. The nodes that are still in this round stop their ranks. When the
+        leader's heartbeats have been missing for `node_timeout`, these nodes count the leader as lost.
         """
         self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -315,7 +318,7 @@ class Leader:
         return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
-        """If the deadline of the stage has passed, count the nodes that have not sent the needed message as lost."""
+        """If the deadline of the stage has passed, count each node as lost that has not sent the expected message."""
         if now < self._deadline:
             return []
         self._deadline = math.inf
@@ -342,7 +345,7 @@ class Leader:
         return [ReservePort()]
 
     def _assign_ranks(self) -> tuple[RankAssignment, ...]:
-        """Return the first rank of each node in the job, and its first rank among the nodes with the same role."""
+        """Return for each node its first rank in the job, and its first rank among the ranks with the same role."""
         role_sizes: dict[str, int] = {}
         for info in self._node_infos.values():
             role_sizes[info.role] = role_sizes.get(info.role, 0) + info.nprocs
@@ -358,9 +361,10 @@ class Leader:
     def judge_stalls(self, now: float) -> list[LeaderAction]:
         """Compare the collectives of all nodes if new collectives have come.
 
-        If the ranks can never go on, stop the attempt. If they only wait for a rank, warn once.
+        If the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log one warning.
 
-        Call this after all messages that have arrived together, since it takes a second with thousands of ranks.
+        Call this method only once for messages that have arrived together, because a comparison of thousands of ranks takes
+        a second.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []

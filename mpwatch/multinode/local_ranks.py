@@ -11,7 +11,7 @@ This table shows how an event on another node stops the ranks of this node:
     watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
-If the ranks are stopped because their lease has expired, the reason is CANCELLED_BY_JOB, too, without a message.
+If the lease of the ranks expires, the ranks also stop with the StopReason CANCELLED_BY_JOB, although no message was sent.
 """
 
 import socket
@@ -60,7 +60,7 @@ class LocalRanks:
 
     @property
     def prepared_attempt(self) -> int | None:
-        """The attempt whose ranks can be started now, or None. The leader may have stopped that attempt meanwhile."""
+        """The attempt whose ranks can be started now, or None. The leader may have stopped the attempt meanwhile."""
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
@@ -75,15 +75,15 @@ class LocalRanks:
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Keep the environments that the caller's thread has made, unless a later attempt has begun."""
+        """Keep the environments that the caller's thread has made. Ignore environments of an earlier attempt."""
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        The first start is a Restart, too. The numbers of the ranks are known only after a rendezvous, so every start comes
-        from the node thread in the same way.
+        The first start is a Restart command, too. The node thread requests every start in the same way, because the numbers
+        of the ranks are known only after a rendezvous.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -92,20 +92,23 @@ class LocalRanks:
         self._starts += 1
 
     def stop(self, action: StopRanks) -> None:
-        """Stop the ranks, and let the caller's thread log the reason. A logging handler may be slow."""
+        """Stop the ranks. The caller's thread logs the reason, because a logging handler may be slow."""
         self._commands.post(CancelAttempt())
         self.notify_caller(action)
 
     def hold(self, action: HoldRanks) -> None:
-        """Let the ranks wait at their next `should_stop`. The watcher thread reports the steps that they have passed."""
+        """Make the ranks wait at their next `should_stop`.
+
+        The watcher thread reports the steps that the ranks have passed.
+        """
         self._commands.post(StopRequested(action.cause, is_from_job=True))
 
     def agree_on_step(self, action: AgreeOnStep) -> None:
-        """Let the ranks stop at the step that all nodes have agreed on."""
+        """Make the ranks stop at the step that all nodes have agreed on."""
         self._commands.post(StopAfter(action.after_step, action.cause))
 
     def renew_lease(self, since: float) -> None:
-        """Let the ranks run longer, because this node has sent a heartbeat at the time `since`.
+        """Allow the ranks to run longer, because this node has sent a heartbeat at the time `since`.
 
         If the lease is not renewed, the watcher thread stops the ranks before the other nodes may count this node as lost.
         """

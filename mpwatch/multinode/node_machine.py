@@ -1,6 +1,6 @@
-"""The state machine that every node runs for one round, even the leader's node.
+"""The state machine that every node runs for one round, including the leader's node.
 
-The machine is pure. The node thread passes it the leader's broadcasts, events of the node's ranks, and the time
+The machine is pure. The node thread passes the leader's broadcasts, events of the node's ranks, and the time to the machine
 (round_runner.py). Each method returns the actions that the node thread has to execute.
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
@@ -21,10 +21,10 @@ The machine is pure. The node thread passes it the leader's broadcasts, events o
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
                          (the leader and the node that serves the store: JobFinished)
 
-If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeats have not changed for `node_timeout`. Then
-the node stops its ranks. When they have exited, the node decides on its own (`_decide_without_leader`). The decision is
-RE_RENDEZVOUS if enough nodes remain or a restart is left, and FAILED otherwise. All nodes make the same decision, because
-they know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
+If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeat counter has not changed for `node_timeout`.
+The node then stops its ranks. When the ranks have exited, the node decides without the leader (`_decide_without_leader`).
+The decision is RE_RENDEZVOUS if enough nodes remain or a restart is left, and FAILED otherwise. All nodes make the same
+decision, because they know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
 
 A node can leave a round in these ways:
 
@@ -38,12 +38,12 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` limits the time in which the other nodes can see that this node ends.
+`NodeThread.finish_within` sets how much time the other nodes have to see that this node leaves.
 
 Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
-STOPPING ends when the ranks have exited (`grace_period`). While the leader is alive, RUNNING, PREPARING and
-AWAITING_DECISION last as long as user code runs on some node. The ranks of a node are stopped before the other nodes may
-count this node as lost: see `Lease` (LocalRanks.renew_lease).
+The stage STOPPING ends when the ranks have exited (`grace_period`). While the leader is alive, the stages RUNNING, PREPARING
+and AWAITING_DECISION can last as long as user code runs on any node. The ranks of a node are stopped before the other nodes
+may count this node as lost: see `Lease` (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -100,7 +100,7 @@ class SendToLeader:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRanks:
-    """Let the caller's thread make the environments of the node's ranks. This runs user code (`env`)."""
+    """Make the environments of the node's ranks in the caller's thread, because user code (`env`) runs in that thread."""
 
     start: StartAttempt
     assignment: RankAssignment
@@ -122,16 +122,16 @@ class StopRanks:
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks:
-    """Let the ranks of this node wait at their next `should_stop`, and report the steps that they have passed."""
+    """Make the ranks of this node wait at their next `should_stop`, and report the steps that they have passed."""
 
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class AgreeOnStep:
-    """Let the ranks of this node stop at their first step after `after_step`.
+    """Make the ranks of this node stop at their first step after `after_step`.
 
-    If it is None, the ranks stop at their next call of `should_stop`.
+    If `after_step` is None, the ranks stop at their next call of `should_stop`.
     """
 
     after_step: int | None
@@ -203,17 +203,17 @@ class NodeMachine:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the node has nothing more to do in this round."""
+        """Whether the node has done all its work in this round."""
         return self.stage is NodeStage.FINISHED
 
     @property
     def serves_store(self) -> bool:
-        """Whether the other nodes need this node until they know that the job is over."""
+        """Whether this node serves the store, which the other nodes need until they know that the job is over."""
         return self._node_info.serves_store
 
     @property
     def awaited_assignment(self) -> int | None:
-        """The attempt for which the node still needs its RankAssignment, or None if it needs none."""
+        """The attempt whose RankAssignment this node still has to read, or None."""
         is_awaited = self.stage is NodeStage.PREPARING and self._assignment is None
         return self._start.attempt if is_awaited and self._start is not None else None
 
@@ -245,7 +245,7 @@ class NodeMachine:
         return self._handle_late_decision(message)
 
     def handle_assignment(self, assignment: RankAssignment) -> list[NodeAction]:
-        """Keep the assignment, which says which ranks this node has in the next attempt, and prepare these ranks."""
+        """Store the numbers of this node's ranks in the next attempt, and prepare these ranks."""
         if self.stage is not NodeStage.PREPARING or self._start is None or assignment.attempt != self._start.attempt:
             return []
         self._assignment = assignment
@@ -260,7 +260,7 @@ class NodeMachine:
         return []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend the deadline by the time in which this node did not read the store, and so saw no heartbeat."""
+        """Extend the deadline by the time in which this node did not read the store, and therefore saw no heartbeat."""
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
@@ -277,7 +277,7 @@ class NodeMachine:
         return self._decide_without_leader()
 
     def handle_store_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks and let the job fail. No other node can replace the store."""
+        """Stop the ranks. The job fails, because no other node can replace the store."""
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED
             return []
@@ -290,8 +290,8 @@ class NodeMachine:
     def withdraw(self, reason: str) -> list[NodeAction]:
         """Leave the round, because this node was silent for so long that the other nodes may have decided without it.
 
-        Report to the leader that the node leaves, stop its ranks, and start no other ranks in this round. The node rejoins
-        when it has read the leader's decision. It also rejoins if it finds that the leader is lost.
+        Report to the leader that this node leaves, stop the ranks of this node, and start no further ranks in this round.
+        The node rejoins when it has read the leader's decision, or when it finds that the leader is lost.
         """
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
@@ -304,7 +304,7 @@ class NodeMachine:
     # The ranks of this node, and its caller.
 
     def start_ranks(self, attempt: int) -> list[NodeAction]:
-        """Start the ranks of this attempt, since their environments have been made and the delay is over."""
+        """Start the ranks of this attempt, after their environments have been made and the delay is over."""
         if self.stage is not NodeStage.PREPARING or self._assignment is None or attempt != self.attempt:
             return []  # the leader has stopped that attempt meanwhile
         self.stage = NodeStage.RUNNING
@@ -319,7 +319,10 @@ class NodeMachine:
         return [SendToLeader(AttemptFailing(self._node_info.group_rank, self.attempt))]
 
     def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
-        """Report that ranks of this node have called no collective for a long time. An empty tuple says that all go on."""
+        """Report that ranks of this node have called no collective for a long time.
+
+        If `collectives` is empty, all ranks go on.
+        """
         if self.stage is not NodeStage.RUNNING:
             return []
         return [SendToLeader(RanksStalled(self._node_info.group_rank, self.attempt, collectives))]
@@ -343,7 +346,7 @@ class NodeMachine:
         return [SendToLeader(RanksStopped(self._node_info.group_rank, self.attempt))]
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
-        """Report to the leader how the attempt has ended on this node. If the leader is lost, decide without it."""
+        """Report to the leader how the attempt has ended on this node. If the leader is lost, decide without the leader."""
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         report = replace(report, group_rank=self._node_info.group_rank, attempt=self.attempt)
@@ -398,7 +401,7 @@ class NodeMachine:
         return []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
-        """Hold the ranks now, or as soon as they are started. If they have ended, they have passed their last step."""
+        """Hold the ranks now, or as soon as they are started. Ranks that have ended have passed their last step."""
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
             return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, has_started=False))]
@@ -415,7 +418,7 @@ class NodeMachine:
         return [ReportJob(decision)]
 
     def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        """Stop the ranks, then follow a decision that the leader has made without this node, which was silent too long."""
+        """Stop the ranks, then follow the decision that the leader has made while this node was silent for too long."""
         if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         stage, self.stage = self.stage, NodeStage.STOPPING

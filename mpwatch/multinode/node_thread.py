@@ -1,16 +1,16 @@
-"""The node thread exchanges messages with the other nodes. It joins one round after the other, and runs each round.
+"""The node thread exchanges messages with the other nodes. The thread joins one round after the other, and runs each round.
 
     caller's thread  --- set_rank_setups, report_attempt, finish_within, ... --------> |          | ---> rendezvous/: join
                      <-- updates: PrepareRanks, StopRanks, ReportAttempt, ReportJob -- |NodeThread| ---> RoundRunner:
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      NodeMachine, and
                      <-- commands: start, stop, renew the lease ---------------------- |          |      Leader on one node
 
-Requests of other threads wait in a queue. The node thread executes them while it runs a round. During a rendezvous the
-requests wait for the next round.
+Requests of other threads wait in a queue. The node thread executes these requests while it runs a round. During a rendezvous
+the requests wait for the next round.
 
-The node thread decides when the store is used. It uses other threads for calls that may block (rendezvous/). The node thread
-waits for other nodes only in the rendezvous, and before the rendezvous for the first JobConfig (job_config_check.py). If a
-store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
+The node thread decides when the store is used. Calls that may block run on other threads (rendezvous/). The node thread
+waits for other nodes only in the rendezvous, and before the rendezvous for the JobConfig of the first node
+(job_config_check.py). If a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
 
 Guarantee: when `close` has returned, the thread has ended, and the thread's sockets and its port are released.
 """
@@ -75,7 +75,7 @@ REJOIN_LAST_CALL_SECONDS = 2.0  # how long remaining nodes wait for more nodes, 
 
 
 class NodeThread:
-    """The thread of one node for one run. Other threads call its public methods.
+    """The thread of one node for one run. Other threads call the public methods.
 
     Args:
         spec: the options of the run.
@@ -133,7 +133,7 @@ class NodeThread:
         self._post(lambda _: self._local_ranks.set_rank_setups(start, setups))
 
     def report_attempt(self, report: AttemptReport) -> None:
-        """Report to the leader how the attempt has ended for the ranks of this node. All these ranks have exited."""
+        """Report to the leader how the attempt has ended on this node. All ranks of this node have exited."""
         self._post_to_machine(lambda machine: machine.report_attempt(report))
 
     def acknowledge_shutdown(self) -> None:
@@ -142,11 +142,11 @@ class NodeThread:
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
 
     def abort(self, report: AttemptReport) -> None:
-        """Report that the run cannot go on on this node, although no rank has failed."""
+        """Report that the run cannot continue on this node, although no rank has failed."""
         self._post_to_machine(lambda machine: machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
-        """End the thread within this time. Meanwhile the other nodes can see that this node leaves the job.
+        """End the thread within this time. Before the thread ends, the other nodes can see that this node leaves the job.
 
         A rendezvous in progress is cancelled.
         """
@@ -155,7 +155,10 @@ class NodeThread:
         self._post(lambda round_runner: round_runner.stop_waiting_after(seconds))
 
     def close(self) -> None:
-        """Leave the job, and wait until the thread has ended. If an exception comes meanwhile, end the thread at once."""
+        """Leave the job, and wait until the thread has ended.
+
+        If an exception is raised during the wait, end the thread at once.
+        """
         if not self._is_acknowledged:
             self.finish_within(self._spec.grace_period + LEAVE_SECONDS)
         try:
@@ -191,10 +194,10 @@ class NodeThread:
         self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
 
     def on_stop(self, cause: str) -> bool:
-        """Report to the leader that a stop was requested on this node. Return False during a rendezvous without a leader.
+        """Report to the leader that a stop was requested on this node.
 
-        This node does not join another round after that. If the leader is lost before it has read the request, the other
-        nodes go on without this node.
+        Return False during a rendezvous, when there is no leader. After the request, this node joins no further round. If
+        the leader is lost before it has read the request, the other nodes go on without this node.
         """
         self._stop_cause = cause
         if self._is_in_round:
@@ -209,7 +212,7 @@ class NodeThread:
     # The next two methods are called in any thread.
 
     def _post_to_machine(self, event: Callable[[NodeMachine], list[NodeAction]]) -> None:
-        """Let the node thread call `event` with the node machine, and execute the actions that it returns."""
+        """In the node thread, call `event` with the node machine and execute the actions that `event` returns."""
         self._post(lambda round_runner: round_runner.add_actions(event(round_runner.node_machine)))
 
     def _post(self, request: Callable[[RoundRunner], None]) -> None:
@@ -233,9 +236,9 @@ class NodeThread:
             self._local_ranks.notify_caller(error)
 
     def _report_launch_failure(self, error: Exception) -> None:
-        """Report to the caller's thread that no attempt can be started. No ranks run at this time.
+        """Report to the caller's thread that a rendezvous has failed or no port could be reserved.
 
-        The reason is that a rendezvous has failed or no port could be reserved.
+        No ranks run at this time, and no attempt can be started.
         """
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
@@ -265,7 +268,7 @@ class NodeThread:
         return min(time.monotonic() + self._rendezvous.join_timeout, self._run_deadline)
 
     def _join_first_round(self, join_deadline: float) -> Round:
-        """Connect, check the JobConfig, and join. If an earlier job with the same name is just ending, wait for its end.
+        """Connect, check the JobConfig, and join. If an earlier job with the same name is ending, wait for its end.
 
         The node that serves the store leaves last, so a new node can still reach the store of the earlier job.
         """
@@ -294,7 +297,10 @@ class NodeThread:
                 raise CancelledError
 
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
-        """Join the next round. Raises LaunchError, which also names a node that was refused because of its JobConfig."""
+        """Join the next round.
+
+        Raises LaunchError. If a node was refused because of its JobConfig, the text of the error names this node.
+        """
         try:
             return self._client.join(
                 deadline, last_call=last_call, expected_nodes=expected_nodes, wait_report=self._make_wait_report(deadline)
@@ -306,7 +312,10 @@ class NodeThread:
             raise
 
     def _make_wait_report(self, deadline: float) -> WaitReport:
-        """Return what logs that this node waits for others. The nodes of the first round may start at different times."""
+        """Return the WaitReport, which logs that this node waits for other nodes.
+
+        The report comes later in the first round, because the nodes of a job may start at different times.
+        """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 
         def log(present: int) -> None:

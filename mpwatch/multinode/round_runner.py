@@ -5,8 +5,8 @@
                                                             '--> actions: store channel, LocalRanks
 
 A store cannot notify its clients, so the node polls the store several times a second. After an action the node polls more
-often, because answers of other nodes come soon. If the store is lost, the NodeMachine goes on without the store until the
-node's ranks have exited.
+often, because other nodes answer soon. If the store is lost, the NodeMachine goes on without the store until the node's
+ranks have exited.
 """
 
 import time
@@ -110,15 +110,15 @@ class RoundRunner:
             wakeup.wait(self._seconds_to_poll())
 
     def add_actions(self, actions: list[NodeAction]) -> None:
-        """Let the next poll execute the actions of the node machine."""
+        """Add actions of the node machine, which the next poll executes."""
         self._node_actions += actions
         if actions:
             self._extend_fast_polling()
 
     def stop_waiting_after(self, seconds: float) -> None:
-        """Finish when no other node needs this node, but after this number of seconds at the latest.
+        """Finish when no other node needs this node, but at the latest after this number of seconds.
 
-        Call this when the node's ranks have exited.
+        Call this method when the node's ranks have exited.
         """
         self._leave_deadline = time.monotonic() + seconds
 
@@ -154,7 +154,10 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check whether this node has not polled, and so has sent no heartbeats, for example because it was suspended."""
+        """Check whether this node was silent, which means that it did not poll and so sent no heartbeats.
+
+        For example, a node is silent while its process is suspended.
+        """
         silence, self._polled_at = now - self._polled_at, now
         if silence <= SILENCE_SECONDS:
             return
@@ -185,7 +188,7 @@ class RoundRunner:
             self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
 
     def _run_leader(self, leader: Leader, now: float) -> None:
-        """Pass the messages and facts that have arrived to the leader, and execute the leader's actions."""
+        """Pass new messages and facts to the leader, and execute the leader's actions."""
         for message in self._channel.read_inbox():
             self._leader_actions += leader.handle_message(message, now)
         self._leader_actions += leader.judge_stalls(now)
@@ -222,7 +225,10 @@ class RoundRunner:
             self.add_actions(self.node_machine.start_ranks(attempt))
 
     def _execute_node_actions(self) -> None:
-        """Execute the actions in their order. A message to the leader waits until the leader has given the round a name."""
+        """Execute the actions of the node machine in order.
+
+        A message to the leader waits until the leader has given the round a name.
+        """
         while self._node_actions and (
             self._is_store_lost or self._channel.try_open() or not isinstance(self._node_actions[0], SendToLeader)
         ):

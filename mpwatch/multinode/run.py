@@ -1,4 +1,7 @@
-"""Starts a run of several nodes on one node. It is like watcher/run.py, but has a NodeThread for the other nodes."""
+"""Starts the part of one node in a run of several nodes.
+
+This module is like watcher/run.py, but uses a NodeThread to communicate with the other nodes.
+"""
 
 import math
 from collections.abc import Callable
@@ -41,8 +44,8 @@ def run_multi_node(
         payload: see `run_single_node`.
         on_start: see `run_single_node`.
 
-    Raises LaunchError. If a signal came during the run, raises what the calling program's handler for this signal raises,
-    such as KeyboardInterrupt.
+    Raises LaunchError. If a signal came during the run, raises the exception of the calling program's handler for this
+    signal, such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None

@@ -1,4 +1,4 @@
-"""The caller's thread in a run of several nodes. It reports attempts to the leader and follows the leader's decisions.
+"""The caller's thread in a run of several nodes, which reports attempts to the leader and follows the leader's decisions.
 
 This module is like watcher/restarts/run_controller.py, except that all nodes decide together what follows after an attempt.
 
@@ -6,7 +6,7 @@ This module is like watcher/restarts/run_controller.py, except that all nodes de
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
-User code runs in this thread: `retry_if`, `env`, and classes of exceptions that are rebuilt. An exception that `retry_if` or
+User code runs in this thread: `retry_if`, `env`, and the classes of rebuilt exceptions. An exception that `retry_if` or
 `env` raises ends the run.
 """
 
@@ -95,13 +95,16 @@ class MultiNodeRunController(RunController[T]):
 
     @property
     def is_job_decided(self) -> bool:
-        """Whether the decision that ends the job is known. If not, this node leaves the job while the job goes on."""
+        """Whether the decision that ends the job is known.
+
+        If this is False, this node leaves the job while the job goes on.
+        """
         return self._job_decision is not None
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
         """Report the attempts that have ended on this node, and do what the leader decides.
 
-        See RunController. Raises LaunchError, and any exception that `retry_if` and `env` raise.
+        See RunController. Raises LaunchError, or any exception that `retry_if` or `env` raises.
         """
         try:
             for observations in watcher_thread.commands.take_decision_requests():
@@ -133,7 +136,7 @@ class MultiNodeRunController(RunController[T]):
         super().end_with_error(error)
 
     def _abort(self, error: BaseException) -> None:
-        """Report the error to the other nodes, with the failures that they do not know yet."""
+        """Report the error to the other nodes, with the failures that those nodes do not know yet."""
         attempt = self._attempts[-1] if self._attempts else None
         decision = self._latest_decision
         is_known = attempt is None or (decision is not None and decision.attempt >= attempt.number)
@@ -227,7 +230,7 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """If the nodes could not rejoin after the previous decision, return that decision as a failed job."""
+        """If the nodes could not rejoin after the previous decision, return the previous decision as the job's failure."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
@@ -259,7 +262,10 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures in the decision by rank. They include the ranks of lost nodes, and ranks of this node."""
+        """Return a dict from ranks to their failures in the decision.
+
+        The dict includes ranks of lost nodes, and ranks of this node.
+        """
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
@@ -281,7 +287,10 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return the decision's failure of a rank of this node, with all facts that this node knows about the failure."""
+        """Return a failure from the decision, with all facts that this node knows about it.
+
+        The failed rank is on this node.
+        """
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
             stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
@@ -303,14 +312,17 @@ class MultiNodeRunController(RunController[T]):
         watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Keep the outcomes, and publish them later, when the job has decided which rank failed first."""
+        """Keep the outcomes, and publish them later, when the leader has decided which rank failed first."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that wait. If `failures` is None, publish the failures that this node alone has found."""
+        """Publish the outcomes that `_publish_outcomes` has kept.
+
+        If `failures` is None, publish the failures that this node itself has found.
+        """
         if self._unpublished is None:
             return
         (observations, result), self._unpublished = self._unpublished, None

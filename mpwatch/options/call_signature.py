@@ -16,7 +16,7 @@ def check_signature(
     """Check that `fn(*args, **kwargs)` has the right number of arguments, and the right names. Raises TypeError.
 
     A callable without a signature is not checked. A callable with an attribute `__signature__` is not checked either,
-    because a decorator may have copied it from a function that takes other arguments.
+    because a decorator may have copied this attribute from a function with different arguments.
 
     Args:
         fn: a callable.
@@ -40,7 +40,7 @@ def check_signature(
 
 
 def _takes_positional(fn: Any, count: int) -> bool:
-    """Return whether a Python function takes `count` positional arguments. This is faster than `inspect.signature`."""
+    """Return whether a Python function takes `count` positional arguments. This check is faster than `inspect.signature`."""
     if type(fn) is not FunctionType:
         return False
     code = fn.__code__

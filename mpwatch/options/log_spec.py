@@ -24,7 +24,7 @@ Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
 class StreamRoute(Enum):
-    """Where the file descriptor of a stream of a rank leads."""
+    """The target to which the file descriptor of a rank's stdout or stderr leads."""
 
     INHERIT = auto()  # to where the caller's own descriptor leads
     PIPE = auto()  # to the watcher, which forwards the output or keeps its last lines
@@ -36,8 +36,9 @@ class StreamRoute(Enum):
 class LogSpec:
     """The option `logs` of `run`: whether stdout and stderr of the ranks go to files, to the caller, to both, or nowhere.
 
-    A LogSpec applies to the file descriptors 1 and 2, from the first line on. So it includes the output of compiled code and
-    of programs that a rank starts. In a rank, the stdout of Python and of C is flushed at the end of each line.
+    A LogSpec applies to the file descriptors 1 and 2, from the first line of output on. So a LogSpec also applies to the
+    output of compiled code, and of programs that a rank starts. In a rank, the stdout of Python and of C is flushed at the
+    end of each line.
 
         LogSpec("logs")                    all output goes to files and to the caller
         LogSpec("logs", show="none")       all output goes to files
@@ -46,8 +47,9 @@ class LogSpec:
         LogSpec(show=0)                    only the output of rank 0 is shown
         LogSpec(show="inherit")            the ranks have the caller's own stdout and stderr, as without a LogSpec
 
-    `show` and `files` choose ranks: "all", "none", one rank, or a collection of ranks. Each may also be a mapping from
-    "stdout" and "stderr" to such a choice. A stream that the mapping leaves out has the choice "none".
+    `show` and `files` choose ranks: "all", "none", one rank, or a collection of ranks. `show` and `files` may each also be a
+    mapping from "stdout" and "stderr" to such a choice. If the mapping leaves out a stream, the choice for this stream is
+    "none".
 
     Args:
         dir: the folder for log files: `<dir>/<run_id>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, where n is
@@ -127,7 +129,10 @@ class LogSpec:
         return self.dir is not None and _is_among(rank, _choice_for(self.files, stream))
 
     def route_of(self, stream: str, rank: int) -> StreamRoute:
-        """Return where this stream of a rank leads. Unless stderr is inherited, the watcher keeps its last lines."""
+        """Return where this stream of a rank leads.
+
+        The watcher can read the last lines of stderr, except if stderr is inherited.
+        """
         if self.inherits(stream):
             return StreamRoute.INHERIT
         if self.shows(stream, rank):
@@ -141,7 +146,7 @@ class LogSpec:
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return the named ranks and two other ranks. They represent all ranks while the number of ranks is not known."""
+        """Return the named ranks and two further ranks, to represent all ranks while the number of ranks is not known."""
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}
         beyond = max(named, default=-1) + 1

@@ -1,4 +1,4 @@
-"""`Rendezvous` says how the nodes of a job find one another. It is validated data, which mpwatch/multinode uses."""
+"""`Rendezvous` says how the nodes of a job find one another. A Rendezvous is validated data for mpwatch/multinode."""
 
 import os
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ class Rendezvous:
 
     @property
     def key(self) -> bytes:
-        """The secret as bytes. It is empty if there is no secret."""
+        """The secret as bytes, which is empty if there is no secret."""
         return self.secret if isinstance(self.secret, bytes) else b""  # see above
 
     def _check_options(self) -> None:

@@ -1,4 +1,4 @@
-"""`RestartPolicy` says after which failures which ranks are restarted, how often and when. It is validated data."""
+"""`RestartPolicy` says after which failures ranks are restarted, how often, and after which delay. It is validated data."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass

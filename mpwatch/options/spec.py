@@ -111,7 +111,7 @@ class GroupSpec:
 
     @property
     def fn_name(self) -> str:
-        """The name of the function, for messages. It is empty for a WorkerGroup, which has no function of its own."""
+        """The name of the function, for messages. The name is empty for a WorkerGroup, which has no function of its own."""
         return ""
 
     @property
@@ -125,7 +125,7 @@ class GroupSpec:
         return _as_observers(self.on_event)
 
     def extra_env_of(self, worker: Worker) -> dict[str, str]:
-        """Return the extra environment variables of this rank. Raises TypeError or ValueError if they are not valid."""
+        """Return the extra environment variables of this rank. Raises TypeError or ValueError for invalid variables."""
         extra = self.env(worker) if callable(self.env) else self.env
         if callable(self.env):
             check_env_mapping("what env() returned", extra)
@@ -148,7 +148,7 @@ class PersistentGroupSpec(GroupSpec):
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy. It allows no restart, because a WorkerGroup restarts ranks only at its next call."""
+        """The restart policy, which allows no restarts, because a WorkerGroup restarts ranks only at its next call."""
         return RestartPolicy(0, scope=self.scope)
 
 
@@ -210,7 +210,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
-    """Return the policy. `max_restarts` and `keep_going` are short forms of the fields of a RestartPolicy."""
+    """Return the policy. `max_restarts` and `keep_going` stand for the fields of a RestartPolicy with these names."""
     check_flag("keep_going", keep_going)
     if policy is None:
         number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
@@ -267,7 +267,10 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 
 
 def name_of(fn: object) -> str:
-    """Return the name of a callable for messages: of a function or its partial, or of the class of another object."""
+    """Return the name of a callable for messages.
+
+    A function or its partial has the name of the function. Any other object has the name of its class.
+    """
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)
 
@@ -364,7 +367,7 @@ def _check_env(env: object) -> None:
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
-    """Check `logs`, and return it with an absolute folder. `world_size` is None if it is not known yet."""
+    """Check `logs`, and return a LogSpec with an absolute folder. `world_size` is None if it is not known yet."""
     if logs is None:
         return None
     if not isinstance(logs, LogSpec):

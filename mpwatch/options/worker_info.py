@@ -1,4 +1,4 @@
-"""`Worker` is the identity of a rank. Environment variables of the rank hold it.
+"""`Worker` is the identity of a rank. Environment variables of the rank contain this identity.
 
 The watcher makes a Worker for each rank. A rank makes its own Worker when `current_worker()` is called for the first time.
 """
@@ -30,7 +30,9 @@ RANK_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """The identity of a rank. In a rank, `current_worker()` returns it. `RunResult.workers` has the Workers of all ranks.
+    """The identity of a rank. In a rank, `current_worker()` returns its Worker.
+
+    `RunResult.workers` has the Workers of all ranks.
 
     Attributes:
         rank: global rank, from 0 to world_size - 1.

@@ -1,5 +1,6 @@
-"""Functions that use the operating system. They are for Linux, and work on other POSIX systems with the same system calls.
+"""Functions that use the operating system, for Linux and for other POSIX systems with the same system calls.
 
-All tests of `sys.platform` and `os.name` are in this package. If a system call may be missing, the function's docstring says
-what the function does then. The watcher and the ranks import these modules. This package imports no other part of mpwatch.
+All checks of `sys.platform` and `os.name` are in this package. If a function needs a system call that may be missing, the
+function's docstring says what happens without the system call. The watcher and the ranks import these modules. This package
+imports no other part of mpwatch.
 """

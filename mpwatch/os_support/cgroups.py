@@ -1,6 +1,6 @@
 """Reads the Linux control groups of this process: its CPU quota, and the number of out-of-memory kills.
 
-This module reads files under /proc and /sys. If these files are missing, a function returns the value that means "not
+This module reads files under /proc and /sys. If these files are missing, each function returns the value that means "not
 known". This module runs in the watcher.
 """
 
@@ -30,7 +30,7 @@ def read_cpu_quota() -> int | None:
 
 
 def count_oom_kills() -> dict[str, int]:
-    """Return how many processes in this process's memory group the out-of-memory killer has killed.
+    """Return the number of processes in this process's memory group that the out-of-memory killer has killed.
 
     The keys of the dict are the files with the counts.
     """
@@ -44,7 +44,7 @@ def count_oom_kills() -> dict[str, int]:
 
 
 def count_oom_kills_of_machine() -> int:
-    """Return how many processes of the whole machine the out-of-memory killer has killed, or 0 if it is not known.
+    """Return the number of processes of the whole machine that the out-of-memory killer has killed, or 0 if it is unknown.
 
     The number includes processes outside this container.
     """
@@ -52,10 +52,10 @@ def count_oom_kills_of_machine() -> int:
 
 
 def _find_folder(controller: str, kind: str) -> str | None:
-    """Return the folder of this process's group in the hierarchy of this controller. cgroup v2 has only one hierarchy.
+    """Return the folder of this process's group in the hierarchy of this controller.
 
-    If the hierarchy is mounted several times, use the first mount. In a container, this process's group may be the root of
-    the mount, even if the kernel reports another path.
+    cgroup v2 has only one hierarchy. If the hierarchy is mounted several times, use the first mount. In a container, this
+    process's group may be the root of the mount, even if the kernel reports another path.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -21,9 +21,10 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Let this thread, and each process that it starts meanwhile, run only on these CPUs. If `cpus` is None, do nothing.
+    """Restrict this thread, and each process that it starts meanwhile, to these CPUs. If `cpus` is None, do nothing.
 
-    Other threads do not change. At the end the thread gets its earlier affinity again. Raises OSError.
+    Other threads keep their affinity. At the end of the `with` block, this thread gets its earlier affinity again. Raises
+    OSError.
     """
     if cpus is None:
         yield

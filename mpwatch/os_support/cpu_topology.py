@@ -1,8 +1,7 @@
-"""Finds the CPUs of each physical core, and the package (socket) and the NUMA node of the core. It runs in the watcher.
+"""Finds the CPUs, the package (socket) and the NUMA node of each physical core. This module runs in the watcher.
 
-This module reads files under /sys. In some containers and virtual machines these files are missing or invalid. If a CPU has
-no valid files, it counts as a separate core in package 0 and NUMA node 0. No function raises an exception because of such a
-file.
+This module reads files under /sys. In some containers and virtual machines these files are missing or invalid. A CPU without
+valid files counts as a separate core in package 0 and NUMA node 0, and no exception is raised.
 """
 
 import os
@@ -51,7 +50,7 @@ def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
 
 
 def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
-    """Return a key that only the CPUs of one physical core have in common. The keys also give the order of the cores."""
+    """Return a key that only the CPUs of one physical core have in common. Cores are sorted by their keys."""
     siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
     if cpu in siblings:
         return 0, min(siblings), 0

@@ -1,14 +1,16 @@
-"""Names of CPython's private API that mpwatch uses. The comments say what each name is for, and what breaks without it.
+"""Names of CPython's private API that mpwatch uses.
 
-All these names exist in CPython 3.11 to 3.15. This module runs in the watcher and in the ranks.
+The comments say what each name is for, and what breaks without that name. CPython 3.11 to 3.15 has all these names. This
+module runs in the watcher and in the ranks.
 
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
-- `multiprocessing.Process._Popen` starts the process. Without this method `Process.start` would start an ordinary spawned
-  process without a separate process group and environment.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without this method, the same happens.
-- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without this method they would
-  not reach the processes that a rank has started.
+- `multiprocessing.Process._Popen` starts the process. Without this method, `Process.start` would start an ordinary spawned
+  process, which shares the process group and the environment of its parent.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without this method, too, `Process.start` would
+  start an ordinary spawned process.
+- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without this method, a signal
+  would reach only the rank itself, and not the processes that the rank has started.
 
 watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
 `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these names
@@ -17,16 +19,18 @@ is missing, no rank can be started.
 mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method in the child. Without this
-  attribute a rank and the calling program may have different default start methods.
+  attribute, a rank and the calling program may have different default start methods.
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`. multiprocessing pickles a descriptor as
-  `popen.DupFd(popen.duplicate_for_child(fd))`. Without these names no lock, queue or connection can be in a call.
-- pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. If the entry
-  stayed, tracebacks of code from a string would show the command that has started the rank.
-- exceptions/source_lines.py reads and writes `linecache.cache`. Without it a traceback has no source lines of code that is
-  in no file (notebook cells).
-- exceptions/tracebacks.py uses the entry `tb_lasti // 2` of `co_positions()`, which has one entry for each instruction of
-  two bytes. If that changes, tracebacks of ranks have no carets or wrong carets. exceptions/tracebacks.py also needs that
-  compiled module code begins at line 1. If that changes, the line numbers of tracebacks are wrong.
+  `popen.DupFd(popen.duplicate_for_child(fd))`. If these names are missing, no lock, queue or connection can be sent to a
+  rank.
+- pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. Without this
+  deletion, a traceback of code that comes from a string would quote the `-c` command that has started the rank.
+- exceptions/source_lines.py reads and writes `linecache.cache`. Without this name, a traceback does not quote code that is
+  in no file, such as a notebook cell.
+- `co_positions()` has one entry for each instruction of two bytes, so exceptions/tracebacks.py uses the entry
+  `tb_lasti // 2`. If CPython changes this, tracebacks of ranks have no carets or wrong carets. The code in
+  exceptions/tracebacks.py also relies on the fact that compiled module code begins at the first line. If CPython changes
+  this, the line numbers of tracebacks are wrong.
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ def is_importing_main() -> bool:
 
 
 def get_logging_setup() -> dict[str, Any]:
-    """Return the part of spawn's preparation data that sets up multiprocessing's logger in the child."""
+    """Return the settings of multiprocessing's logger that spawn passes to a child process."""
     # Without these names `multiprocessing.log_to_stderr()` has no effect in ranks.
     level = {} if mp_util._logger is None else {"log_level": mp_util._logger.getEffectiveLevel()}
     return {"log_to_stderr": mp_util._log_to_stderr, **level}
@@ -88,14 +92,17 @@ def get_popen(child: BaseProcess) -> Any:
 
 
 def forget_child(child: BaseProcess) -> None:
-    """Remove a process from multiprocessing.active_children(). The program then does not join the process at its end."""
+    """Remove a process from multiprocessing.active_children().
+
+    The end of the program then does not wait for this process.
+    """
     # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
     # active_children(), and the program waits at its end for a rank that cannot be killed.
     mp_process._children.discard(child)
 
 
 def observe_children(on_start: Callable[[int], object]) -> None:
-    """Call `on_start` with the pid of each process that this process starts by multiprocessing from now on."""
+    """Call `on_start` with the pid of each process that this process starts with multiprocessing from now on."""
     # multiprocessing adds each process to this set. Without this name, a DataLoader worker that is killed while it shares a
     # tensor leaves a file in /dev/shm.
 
@@ -109,7 +116,7 @@ def observe_children(on_start: Callable[[int], object]) -> None:
 
 
 def reap_later(child: subprocess.Popen[bytes]) -> None:
-    """Let the module subprocess reap this child when it starts another child."""
+    """Make the module subprocess reap this child when the program starts its next process with `subprocess.Popen`."""
     # This is for a rank that cannot be killed or reaped now. Without this name, the rank stays a zombie until this program
     # ends.
     import subprocess
@@ -119,7 +126,7 @@ def reap_later(child: subprocess.Popen[bytes]) -> None:
 
 
 def get_spawn_reducers() -> dict[type, Any]:
-    """Return the reducers that multiprocessing and torch have registered for spawned processes, by exact type."""
+    """Return a dict from types to the reducers that multiprocessing and torch have registered for spawned processes."""
     # Without this name, only `copyreg.dispatch_table` is used, and no connection, socket or shared tensor can be in a call.
     from multiprocessing.reduction import ForkingPickler
 
@@ -129,13 +136,16 @@ def get_spawn_reducers() -> dict[type, Any]:
 
 
 def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
-    """Return a finalizer that closes these descriptors when it is called, or when the owner is collected."""
+    """Return a finalizer that closes these descriptors when it is called, or when `owner` is garbage-collected."""
     # multiprocessing's Popen.close() calls the finalizer. Without this name, use weakref.finalize.
     return mp_util.Finalize(owner, mp_util.close_fds, fds)
 
 
 def call_before_joining_threads(action: Callable[[], object]) -> None:
-    """Call `action` when the script has ended, before Python waits for the threads. Do nothing if that wait has begun."""
+    """Call `action` when the script has ended, before Python waits for the threads.
+
+    Do nothing if Python already waits for the threads.
+    """
     # Without this name, a program whose script has ended by Ctrl-C still waits for runs in other threads, until the next
     # Ctrl-C.
     with suppress(RuntimeError):
@@ -143,7 +153,7 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
 
 
 def exit_by_sigint() -> None:
-    """Let Python end by SIGINT at the end of the program, as after a KeyboardInterrupt that no code has caught."""
+    """Make Python end by SIGINT when the program ends, as after a KeyboardInterrupt that no code has caught."""
     # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
     # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
     with suppress(KeyboardInterrupt):

@@ -1,6 +1,6 @@
 """Functions for file descriptors of anonymous files, pipes, sockets and the standard streams, and for memory mappings.
 
-This module runs in the watcher and in the ranks, so functions import the modules that only few calls need.
+This module runs in the watcher and in the ranks. Modules that only a few functions need are imported in these functions.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module do
 
 
 def open_anonymous_file(name: str) -> FileIO:
-    """Create an empty file that has no name in any folder. The kernel deletes the file with its last descriptor.
+    """Create an empty file that has no name in any folder. The kernel deletes the file when its last descriptor is closed.
 
-    If the system has memfds, the file is a memfd, because /dev/shm has another size limit. Raises OSError.
+    If the system supports memfds, the file is a memfd. The size limit of /dev/shm does not apply to memfds. Raises OSError.
     """
     if hasattr(os, "memfd_create"):
         # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
@@ -47,9 +47,10 @@ def open_anonymous_file(name: str) -> FileIO:
 
 
 def seal(fd: int) -> None:
-    """Let no process shorten this anonymous file. Otherwise SIGBUS would kill a process that reads a mapping beyond its end.
+    """Prevent all processes from shortening this anonymous file.
 
-    Raises OSError, for example if the descriptor is no anonymous file. If the system cannot seal files, do nothing.
+    If a process shortened the file, SIGBUS would kill each process that reads the missing part through a mapping. Raises
+    OSError, for example if the descriptor is no anonymous file. If the system cannot seal files, do nothing.
     """
     import fcntl
 
@@ -58,10 +59,10 @@ def seal(fd: int) -> None:
 
 
 def is_used_elsewhere(fd: int) -> bool:
-    """Return whether the file is open or mapped in any process, in addition to this descriptor. If unknown, return True.
+    """Return whether any process has the file open or mapped, apart from this descriptor. If this is unknown, return True.
 
-    The kernel answers for all processes of the machine, even for processes of other users and containers. The descriptor
-    must be open only for reading.
+    The kernel checks all processes of the machine, even those of other users and in other containers. The descriptor must be
+    read-only.
     """
     if sys.platform != "linux":
         return True
@@ -80,10 +81,10 @@ def is_used_elsewhere(fd: int) -> bool:
 
 
 def map_private(fd: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a file into writable memory. A write copies the page, and only this process sees it.
+    """Map the first `size` bytes of a file into writable memory. A write changes only this process's own copy of the page.
 
-    The mapping ends with its last memoryview. It needs no open descriptor, except in a Python before 3.13 without ctypes.
-    Raises OSError.
+    The mapping exists until its last memoryview is deleted. The mapping keeps a descriptor only in a Python before 3.13 that
+    has no ctypes. Raises OSError.
     """
     import mmap
 
@@ -117,7 +118,7 @@ def _libc() -> Any:
 
 
 def read_pipe_size(fd: int) -> int:
-    """Return how many bytes this pipe can hold (Linux). Return 0 if it is no pipe or its size is unknown."""
+    """Return how many bytes this pipe can hold (Linux). Return 0 if `fd` is no pipe, or if the size is unknown."""
     import fcntl
 
     try:
@@ -129,7 +130,7 @@ def read_pipe_size(fd: int) -> int:
 def grow_pipe(fd: int, size: int) -> int:
     """Grow a pipe to `size` bytes, if the user's limits allow it. Return how many bytes the pipe can hold now.
 
-    Return 0 if that is unknown. Raises OSError.
+    Return 0 if the size is unknown. Raises OSError.
     """
     import fcntl
 
@@ -158,7 +159,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
-    """Receive bytes and about `max_fds` descriptors. Raises OSError.
+    """Receive bytes and at most about `max_fds` descriptors. Raises OSError.
 
     Return the bytes, the descriptors, and whether descriptors were lost because this process reached its limit of open
     files.
@@ -177,10 +178,9 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 
 
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
-    """Let the kernel end a TCP connection when its other end has not answered for this number of seconds (at least 1).
+    """Make the kernel close a TCP connection if the other end has not answered for this number of seconds (at least 1).
 
-    If the system has no TCP_USER_TIMEOUT and the other end has not confirmed some data, the connection ends later. Raises
-    OSError.
+    In a system without TCP_USER_TIMEOUT, a connection with unacknowledged data ends later. Raises OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)
@@ -198,10 +198,10 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """Open /dev/null in place of each of the descriptors 0, 1 and 2 that is closed.
+    """If descriptor 0, 1 or 2 is closed, open /dev/null with the same number.
 
-    Otherwise the next file that the program opens would get this number, and a child process would use the file as a
-    standard stream.
+    Otherwise the next file that the program opens would get the number 0, 1 or 2, and a child process would use this file as
+    a standard stream.
     """
     made = []
     try:
@@ -226,8 +226,8 @@ def _is_open(fd: int) -> bool:
 def line_buffer_c_stdout() -> Callable[[], object]:
     """Make C's stdout line-buffered, if the C library exports `stdout`. Return a function that flushes this stream at once.
 
-    The returned function flushes no other stream. Otherwise it would wait for the lock of a stream on which a thread waits
-    for input.
+    The returned function flushes only this stream. Flushing all streams could block, because a thread that waits for input
+    holds the lock of its stream.
     """
     try:
         import ctypes

@@ -1,8 +1,8 @@
-"""Finds the GPUs of this machine that this process may use, without CUDA and ROCm. This module runs in the watcher.
+"""Finds the GPUs that this process may use. This module needs neither CUDA nor ROCm, and runs in the watcher.
 
-This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. So it initialises no GPU
-and uses no GPU memory. A container often contains the driver's files of all GPUs, but only some device files. A batch system
-may forbid the use of a device file. `os.access` finds out both.
+This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. So this module initialises
+no GPU and uses no GPU memory. A container often has the driver's files of all GPUs, but the device files of only some GPUs.
+A batch system may forbid the use of a device file. `os.access` finds out both.
 """
 
 import os
@@ -26,7 +26,7 @@ class Gpu(NamedTuple):
 def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
     """Return the NVIDIA GPUs in the order of their PCI addresses.
 
-    If a GPU has no folder in /proc/driver/nvidia/gpus, it comes last, and nothing is known about it.
+    A GPU without a folder in /proc/driver/nvidia/gpus comes last, and its fields are empty.
     """
     folder = os.path.join(root, "proc/driver/nvidia/gpus")
     gpus, described = [], set()
@@ -64,7 +64,10 @@ def list_amd_gpus(root: str = "/") -> list[Gpu]:
 
 
 def may_have_unlisted_gpus(root: str = "/") -> bool:
-    """Return whether there may be GPUs that the functions above do not find, as in the Linux subsystem of Windows."""
+    """Return whether there may be GPUs that this module cannot list.
+
+    The Linux subsystem of Windows may have such GPUs.
+    """
     return os.path.exists(os.path.join(root, "dev/dxg"))
 
 
@@ -87,7 +90,7 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _read_fields(file: str, separator: str = ":") -> dict[str, str]:
-    """Return the fields of a file that has a name and a value on each line. If the file is missing, the dict is empty."""
+    """Read a file that has a name and a value on each line. Return these fields, or an empty dict if the file is missing."""
     try:
         with open(file, encoding="utf-8", errors="replace") as text:
             pairs = [line.partition(separator) for line in text]

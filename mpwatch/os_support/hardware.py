@@ -15,8 +15,9 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 
 def count_usable_cpus() -> int:
-    """Return the number of CPUs in this process's affinity, or its cgroup quota (v2), rounded up, if this is lower.
+    """Return the number of CPUs that this process may use.
 
+    Two things limit this number: the CPU affinity of the process, and the CPU quota of its cgroup (v2), which is rounded up.
     The number is at least 1.
     """
     allowed = len(get_allowed_cpus())
@@ -24,5 +25,8 @@ def count_usable_cpus() -> int:
 
 
 def may_have_gpus() -> bool:
-    """Return False if the machine surely has no GPU. Then the caller need not import torch, which would take a second."""
+    """Return whether the machine may have a GPU.
+
+    If the machine has no GPU, the caller does not import torch, which would take a second.
+    """
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)

@@ -1,4 +1,7 @@
-"""Finds the states of processes, process groups and threads with /proc, waitid and pidfds. It runs in the watcher."""
+"""Finds the states of processes, process groups and threads with /proc, waitid and pidfds.
+
+This module runs in the watcher.
+"""
 
 import errno
 import os
@@ -24,7 +27,7 @@ class ProcessState:
 
 
 class ProcessUsage:
-    """The bytes in memory and the CPU seconds of one process until now. They do not include its children."""
+    """The memory of one process in bytes, and the CPU seconds that it has used. Child processes are not included."""
 
     __slots__ = ("cpu_seconds", "memory")
 
@@ -56,9 +59,9 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether descriptor `fd` of another process is the same file or pipe as `of` in this process.
+    """Return whether `fd` in process `pid` and `of` in this process are descriptors of the same file or pipe.
 
-    Return False if it is unknown.
+    Return False if this is unknown.
     """
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
@@ -70,7 +73,8 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
 
-    Return None, too, if other code has reaped the child or SIGCHLD is ignored. Then the pid may belong to another process.
+    Return None, too, if other code has reaped the child or SIGCHLD is ignored. The pid of a reaped child may already belong
+    to another process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -85,8 +89,8 @@ def open_pidfd(pid: int) -> int | None:
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of a child that has ended, or None while it runs. The child stays a zombie.
 
-    If a signal has ended the child, the code is the negative number of the signal. Raises ChildProcessError if other code
-    has reaped the child or SIGCHLD is ignored, because the code is lost then.
+    If a signal has ended the child, the code is the negative number of the signal. If other code has reaped the child or
+    SIGCHLD is ignored, the exit code is lost, and this function raises ChildProcessError.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -126,7 +130,7 @@ def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
-    """Wait until the kernel has removed a thread, which happens some microseconds after a join of the thread.
+    """Wait until the kernel has removed a thread. This happens some microseconds after `Thread.join` has returned.
 
     Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several threads.
     """

@@ -1,4 +1,4 @@
-"""Functions for signal handlers without the cost of enums, the signals that ask for stacks, and `die_with_writer`.
+"""Functions for signals and their handlers, and the two signals that ask a rank for its stacks.
 
 This module runs in the watcher and in the ranks.
 """
@@ -38,19 +38,22 @@ def name_signal(number: int) -> str:
 
 
 def set_handler(number: int, handler: Any) -> None:
-    """Set the handler of a signal to a function, signal.SIG_DFL or SIG_IGN. Only the main thread may call this."""
+    """Set the handler of a signal to a function, signal.SIG_DFL or SIG_IGN. Only the main thread may call this function."""
     c_signal(number, handler if callable(handler) else int(handler))
 
 
 def get_handler(number: int) -> Any:
-    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL. Return None if C code has set it."""
+    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL.
+
+    Return None if C code has set the handler.
+    """
     return c_getsignal(number)
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from signals to their handlers, for the given signals that have a handler in Python.
+    """Return a dict from the given signals to their handlers. Signals without a handler in Python are left out.
 
-    This is fast, since it does not use the module signal, which would convert each number to an enum and back.
+    This function is fast because it avoids the module signal, which would convert each number to an enum and back.
     """
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
@@ -58,8 +61,8 @@ def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
 def send_signal_to_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process.
 
-    With `os.kill` the kernel chooses a thread: usually the main thread, but another one if a signal is pending in the main
-    thread. Where tgkill(2) cannot be called, `os.kill` is used nevertheless. Raises OSError.
+    With `os.kill`, the kernel would choose the thread. If a signal is already pending in the main thread, the kernel may
+    choose a different thread. If tgkill(2) cannot be called, this function uses `os.kill`. Raises OSError.
     """
     libc, machine = _load_libc(), os.uname().machine
     if libc is None or machine not in TGKILL_NUMBERS:
@@ -76,7 +79,7 @@ def send_signal_to_main_thread(pid: int, number: int) -> None:
 
 
 def _load_libc() -> Any:
-    """Return the C library of a 64-bit program on Linux. None: it is another program, or its Python has no ctypes."""
+    """Return the C library of a 64-bit Linux program that has ctypes. In any other program, return None."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     try:
@@ -87,11 +90,11 @@ def _load_libc() -> Any:
 
 
 def die_with_writer(pipe: int) -> None:
-    """Let the kernel kill this process's group when the last writing end of this pipe is closed (Linux).
+    """Make the kernel kill the process group of this process when the last writing end of `pipe` is closed (Linux).
 
-    The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the thread that started this process. This function
-    depends on the process that has the pipe, kills the whole group and needs no ctypes. If the system does not support it,
-    do nothing.
+    With PR_SET_PDEATHSIG, the kernel would send a signal when the thread that started this process ends. With this function,
+    the kernel sends the signal when the process with the writing end has ended. This function also kills the whole group,
+    and needs no ctypes. If the system does not support this, do nothing.
     """
     import fcntl
     import select

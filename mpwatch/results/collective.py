@@ -1,4 +1,7 @@
-"""`Collective` is one call of a collective by one rank, with the words that name it. Frozen data, without I/O."""
+"""`Collective` describes one call of a collective by one rank, and makes the texts that name this call.
+
+Frozen data, without I/O.
+"""
 
 import re
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ DEFAULT_GROUP = "default"  # the name of torch's default process group in all te
 
 
 class CollectiveState(Enum):
-    """The state of a collective call: whether the rank still waits in it.
+    """Whether a rank still waits in a call of a collective.
 
     Attributes:
         WAITING: the call has begun, and has not ended. A call that has failed stays in this state.
@@ -24,7 +27,7 @@ class CollectiveState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A call of a collective of torch.distributed by one rank, as torch's flight recorder has recorded it.
+    """One rank's call of a torch.distributed collective, as torch's flight recorder has recorded this call.
 
     Attributes:
         name: the operation, such as "all_reduce".
@@ -76,7 +79,7 @@ class Collective:
 
     @property
     def group_title(self) -> str:
-        """The process group in words: `default group`, or `group 1`. A long number from torch is shortened."""
+        """The process group in words: `default group`, or `group 1`. A long hexadecimal name is shortened."""
         if self.group == DEFAULT_GROUP:
             return f"{DEFAULT_GROUP} group"
         return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else self.group}"
@@ -88,7 +91,7 @@ class Collective:
 
 
 def format_tensors(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> str:
-    """Return types and shapes in words: `float32[16, 4]`, or `3 x float32[16]`."""
+    """Return the types and shapes of tensors as text: `float32[16, 4]`, or `3 x float32[16]`."""
     if not shapes:
         return ""
     dtype = dtypes[0] if dtypes else "tensor"

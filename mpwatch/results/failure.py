@@ -1,7 +1,7 @@
-"""The failure of one rank, and the words that say what happened to it.
+"""The failure of one rank, and the text that says what happened to this rank.
 
-The functions make the text only when it is needed, and do no I/O. `summarize_exception` runs user code: `__str__` of the
-exception. The watcher thread calls only `format_exit`, which runs no user code.
+The functions make this text only when a caller needs it, and do no I/O. `summarize_exception` runs user code: `__str__` of
+the exception. The watcher thread calls only `format_exit`, which runs no user code.
 """
 
 import signal
@@ -116,7 +116,7 @@ class ProcessFailure:
         return format_failure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, with the exception encoded, because many exceptions cannot be pickled directly."""
+        """Return the data to pickle. The exception is encoded, because many exceptions cannot be pickled directly."""
         state = dict(self.__dict__)
         if self.exception is not None:
             encoder = ExceptionEncoder(self.exception)
@@ -130,7 +130,10 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return the failure with a summary. If it has no summary, make one from the words of the report."""
+    """Return the failure with a summary.
+
+    If the failure has no summary, add the text that the report shows for the failure.
+    """
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
 
@@ -163,9 +166,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_rank(failure: ProcessFailure) -> str:
-    """Return the name of the rank, such as `rank 3`. In a job of several nodes it has the node, too.
+    """Return the name of the rank, such as `rank 3`. In a job of several nodes, the name includes the node.
 
-    If the node was lost, the words of the failure name the node.
+    If the whole node was lost, the name leaves out the node, because the text of the failure names the node.
     """
     node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"
@@ -176,7 +179,7 @@ def _name_node(failure: ProcessFailure) -> str:
 
 
 def describe_failure(failure: ProcessFailure) -> str:
-    """Return a phrase that says what happened to a rank. It follows the name of the rank."""
+    """Return a phrase that says what happened to a rank. In the report, the phrase stands after the name of the rank."""
     if failure.kind is FailureKind.SIGNAL:
         return _describe_signal(failure.signal, failure.evidence)
     if failure.kind is FailureKind.OOM:
@@ -203,7 +206,10 @@ def describe_failure(failure: ProcessFailure) -> str:
 
 
 def format_exit(code: int) -> str:
-    """Return a phrase that says how a process ended. `code` is negative for a signal, as in multiprocessing."""
+    """Return a phrase that says how a process ended.
+
+    As in multiprocessing, `code` is negative if a signal ended the process.
+    """
     return _describe_signal(-code) if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,4 +1,4 @@
-"""Let `help()` of a class also describe the inherited fields of the class."""
+"""Makes `help()` of a class also describe the fields that the class inherits."""
 
 from inspect import cleandoc
 
@@ -6,7 +6,10 @@ ATTRIBUTES = "\n\nAttributes:\n"
 
 
 def add_inherited_attributes(cls: type, base: type) -> None:
-    """Add the section "Attributes" of the base class to the docstring of `cls`. Do nothing without docstrings (-OO)."""
+    """Add the section "Attributes" of the base class to the docstring of `cls`.
+
+    Do nothing if Python runs without docstrings (-OO).
+    """
     if cls.__doc__ is None or base.__doc__ is None:
         return
     _, _, inherited = cleandoc(base.__doc__).partition(ATTRIBUTES)

@@ -1,6 +1,6 @@
 """Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup. Runs in the caller's process.
 
-Pure, except that the names of notebook cells are read from IPython.
+This module is pure, except that it reads the names of notebook cells from IPython.
 """
 
 import re
@@ -54,7 +54,7 @@ PAGE = """\
 
 
 def make_result_page(result: RunData[Any], picture: str) -> str:
-    """Return an HTML page with everything about a result that people read. The page needs no other file.
+    """Return an HTML page with the table, the timeline, the stacks and the report of a result. The page needs no other file.
 
     Args:
         result: the result.
@@ -76,8 +76,8 @@ def _make_title(result: RunData[Any]) -> str:
 def make_result_table(result: RunData[Any], picture: str = "") -> str:
     """Return the table of a result, as HTML.
 
-    After a success, the table has the values by rank. After a failure, it has the verdict, what happened to the other ranks,
-    the failed attempts, and the traceback or stack of the root cause.
+    After a success, the table has the values by rank. After a failure, the HTML has the verdict, the fates of the other
+    ranks, the failed attempts, and the traceback or stack of the root cause.
 
     Args:
         result: the result.
@@ -128,7 +128,10 @@ def _fold_failure(failure: ProcessFailure) -> str:
 
 
 def _fold(summary: str, text: str) -> str:
-    """Return HTML that shows the text when the reader clicks on the summary. It is empty if the text is empty."""
+    """Return HTML that shows the text when the reader clicks on the summary.
+
+    If the text is empty, the HTML is also empty.
+    """
     text = FILE_OF_FRAME.sub(_name_cell, text)
     if len(text) > TEXT_LIMIT:
         text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"
@@ -141,5 +144,5 @@ def _name_cell(match: re.Match[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape a text for HTML. Surrogates, which cannot be encoded, become backslash escapes."""
+    """Escape a text for HTML. Surrogates become backslash escapes, because surrogates cannot be encoded."""
     return escape(text.encode(errors="backslashreplace").decode())

@@ -26,7 +26,10 @@ class ItemFailure:
 
     @property
     def exception(self) -> BaseException | None:
-        """The exception that the function raised for the item. It is None if there was none, or it could not be sent."""
+        """The exception that the function raised for the item.
+
+        It is None if the function raised none, or if the exception could not be sent.
+        """
         return self.failure.exception
 
     def __str__(self) -> str:
@@ -37,5 +40,5 @@ class ItemFailure:
 
 
 def name_item(index: int, item: str) -> str:
-    """Return an item's name in messages: `item number 17 ('a.txt')`. `item` is its `repr`."""
+    """Return the name that messages use for an item: `item number 17 ('a.txt')`. `item` is its `repr`."""
     return f"item number {index} ({item})"

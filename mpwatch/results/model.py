@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkerState(Enum):
-    """The state of a rank, a run or a WorkerGroup. torch.distributed.elastic uses the same names.
+    """The state of a rank, a run or a WorkerGroup. torch.distributed.elastic uses the same names for its states.
 
     Attributes:
         UNKNOWN: the ranks are being started.
@@ -44,7 +44,7 @@ class WorkerState(Enum):
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks in this state run their function: HEALTHY or UNHEALTHY."""
+        """Whether ranks in this state run their function. This is true of HEALTHY and UNHEALTHY."""
         return self in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
@@ -67,9 +67,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The time from one start of ranks until these ranks are gone. These are all ranks, or one rank that is restarted alone.
+    """The time from one start of ranks until these ranks have ended.
 
-    `str(attempt)` is a sentence: "first start, 1.2 s: rank 3 was killed by SIGKILL".
+    An attempt has all ranks, or one rank that starts alone. `str(attempt)` is a sentence: "first start, 1.2 s: rank 3 was
+    killed by SIGKILL".
 
     Attributes:
         number: how often these ranks had been started before. It is 0 for the first attempt. In the ranks it is
@@ -98,7 +99,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """A text that says which start it was, and how long the attempt took."""
+        """The number of the start and the duration of the attempt, as a text such as `restart 2, 1.5 s`."""
         which = f"restart {self.number}" if self.is_counted else f"start {self.number + 1}" if self.number else "first start"
         return f"{which}, {self.elapsed:.1f} s"
 
@@ -110,7 +111,7 @@ class Attempt:
 # There are two classes because the modules that make text, HTML and traces import this one, and `RunResult` imports them.
 @dataclass(frozen=True, repr=False)
 class RunData(Generic[T]):
-    """Everything known about a run that has ended, except its events. `mpwatch.run` returns its subclass `RunResult`.
+    """Everything known about a run that has ended, except its events. `mpwatch.run` returns the subclass `RunResult`.
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.
@@ -176,5 +177,5 @@ class RunData(Generic[T]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted. A new start because nodes join or leave a job does not count."""
+        """How often ranks were restarted. A start after nodes have joined or left a job does not count."""
         return sum(attempt.is_counted for attempt in self.attempts)

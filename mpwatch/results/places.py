@@ -1,7 +1,7 @@
-"""Name the place in the code where a rank was, or where it raised, as a phrase of the report.
+"""Makes the phrases of the report that say where in the code a rank was, or where the rank raised an exception.
 
-If possible, the place is a frame of user code, and not of mpwatch, the standard library or an installed package. Without
-user code, it is a frame of an installed package other than torch, such as a trainer.
+If possible, the place is a frame of user code. Code of mpwatch, the standard library and installed packages is no user code.
+If there is no user code, the place is a frame of an installed package other than torch, such as a trainer.
 """
 
 import os
@@ -39,8 +39,9 @@ def format_location(stacks: str) -> str:
     """Return a phrase that says where the first thread was: ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
-    rank was not in the user's function, the phrase says what the rank did, with the frame of user code if there is one:
-    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, the text says why, or is empty.
+    rank was not in the user's function, the phrase says what the rank did:
+    ` while loading the call (model.py:3 in <module>: ...)`. If there is no frame of user code, the phrase contains no place:
+    ` while loading the call`. If there are no stacks, the phrase gives the reason, or is empty if the reason is unknown.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -65,13 +66,13 @@ def format_location(stacks: str) -> str:
 
 
 def shorten_source(line: str) -> str:
-    """Return a line of source without its comment, cut after a word if it is long."""
+    """Return a line of source code without its comment. A long line is cut after a word."""
     code = _cut_comment(line)
     return code if len(code) <= SOURCE_LIMIT else f"{_cut_at_word(code[:SOURCE_LIMIT])} ..."
 
 
 def _cut_comment(line: str) -> str:
-    """Return the line without the comment at its end. A line that is no Python by itself stays as it is."""
+    """Return the line without the comment at its end. If the line alone is no valid Python, return it unchanged."""
     if "#" not in line:
         return line
     import tokenize  # imported on use, since most ranks and callers do not need it
@@ -91,7 +92,7 @@ def _cut_at_word(text: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    """Return the place of the innermost frame of user code. Without user code, see `find_user_frame`."""
+    """Return the place where an exception was raised. `find_user_frame` chooses the frame."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -102,16 +103,16 @@ def format_raise_location(error: BaseException) -> str:
 
 
 def format_place(path: str, line: int | None, function: str) -> str:
-    """Return a place such as `train.py:88 in step`. If the file is a notebook cell, use IPython's name for it."""
+    """Return a place such as `train.py:88 in step`. If the file is a notebook cell, use IPython's name for the cell."""
     return f"{_format_file_name(path)}:{line} in {function}"
 
 
 def find_user_frame(files: Iterable[str]) -> int:
     """Return the index of the innermost frame of user code.
 
-    `files` begins with the file of the innermost frame. The function prefers files to names such as `<string>`, which may
-    stand for generated methods of a dataclass. Without user code, it returns the index of the innermost frame of an
-    installed package other than torch, or otherwise 0.
+    `files` begins with the file of the innermost frame. The function prefers real files to names such as `<string>`, which
+    is the file name of a dataclass's generated methods. If there is no user code, the function returns the index of the
+    innermost frame of an installed package other than torch. If there is no such frame either, the function returns 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]
@@ -121,12 +122,12 @@ def find_user_frame(files: Iterable[str]) -> int:
 
 
 def is_of_library(file: str) -> bool:
-    """Whether a file is not user code: of mpwatch, of the standard library, or of an installed package."""
+    """Whether a file belongs to mpwatch, the standard library or an installed package, and so is not user code."""
     return file.startswith(LIBRARIES) or "/site-packages/" in file
 
 
 def _is_of_other_package(file: str) -> bool:
-    """Whether a file is of an installed package other than torch and mpwatch."""
+    """Whether a file belongs to an installed package other than torch and mpwatch."""
     name = next((file.partition(part)[2] for part in PACKAGES_PARTS if part in file), "torch/")
     return not (name.startswith("torch/") or file.startswith(PACKAGE_FOLDER))
 

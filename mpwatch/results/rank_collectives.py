@@ -1,4 +1,7 @@
-"""`RankCollectives` is the answer of one rank that is asked for its collectives, also as JSON. Without I/O."""
+"""`RankCollectives` has the collectives that one rank has reported to the watcher, and converts them to JSON.
+
+Without I/O.
+"""
 
 import json
 from dataclasses import dataclass, fields
@@ -11,7 +14,7 @@ SIMPLE_FIELDS = ("place", "has_all", "world", "rank_in_world")
 
 @dataclass(frozen=True, kw_only=True)
 class RankCollectives:
-    """The answer of one rank: the latest collectives of the rank, and where the rank was."""
+    """What one rank has reported: its latest collectives, and the place where its main thread was."""
 
     collectives: tuple[Collective, ...] = ()
     """The latest collectives of the rank, with the oldest first."""
@@ -25,11 +28,11 @@ class RankCollectives:
     """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether the rank has called a collective since its earlier answer."""
+        """Return whether this answer has a call of a collective that the rank's answer `earlier` does not have."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:
-        """Return a JSON text that `from_json` reads. The text has the ranks of each group only once."""
+        """Return a JSON text that `from_json` reads. The text has the ranks of each process group only once."""
         groups = list(dict.fromkeys(call.ranks for call in self.collectives))
         index = {ranks: number for number, ranks in enumerate(groups)}
         calls = [{**_get_fields(call), "state": call.state.value, "ranks": index[call.ranks]} for call in self.collectives]
@@ -38,7 +41,10 @@ class RankCollectives:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RankCollectives":
-        """Return the object that `to_json` has written. For another text, raise ValueError, LookupError or TypeError."""
+        """Build a RankCollectives from a text that `to_json` has written.
+
+        Raises ValueError, LookupError or TypeError for any other text.
+        """
         data = json.loads(text)
         groups = [tuple(map(int, ranks)) for ranks in data["groups"]]
         collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])

@@ -1,7 +1,8 @@
 """Make the text of reports, with the verdict, the other ranks and the attempts.
 
-`format_report` is the entry point. All text is made from the data of model.py, only when it is needed. No function does I/O.
-The functions run in the caller's thread. failure.py says what happened to one rank, and places.py says where the rank was.
+`format_report` is the entry point. The functions make each text from the data of model.py, and only when a caller needs the
+text. No function does I/O. The functions run in the caller's thread. failure.py says what happened to one rank, and
+places.py says where the rank was.
 
 A report looks like this:
 
@@ -78,7 +79,10 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return a text that says how often ranks were restarted, and why not again. Return "" if neither is known."""
+    """Return a text that says how often ranks were restarted, and why they were not restarted again.
+
+    The text is empty if ranks were not restarted and no reason is known.
+    """
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
@@ -102,9 +106,10 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Return whether the report lists an attempt, because the attempt ended for its own reason.
+    """Return whether the report lists an attempt. The report lists only attempts that ended for a reason of their own.
 
-    If each rank is restarted alone, one timeout or signal ends many attempts. The report mentions it only once, for the run.
+    If each rank is restarted alone, one timeout or signal ends many attempts. The report mentions this timeout or signal
+    only once, for the whole run.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -118,7 +123,7 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
     """Return the name and the verdict of each attempt.
 
-    If there are too many, return the first and the last attempts, and one row that counts the others.
+    If there are too many attempts, return the first and the last ones, and one row that counts the others.
     """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
@@ -139,11 +144,12 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 
 
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
-    """Group all ranks except the root cause by what happened to them. Return a dict from each text to its ranks.
+    """Group all ranks except the root cause by what happened to them. Return a dict from texts to lists of ranks.
 
-    Ranks that failed come first. Texts that differ only in the port of a peer or in the seconds of silence are one group.
-    The group has the text of its first rank. Each text can follow the names of its ranks. If the root cause is the loss of
-    a node, all ranks of that node are left out, because the verdict has them.
+    Ranks that failed come first. If the texts of ranks differ only in the port of a peer or in the seconds of silence, these
+    ranks are one group. Such a group has the text of its first rank. Each text is a phrase that can stand after the names of
+    the ranks. If the root cause is the loss of a node, all ranks of that node are left out, because the verdict names these
+    ranks.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -160,7 +166,10 @@ def _use_plural(fate: str) -> str:
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
-    """Return a line for each group of ranks with the same fate. If there are too many, the last line counts the others."""
+    """Return a line for each group of ranks with the same fate.
+
+    If there are too many groups, the last line counts the others.
+    """
     groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
         more = format_count(len(groups) - FATE_LINES, "more group")
@@ -171,7 +180,8 @@ def format_fates(result: RunData[Any]) -> list[str]:
 def format_last_steps(progress: Mapping[int, Progress]) -> str:
     """Return the last reported steps of the ranks: `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
 
-    Ranks that have reported no step are left out. More than STEP_GROUPS different steps are summarized.
+    Ranks that have reported no step are left out. If there are more than STEP_GROUPS different steps, the text has only the
+    lowest and the highest step.
     """
     ranks_by_step: dict[tuple[int, int | None], list[int]] = {}
     for rank, report in progress.items():
@@ -203,7 +213,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
-    """Return a sentence that says why `heartbeat_timeout` has not ended a run that ran into its timeout."""
+    """Return a sentence that says why `heartbeat_timeout` did not apply to a run that exceeded its timeout."""
     return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: it begins with a rank's first report() or heartbeat()"
 
 
@@ -215,7 +225,8 @@ def format_signal(number: int) -> str:
 def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
     """Return a phrase for a silent rank, with the time since its last heartbeat and its last reported step.
 
-    Without `heartbeat_timeout`, it is a part of the phrase for a victim: `silent for 5.1 s at step 30 of 100`.
+    If `heartbeat_timeout` is None, the phrase is shorter, because it is a part of the phrase for a victim:
+    `silent for 5.1 s at step 30 of 100`.
     """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f" at step {progress.step}"
@@ -282,12 +293,12 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase with the evidence that the out-of-memory killer has killed a rank. The evidence is not a proof."""
+    """Return a phrase that names the out-of-memory killer as the likely cause of a death, with the evidence."""
     return f"likely the out-of-memory killer: {clue}"
 
 
 def format_unloadable_value(kind: str, error: BaseException) -> str:
-    """Return a sentence that says that a return value of this type raised `error` when the caller rebuilt it."""
+    """Return a sentence that says that `error` was raised when the caller rebuilt a return value of the type `kind`."""
     function = _name_first_user_function(error)
     summary = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
     why = f"{function} raised {summary}" if function else summary
@@ -295,7 +306,10 @@ def format_unloadable_value(kind: str, error: BaseException) -> str:
 
 
 def _name_first_user_function(error: BaseException) -> str:
-    """Return the function that pickle called, such as `train.Model.__setstate__`, or nothing if pickle itself raised."""
+    """Return the function that pickle called, such as `train.Model.__setstate__`.
+
+    The text is empty if pickle itself raised.
+    """
     for frame, _ in walk_tb(get_builtin_attribute(error, "__traceback__")):
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         if not (code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")) or module == "importlib"):

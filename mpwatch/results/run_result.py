@@ -22,7 +22,7 @@ T = TypeVar("T")
 class RunResult(RunData[T]):
     """The outcome of a run: a sequence of the ranks' return values, and everything else that is known about the run.
 
-    `result[3]` is the value of rank 3. Iteration yields the values in the order of ranks.
+    The value of rank 3 is `result[3]`. Iteration yields the values in the order of ranks.
 
     Attributes:
         events: the latest 100,000 events of the run, in the order in which the watcher noticed them. It is always empty for
@@ -46,10 +46,10 @@ class RunResult(RunData[T]):
         write_chrome_trace(self.events, path)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write an HTML file with what a notebook shows of this result. You can attach this file to a ticket.
+        """Write an HTML file that shows the result as a notebook does, with more details.
 
-        The file has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other ranks and
-        the whole report. It needs no other file, and no network.
+        You can attach this file to a ticket. The file has the table, the timeline of the ranks, the traceback of the root
+        cause, the stacks of the other ranks and the whole report. The HTML file needs no other file, and no network.
 
         Args:
             path: the path of the file. An existing file is replaced.

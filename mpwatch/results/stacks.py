@@ -1,4 +1,4 @@
-"""The stacks of the ranks at one moment, and their text, in which ranks with the same stacks are one group. Pure."""
+"""The stacks of the ranks at one moment. Their text shows ranks with the same stacks as one group. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the numb
 class Stacks(dict[int, str]):
     """The stacks of all threads, by global rank, as in `RunResult.stacks`.
 
-    If a rank runs no function, or its stacks did not come in time, its text is a line that says so. `print(stacks)` shows
-    ranks with the same stacks together, and then the verdict.
+    If a rank runs no function, or if its stacks did not come in time, its text is one line that gives this reason.
+    `print(stacks)` shows ranks with the same stacks together, and then the verdict.
 
     Attributes:
         collectives: the collective in which each rank waited, or otherwise its last collective, as in
@@ -44,7 +44,10 @@ class Stacks(dict[int, str]):
 
 
 def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Return each group of ranks at the same place: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
+    """Group the ranks that are at the same place.
+
+    Each group is a pair: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`.
+    """
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(stacks.items()):
         place = format_location(text) if "\n" in text else f" {text.strip()}"

@@ -1,7 +1,7 @@
 """The legal transitions between the states of a group of ranks, as data. This module is pure.
 
 A run has one state, which describes all its ranks together. Each change of the state is a StateChanged event. torch's
-elastic agent uses the same names of states. The diagram in ARCHITECTURE.md is made from this table.
+elastic agent uses the same names for its states. The diagram in ARCHITECTURE.md is made from this table.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if this transition is not legal, which is a bug in mpwatch."""
+    """Raise ValueError if this transition is not legal. An illegal transition is a bug in mpwatch."""
     if after not in TRANSITIONS[before]:
         raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
 

@@ -1,1 +1,4 @@
-"""The watcher: the part that runs in the caller's process. Begin with run.py, then watcher_thread.py and event_loop.py."""
+"""The watcher: the part that runs in the caller's process.
+
+Read run.py first, and then watcher_thread.py and event_loop.py.
+"""

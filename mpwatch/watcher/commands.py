@@ -1,4 +1,4 @@
-"""The queues between the caller's threads and the watcher thread: commands go in one direction, answers in the other.
+"""The queues between the caller's threads and the watcher thread: commands go to the watcher thread, and answers come back.
 
     caller's thread --- post: a command, watcher_wakeup.wake() ---------------> watcher thread: take
     caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
@@ -19,7 +19,8 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each side waits for its WakeupPipe, and then reads the queues and the fields. Each field is written by only one side.
+Each thread waits for its own WakeupPipe, and then reads the queues and the fields. A field is written either by the watcher
+thread or by the caller's threads, never by both.
 """
 
 import os
@@ -126,9 +127,9 @@ def _make_locked() -> threading.Lock:
 
 @dataclass(eq=False)
 class Suspend:
-    """Stop all ranks, and continue them when the program has been continued. See suspension.py.
+    """Suspend all ranks, and continue them when the program is continued. See suspension.py.
 
-    A signal handler creates and posts this command. So the command has plain locks. Each of their methods is in C code.
+    A signal handler creates and posts this command. So the command uses plain locks, whose methods are C code.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -141,7 +142,7 @@ class Suspend:
 
 @dataclass(eq=False)
 class DelayedAction:
-    """Call `action` in the watcher thread, not before `due_at`. The action runs no user code and does not block."""
+    """Call `action` in the watcher thread at the time `due_at` or later. The action runs no user code and does not block."""
 
     due_at: float
     """In seconds of CLOCK_MONOTONIC."""
@@ -174,7 +175,7 @@ class DebuggerSocket(NamedTuple):
 
 
 class CommandQueue:
-    """The queues between the caller's threads and the watcher thread, and the wake-up pipe of each side."""
+    """The queues between the caller's threads and the watcher thread, and the wake-up pipes of all these threads."""
 
     def __init__(self) -> None:
         with ExitStack() as stack:
@@ -190,7 +191,7 @@ class CommandQueue:
         self._debugger_sockets: deque[DebuggerSocket] = deque()
 
     def acquire_caller_wakeup(self, user: object) -> WakeupPipe:
-        """Return a pipe that `wake_callers` wakes up.
+        """Return a wake-up pipe that becomes readable when `wake_callers` is called.
 
         The pipe belongs to `user` until `release_caller_wakeup` is called or `user` is deleted.
 
@@ -219,26 +220,26 @@ class CommandQueue:
                 pipe.wake()
 
     def post(self, command: Command) -> None:
-        """Send a command to the watcher thread. The caller's threads and signal handlers call this."""
+        """Send a command to the watcher thread. The caller's threads and signal handlers call this method."""
         self._commands.append(command)
         self.watcher_wakeup.wake()
 
     def take(self) -> list[Command]:
-        """Return the commands that were posted since the last call. The watcher thread calls this."""
+        """Return the commands that were posted since the last call. The watcher thread calls this method."""
         self.watcher_wakeup.drain()
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def request_decision(self, observations: AttemptObservations) -> None:
-        """Ask the caller's thread whether to restart the ranks of a failed attempt. The watcher thread calls this."""
+        """Ask the caller's thread whether to restart the ranks of a failed attempt. The watcher thread calls this method."""
         self._decision_requests.append(observations)
         self.wake_callers()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
-        """Return the new attempts that `request_decision` has passed on. The caller's thread calls this."""
+        """Return the failed attempts that `request_decision` has passed on. The caller's thread calls this method."""
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
-        """Pass the socket of a rank at a breakpoint to the caller's thread. The watcher thread calls this."""
+        """Pass the socket of a rank at a breakpoint to the caller's thread. The watcher thread calls this method."""
         self._debugger_sockets.append(debugger_socket)
         self.wake_callers()
 
@@ -247,7 +248,7 @@ class CommandQueue:
         return bool(self._debugger_sockets)
 
     def take_debugger_sockets(self) -> list[DebuggerSocket]:
-        """Return the sockets that have come since the last call. The caller's thread calls this."""
+        """Return the sockets that have come since the last call. The caller's thread calls this method."""
         return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
 
     def close(self) -> None:
@@ -257,4 +258,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None. A wake-up pipe has this function in place of a reference to its user while no thread uses it."""
+    """Return None. A wake-up pipe that no thread uses has this function instead of a reference to its user."""

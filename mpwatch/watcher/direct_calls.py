@@ -1,4 +1,4 @@
-"""The caller's own thread calls idle ranks directly. Most short calls are over before the watcher thread wakes up.
+"""The caller's own thread calls idle ranks directly. Most short calls end before the watcher thread would wake up.
 
 Passing a call to another thread takes longer than running a short function. So the caller's thread first tries it alone:
 
@@ -11,11 +11,13 @@ Passing a call to another thread takes longer than running a short function. So 
 Rules:
 
 1. While no call is running, the watcher thread offers idle ranks to the caller's threads. The watcher thread does not read
-   the channels of offered ranks. After IDLE_SECONDS without a call, it withdraws the offer.
-2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). A single call into C code
-   takes the right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
-3. Before the watcher thread handles events, it takes all rights that are left. The caller's thread may be in a signal
-   handler, so the watcher thread does not wait for that thread. It waits only for a call into C code that has taken a right.
+   the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread withdraws the offer.
+2. For each message that the caller's thread sends or receives, it must first take a right (pending_call.py). A single call
+   into C code takes the right, sends or receives the message, and records the message. So the records are correct, no matter
+   where an exception interrupts the thread.
+3. Before the watcher thread handles events, it takes all remaining rights. The caller's thread may be in a signal handler,
+   so the watcher thread does not wait for that thread. The watcher thread waits only for a call into C code that has already
+   taken a right.
 4. An unfinished call belongs to the watcher thread as soon as that thread has taken the rights of the call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
    offer before it reads the registered calls. So at least one of the two threads notices the other thread.
@@ -55,8 +57,8 @@ class DirectCalls:
     def execute(self, call: PendingCall, deadline: float) -> bool:
         """Try to make a call. Return whether the call is over.
 
-        If the call is not over, the watcher thread has to make or finish it. The watcher thread also does so if an exception
-        interrupts this method.
+        If the call is not over, the watcher thread has to make or finish it. The watcher thread also makes or finishes the
+        call if an exception interrupts this method.
 
         Args:
             call: the call to make.
@@ -90,7 +92,10 @@ class DirectCalls:
 
     @property
     def due_at(self) -> float:
-        """When the watcher thread withdraws the offers if no other call comes. In seconds of CLOCK_MONOTONIC."""
+        """The time at which the watcher thread withdraws the offers if no other call comes.
+
+        In seconds of CLOCK_MONOTONIC.
+        """
         return self._last_call_at + IDLE_SECONDS
 
     def stop(self) -> list[PendingCall]:

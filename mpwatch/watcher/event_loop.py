@@ -13,17 +13,17 @@ Runs in the watcher thread (watcher_thread.py). No user code runs here.
 
 Guarantees:
 
-- Every rank is dead and reaped when `EventLoop.run` returns or raises. There are two exceptions, and each of them is logged:
-  a rank that SIGKILL does not end, and a dead rank that a debugger holds (process_pool.py).
+- Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks may remain, and are logged: a rank
+  that SIGKILL does not end, and a dead rank that a debugger holds (process_pool.py).
 - A message is read before the death that followed it, because `_on_exit` first reads the rest of the rank's channel.
-- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, a delayed restart or a
-  DelayedAction. Two other waits are short and bounded. Before a restart, the loop waits for killed helpers, the processes
-  that earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms). A third wait
-  lasts as long as the whole program is suspended (suspension.py).
-- While ranks of a WorkerGroup are idle, the caller's threads may use their channels (direct_calls.py). In each wake-up, the
-  loop first takes over the calls that these threads have begun.
-- All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
-  not mistaken for a consequence of that action.
+- The loop waits in one place, `Selector.wait`. The wait lasts at most until the next deadline of a state machine, the next
+  delayed restart or the next DelayedAction. Two other waits are short and bounded. Before a restart, the loop waits at most
+  KILL_SECONDS for killed helpers, that is, for processes that earlier ranks had started. The loop also waits at most 50 ms
+  for a debugger that holds a dead rank. A third wait lasts as long as the whole program is suspended (suspension.py).
+- While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
+  wake-up, the loop first takes over the calls that these threads have begun.
+- All events of one wake-up are handled before the first action is executed. So the loop does not mistake a death in the same
+  wake-up for a consequence of an action.
 """
 
 import heapq
@@ -192,7 +192,7 @@ class EventLoop:
                 group.call.observations.append(self._get_observations(group, helpers_oom))
 
     def _make_monitor(self, group: RestartGroup | None) -> CollectiveMonitor:
-        """Make the monitor of collectives in one group of a WorkerGroup, or in all groups of a run if `group` is None."""
+        """Make the monitor that watches the collectives of `group`, or of all groups of a run if `group` is None."""
 
         def is_checking() -> bool:
             return all(each.machine.are_limits_active() for each in ([group] if group else self._unfinished_groups))
@@ -291,9 +291,9 @@ class EventLoop:
             self._offer_idle_ranks()
 
     def _suspend(self) -> list[m.Event | CallEvent]:
-        """Suspend all ranks together with the program, if this wake-up has such a request. Return the events that follow.
+        """If this wake-up has a request to suspend the program, suspend all ranks, too. Return the resulting events.
 
-        No deadline is checked before all deadlines are shifted.
+        All deadlines are shifted before any deadline is checked.
         """
         events: list[m.Event | CallEvent] = []
         while self._suspend_commands:
@@ -361,7 +361,10 @@ class EventLoop:
         return CallEvent(call, m.StartCall(call.started_at, call.timeout))
 
     def _take_over_calls(self) -> list[m.Event | CallEvent]:
-        """Continue the calls that threads of the caller have begun. Return events from the messages that they received."""
+        """Continue the calls that threads of the caller have begun.
+
+        Return events from the messages that these calls have received.
+        """
         events: list[m.Event | CallEvent] = []
         for call in self._direct_calls.stop():
             assert call.direct is not None  # the call has begun
@@ -446,9 +449,9 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _end_dump(self, handle: RankHandle) -> list[m.Event]:
-        """Return StackDumped if the machine waits for it, and the rank has sent everything that it was asked for.
+        """Return StackDumped if the state machine waits for this event and the rank has sent all requested data.
 
-        The machine does not wait for the stacks of a rank that has answered the call.
+        The state machine does not wait for the stacks of a rank that has answered the call.
         """
         lacks_stacks = handle.observations.answer is None and handle.stack_parser.is_dump_pending()
         is_pending = handle.collective_sockets.is_pending or lacks_stacks
@@ -466,7 +469,7 @@ class EventLoop:
             self._monitor_of(handle).start()
 
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
-        """Read the collectives that a rank has sent. If the rank is crashing, let it die after that."""
+        """Read the collectives that a rank has sent. If the rank is crashing, allow it to die afterwards."""
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
         answer = sockets.read_answer()
@@ -504,7 +507,10 @@ class EventLoop:
                 self._request_collectives_of(handle)
 
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
-        """Ask a rank for its collectives. With `again`, ask even a rank that has answered, since it may have called more."""
+        """Ask a rank for its collectives.
+
+        With `again`, ask the rank even if it has already answered, because it may have called more collectives.
+        """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
             observed.wants_collectives = handle.collective_sockets.ask()
@@ -512,7 +518,7 @@ class EventLoop:
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read everything that the dead rank has sent, and then its exit code.
 
-        If the rank has sent no answer, its part of the shared memory may have messages that it could not send.
+        If the rank has sent no answer, its part of the shared memory may contain messages that the rank could not send.
         """
         observed = handle.observations
         if observed.died_at is not None:
@@ -545,7 +551,7 @@ class EventLoop:
         handle.observations.stopped_step = self._pool.get_stop_memory(handle.observations.worker.rank).read_stopped_step()
 
     def _take_stacks(self, handle: RankHandle) -> None:
-        """Store the stacks that were dumped for the report, if any were."""
+        """If stacks were dumped for the report, store them."""
         if handle.observations.is_dump_for_report:
             handle.observations.stacks = self._format_stacks(handle)
 
@@ -553,7 +559,7 @@ class EventLoop:
         return add_source_lines(cut_frames_of_mpwatch(handle.stack_parser.dump), self._wall_started_at)
 
     def _request_stacks(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks, unless it is writing them already. Return False if it cannot write them."""
+        """Ask a rank for its stacks, if it is not already writing them. Return False if the rank cannot write stacks."""
         if handle.stack_parser.is_dump_pending():
             return True
         if not handle.request_stack_dump():
@@ -563,7 +569,7 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Do what `_request_stacks` does, for a StacksRequest. Keep stacks that were dumped for the report before."""
+        """Ask a rank for its stacks, for a StacksRequest. Before that, store stacks that were dumped for the report."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -573,8 +579,8 @@ class EventLoop:
         """Interrupt the system call in which the main thread of a stopped rank waits, if the rank has not answered yet.
 
         Python runs a signal's handler when the main thread returns to Python. The main thread does not return if the signal
-        came just before a system call that blocks, or if another thread got the signal. A request for stacks is another
-        signal, which ends the system call.
+        came just before a system call that blocks, or if another thread received the signal. A request for stacks sends a
+        second signal, which interrupts the system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
         if is_same_call and observed.answer is None and observed.died_at is None:
@@ -589,7 +595,7 @@ class EventLoop:
     def _handle_events(self, events: list[m.Event | CallEvent]) -> list[m.Event | CallEvent]:
         """Pass all events of one wake-up to the state machines, and then execute the machines' actions.
 
-        Return the events that the actions have caused at once.
+        Return the events that the actions have caused immediately.
         """
         now = time.monotonic()
         actions: list[tuple[RestartGroup, m.Action]] = []
@@ -623,10 +629,10 @@ class EventLoop:
         return [group for group in self._unfinished_groups if group.call is event.call]
 
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return a list with the group of the idle ranks that a call needs. Divide or join groups for this.
+        """Return a list with the group of the idle ranks that a call needs. Split or merge groups if necessary.
 
-        Return an empty list if the call comes too late, because ranks are lost. Then the other ranks also end soon, unless
-        the ranks are independent.
+        Return an empty list if the call comes too late, because ranks are lost. In this case, the remaining ranks also end
+        soon, except independent ranks.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -648,7 +654,7 @@ class EventLoop:
             self._commands.wake_callers()
 
     def _group_of(self, rank: int) -> RestartGroup:
-        """Return the rank's group. On several nodes there is one group, and its ranks change from start to start."""
+        """Return the rank's group. On several nodes there is only one group, whose ranks may change with each start."""
         return self._group_by_rank[rank] if len(self._groups) > 1 else self._groups[0]
 
     def _handle_event(self, group: RestartGroup, event: m.Event | CallEvent, now: float) -> list[m.Action]:
@@ -670,7 +676,10 @@ class EventLoop:
         return group.handle(event, now)
 
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
-        """Pass a request to stop to the state machine. On several nodes, a leader gets the requests of this node instead."""
+        """Pass a stop request to the state machine.
+
+        On several nodes, the leader gets the stop requests of this node instead.
+        """
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
         if self._on_stop is not None and group.setups and not event.is_from_job and self._on_stop(event.cause):
@@ -685,7 +694,8 @@ class EventLoop:
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
         """Prepare the ranks for a call. Return False if the call comes too late, because a rank was lost.
 
-        A call that came too late has no observations when all ranks have ended. So the caller notices that.
+        A call that came too late has no observations when all ranks have ended. So the caller notices that the call was
+        late.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -707,7 +717,7 @@ class EventLoop:
         return True
 
     def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
-        """Execute an action, and return the events that it causes at once."""
+        """Execute an action, and return the events that it causes immediately."""
         if isinstance(action, m.StartRank):
             self._monitors[group].begin_call()
             self._pool.wait_for_helpers()
@@ -799,14 +809,14 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """Log where the ranks are that did not return after a request to stop. They are just being stopped."""
+        """Log where the ranks are that did not return after a stop request. The watcher is now stopping these ranks."""
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
         self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
-        """Answer the call of independent ranks that have ended with the call. Other ranks stay alive."""
+        """Answer a call whose independent ranks have ended together with the call. Other ranks stay alive."""
         group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
         call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
         self._remove_group(group)
@@ -816,13 +826,13 @@ class EventLoop:
             self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Record which ranks have ended first. The calls of other ranks, which end for this reason, report these ranks."""
+        """Record which ranks have ended first. Calls of other ranks then end, too, and report these ranks as the reason."""
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
             self._lost_ranks = exited or sorted(group.setups)
 
     def _finish_call_if_idle(self, group: RestartGroup) -> None:
-        """Answer a call that has ended, if its ranks are idle again."""
+        """Answer the group's call if the call has ended and its ranks are idle again."""
         call = group.call
         if call is None or group.machine.stage is not m.RunStage.IDLE:
             return

@@ -1,11 +1,12 @@
 """Handles exceptions of the calling program's signal handlers before and after a run. Runs in the caller's thread.
 
-At these times, the program's own handlers are installed. If a handler raises, the exception appears in the code that is
-running. So the handler's exception could be mistaken for an exception of this code:
+Before and after a run, the program's own handlers are installed. If a handler raises an exception, this exception appears in
+the code that is running. So the handler's exception could be mistaken for an exception of this code:
 
 - User code runs while arguments are pickled, return values and exceptions are rebuilt, and observers are called. An
-  exception of this code is reported as the failure of an argument, a rank or an observer.
-- The preparation of a run handles OSError in many places. An alarm usually raises TimeoutError, which is an OSError.
+  exception of user code is reported as the failure of an argument, a rank or an observer.
+- The preparation of a run handles OSError in many places. The handler of an alarm usually raises TimeoutError, which is an
+  OSError.
 
 So the exception is replaced by another exception, which no code handles:
 
@@ -13,7 +14,7 @@ So the exception is replaced by another exception, which no code handles:
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-So a handler that raises ends slow code at once. No rank has to be stopped in this case.
+So an exception of a handler ends slow code at once. No rank has to be stopped in this case.
 """
 
 import os
@@ -29,11 +30,11 @@ T = TypeVar("T")
 
 
 def run_until_handler_raises(action: Callable[[], T]) -> T:
-    """Return the result of `action`. If a signal handler raises meanwhile, end `action` and raise the handler's exception.
+    """Return the result of `action`.
 
-    In other threads than the main thread, only call `action`, because Python runs signal handlers in the main thread.
-    Handlers of real-time signals are not watched, because reading them would double the time that this function adds to a
-    short call of a WorkerGroup.
+    If a signal handler raises an exception meanwhile, end `action` and raise this exception. In a thread that is not the
+    main thread, only call `action`, because Python runs signal handlers in the main thread. Handlers of real-time signals
+    are not watched. Reading these handlers would double the time that this function adds to a short call of a WorkerGroup.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
@@ -63,7 +64,10 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
 
 
 class _HandlerWatch:
-    """Replaces the calling program's handlers, but still calls them. Their first exception is kept in `error`."""
+    """Replaces the calling program's handlers, but still calls them.
+
+    The first exception of these handlers is kept in `error`.
+    """
 
     def __init__(self, host_handlers: Mapping[int, Any]) -> None:
         self._host_handlers = host_handlers
@@ -77,7 +81,7 @@ class _HandlerWatch:
             set_handler(signum, self._call_host_handler)
 
     def restore(self) -> None:
-        """Restore the calling program's handlers. A handler that the program has set meanwhile stays."""
+        """Restore the calling program's handlers. If the program has set another handler meanwhile, that handler stays."""
         self._is_watching = False  # if an exception prevents the rest, the handlers do what the host's own do
         for signum, handler in self._host_handlers.items():
             if get_handler(signum) == self._call_host_handler:

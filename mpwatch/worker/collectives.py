@@ -104,10 +104,12 @@ def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[.
     @wraps(make_group)
     def make_and_note(*args: Any, **kwargs: Any) -> Any:
         start(channel)
-        known = set(torch_private.get_group_names())
+        known: set[Any] = set()
+        with suppress(Exception):  # another version of torch may differ; that must not end the user's call
+            known.update(torch_private.get_group_names())
         next_records = _get_next_records()
         result = make_group(*args, **kwargs)
-        with suppress(Exception):  # another version of torch may differ; that must not end the user's call
+        with suppress(Exception):
             _note_new_groups(known, next_records)
         return result
 
@@ -214,8 +216,14 @@ def _answer_one(requests: socket.socket) -> None:
 
 def describe_rank() -> RankCollectives:
     """Return the collectives of this process, the oldest first, and the place where its main thread is."""
-    main_frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = list(_walk_frames(main_frame))
+    frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
+    try:
+        return _describe_rank(frames)
+    finally:
+        frames.clear()  # if this is the main thread, the list would keep this frame alive, and the variables of user code
+
+
+def _describe_rank(frames: list[FrameType]) -> RankCollectives:
     now = time.time_ns()
     recorded = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
     entries = _merge_coalesced(filter(_is_of_present_group, recorded))

@@ -115,14 +115,16 @@ class StackWriter:
         self._write(stack)  # at once: the watcher sees that the answer has begun
         room = MAX_BYTES - len(stack) - len(LEFT_OUT_STACKS) - len(STACKS_END)
         others = []
-        for thread, innermost in sys._current_frames().items():
-            if thread != self._main_thread:
-                stack = b"\n" + _format_stack("Thread", thread, innermost)
-                room -= len(stack)
-                if room < 0:
-                    others.append(LEFT_OUT_STACKS)
-                    break
-                others.append(stack)
+        frames = sys._current_frames()
+        # A variable that refers to this frame would keep the frame alive, with all frames and variables of the main thread.
+        del frames[self._main_thread]
+        for thread, innermost in frames.items():
+            stack = b"\n" + _format_stack("Thread", thread, innermost)
+            room -= len(stack)
+            if room < 0:
+                others.append(LEFT_OUT_STACKS)
+                break
+            others.append(stack)
         self._write(b"".join(others) + STACKS_END)
 
     def _write(self, data: bytes) -> None:

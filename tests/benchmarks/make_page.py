@@ -62,8 +62,8 @@ DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
     "warm": "4 ranks that are already running call a function that does nothing",
     "warm_args": "Each of 4 ranks that are already running gets the same array of 256 MB as an argument",
     "tee": (
-        "Each of 8 ranks prints 500,000 lines of 100 bytes, one by one. The lines go to a file, and with a prefix to the "
-        "caller's stdout"
+        "Each of 8 ranks prints 500,000 lines of 100 bytes, one by one. The lines go to a file and, with a "
+        "prefix, to the caller's stdout"
     ),
     "tee_blocks": "Each of 8 ranks prints 500,000 lines of 100 bytes, a thousand lines at a time",
     "nodes_start": "On each of 2 nodes, 4 ranks call a function that does not use torch",
@@ -71,22 +71,22 @@ DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
     "nodes_failure_collective": (
         "On 2 nodes with 4 ranks each, one rank raises an exception, while the other ranks are in a collective"
     ),
-    "nodes_loss": "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks sleep. node_timeout is 2 s",
+    "nodes_loss": "One of 2 nodes and its 4 ranks are killed, while the other 4 ranks sleep. The option node_timeout is 2 s",
     "nodes_loss_collective": (
-        "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks are in a collective. node_timeout is 2 s"
+        "One of 2 nodes and its 4 ranks are killed, while the other 4 ranks are in a collective. The option node_timeout is 2 s"
     ),
     "nodes_loss_default": (
-        "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks are in a collective. node_timeout has its default"
+        "One of 2 nodes and its 4 ranks are killed, while the other 4 ranks are in a collective. The option node_timeout has "
+        "its default value"
     ),
 }
 HEAD = """# Benchmarks
 
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
-This page shows what a launch costs and how soon a failure is noticed, compared with other launchers. Shorter bars are
-better. The date, the machine and the command of each measurement are below its table. Only the last table has no command of
-its own, because it compares what the caller gets. *Least possible* is a loop that starts the same number of processes, which
-do nothing.
+This page compares mpwatch with other launchers: what a launch costs, and how soon a failure is noticed. Shorter bars are
+better. The date, the machine and the command of each measurement are below its table. There is no command for most rows of
+the last table. *Least possible* is a loop that starts the same number of processes, which do nothing.
 
 This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
@@ -95,12 +95,12 @@ tox run -e bench
 ```
 
 `tests/benchmarks/measures.py` in the repository lists the measures and their goals. The figures of 2026-11-20 and 2026-11-21
-were first published in the README. Their date is the day of that publication.
+were first published in the README, and have the date of that publication.
 """
 END = """
 ## Lightning: how a program ends after a failure
 
-Rank 1 fails while rank 0 is busy. The table shows the seconds until the program has ended, and its exit status.
+Rank 1 fails while rank 0 is busy. The table shows the time until the program has ended, in seconds, and its exit status.
 
 | rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
 |---|---|---|---|---|---|
@@ -108,15 +108,16 @@ Rank 1 fails while rank 0 is busy. The table shows the seconds until the program
 | is killed (SIGKILL) | 0.07 to 0.09, 1.5, 137 | 0.2 to 4.8 | -9 | 2.5 to 3.7 | 1 |
 | exits with status 3 | 0.07 to 0.11, 1.6, 3 | 0.4 to 4.9 | -9 | 2.4 to 2.6 | 1 |
 
-2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
+Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). Command:
+`python tests/benchmarks/lightning_failures.py`.
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The exit of the interpreter itself takes 1.3 s of this time. The watched program ends by
-`sys.exit(error.exit_code)`, which sets its status.
+processes, your program included. The watched program calls `sys.exit(error.exit_code)`, which sets its exit status. In the
+watched program, the exit of the Python interpreter alone takes 1.3 s.
 
 ## What the caller gets after a failure
 
-Rank 1 of 3 fails. In these runs, torch elastic was called with a function.
+Rank 1 of 3 fails. For this table, torch elastic was called with a function.
 
 | what happens | torch.multiprocessing.spawn | torch elastic | mpwatch |
 |---|---|---|---|
@@ -130,8 +131,8 @@ the exception itself, after 0.015 s |
 | a rank leaves gloo, then raises | blames its victim, rank 2 | blames its victim, rank 0 | blames rank 1 |
 | a rank raises, and a thread of the rank goes on | waits for the thread | waits for the thread | ends at once |
 
-2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs. All
-other rows are single runs, for which there is no script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill`
+Date and machine: 2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs.
+All other rows are single runs, for which there is no script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill`
 measures the first two rows.
 """
 BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
@@ -185,7 +186,8 @@ def format_record(record):
         for row in rows:
             ratio = f"{row['median'] / own:.2g}"
             yield f"| {NAMES[row['launcher']]} | {format_value(row['median'], figure)} | {ratio} |"
-        yield from ("", f"{record['date']}, {record['machine']}: `{record['command']}`. {record['note']}".rstrip(), "")
+        origin = f"Date and machine: {record['date']}, {record['machine']}. Command: `{record['command']}`. {record['note']}"
+        yield from ("", origin.rstrip(), "")
 
 
 def make_page(records):

@@ -1,9 +1,11 @@
 """Stacks that a process writes of itself: real signals, and a real pipe. Each test has a Python process of its own."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from random import Random
 
 from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
@@ -42,12 +44,38 @@ class StackPipe:
         return parser
 
 
+def leave_local_variable(function):
+    """Call the function while a local variable refers to an object. Return whether the object is gone after that."""
+    gc.disable()
+
+    def call():
+        local = Item(1)
+        function()
+        return weakref.ref(local)
+
+    return call()() is None
+
+
 class Item:
     def __init__(self, value):
         self.value = value
 
     def get(self):
         return self.value
+
+
+@in_own_process
+def test_a_dump_keeps_no_variables_alive():
+    """Otherwise the tensors of a function would stay in memory until Python's next garbage collection."""
+    StackPipe()
+    assert leave_local_variable(lambda: signal.raise_signal(PYTHON_DUMP_SIGNAL))
+
+
+@in_own_process
+def test_the_answer_of_the_main_thread_keeps_no_variables_alive():
+    from mpwatch.worker.collectives import describe_rank
+
+    assert leave_local_variable(describe_rank)
 
 
 @in_own_process

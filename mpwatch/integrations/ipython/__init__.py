@@ -1,6 +1,6 @@
 """The magics `%%ranks` and `%ranks` run a cell on all ranks of a WorkerGroup. `%load_ext mpwatch` loads them.
 
-This module runs in the notebook's kernel or in a terminal's IPython. rank_cell.py is the part that runs in a rank.
+This module runs in the notebook's kernel or in a terminal's IPython. The code of rank_cell.py runs in the ranks.
 
     cell --- compiled here, for SyntaxError ---> source, pushed variables ---> WorkerGroup.run(run_cell) ---> each rank
     table of values <--- RankValues <--- text of the last value, pulled variables <-------------------------- each rank
@@ -44,8 +44,8 @@ def unregister(shell: InteractiveShell) -> None:
 class RankValues(Mapping[int, Any]):
     """The values of a cell's last expression, by rank. A notebook shows the texts of these values as a table.
 
-    `values[rank]` is the value if it is a number or a text. It may also be a list, tuple, set or dict of up to 1000 numbers
-    and texts. Any other value stays in its rank, and `values[rank]` raises LookupError.
+    `values[rank]` is the value if the value is a number or a text, or a list, tuple, set or dict of up to 1000 numbers and
+    texts. Any other value stays in its rank, and `values[rank]` raises LookupError.
     """
 
     def __init__(self, values: Mapping[int, CellValue]) -> None:
@@ -105,7 +105,7 @@ def _split(line: str) -> list[str]:
 
 @magics_class
 class RankMagics(Magics):
-    """The magics `%%ranks` and `%ranks`. They have at most one WorkerGroup at a time."""
+    """The magics `%%ranks` and `%ranks`. Both use the same WorkerGroup."""
 
     shell: InteractiveShell
 
@@ -123,16 +123,16 @@ class RankMagics(Magics):
             %ranks --close
 
         `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank stay from cell to cell,
-        until the ranks end. The value of the last expression is shown for each rank, unless it ends with a semicolon.
-        `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
+        until the ranks end. The value of the last expression is shown for each rank. A semicolon after this expression hides
+        the value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
-        NPROCS: number of ranks. If you leave it out, the existing ranks run the cell.
-        --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
-        --preload: modules that the ranks import when they start, such as torch,numpy.
-        --on: the ranks that run the cell, such as 0 or 0,2-3. If you leave it out, all ranks run the cell.
-        --push: variables to copy to the ranks before the cell, such as x,y. Each rank gets its own value of a PerRank.
-        --pull: variables to copy back after the cell. Each variable then is a dict of the values by rank.
-        --timeout: time limit for this cell in seconds.
+            NPROCS: number of ranks. Without NPROCS, the existing ranks run the cell.
+            --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
+            --preload: modules that the ranks import when they start, such as torch,numpy.
+            --on: the ranks that run the cell, such as 0 or 0,2-3. Without --on, all ranks run the cell.
+            --push: variables to copy to the ranks before the cell, such as x,y. Each rank gets its own value of a PerRank.
+            --pull: variables to copy to the notebook after the cell. Each variable is then a dict of the values by rank.
+            --timeout: time limit for this cell in seconds.
         """
         __tracebackhide__ = True
         options = _PARSER.parse_args(_split(line))
@@ -161,7 +161,7 @@ class RankMagics(Magics):
         return RankValues(values) if values else None
 
     def close(self) -> None:
-        """End the ranks. Do nothing if there are none."""
+        """End the ranks. Do nothing if there are no ranks."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -190,7 +190,7 @@ class RankMagics(Magics):
         return found
 
     def _check_source(self, cell: str) -> tuple[str, str, bool]:
-        """Return the source, the name of its file, and whether the last expression has a value to show.
+        """Return the source, the name of its file, and whether the value of the last expression is shown.
 
         A blank line replaces the line of the magic, so that line numbers count from the start of the cell. Raises
         SyntaxError.

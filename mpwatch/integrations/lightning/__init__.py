@@ -1,19 +1,19 @@
-"""Runs the ranks of Lightning's Trainer and Fabric under the watcher: use `watched(DDPStrategy())` for `DDPStrategy()`.
+"""Runs the ranks of Lightning's Trainer and Fabric under the watcher: `watched(DDPStrategy())` replaces `DDPStrategy()`.
 
     trainer.fit(model) --> the launcher of the strategy --> mpwatch.run --> in each rank: the function of fit()
     weights, metrics, state <------ rank 0's TrainerState <---------------- collected by all ranks
 
 The module supports Lightning 2 under each of its package names: lightning.pytorch and pytorch_lightning, lightning.fabric
-and lightning_fabric. It takes all of Lightning's names from the package of the given strategy, so it imports no package that
-the program has not imported.
+and lightning_fabric. The module takes all of Lightning's names from the package of the given strategy, so it imports no
+other package of Lightning.
 
 This module gives the guarantees of `mpwatch.run`, and these further guarantees:
 
 - No rank runs the script. (With Lightning's own launchers the ranks run it.)
-- The options stay in the caller's process. In a rank, the launcher starts no processes, and only calls the function.
+- The options stay in the caller's process. In a rank, the launcher only calls the function, and starts no processes.
 - Trained weights are sent back through memory, and not through a file.
 - The caller's environment does not change.
-- If other software has started the processes of a strategy (mpwatch.run, torchrun, SLURM), `watched` has no effect.
+- If mpwatch.run, torchrun, SLURM or other software has already started the processes of a strategy, `watched` has no effect.
 """
 
 import copy
@@ -48,29 +48,30 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
 
     After `fit` the caller's Trainer has everything that Lightning's own spawning strategies bring back: weights,
-    callback_metrics, state, best_model_path and the return value. It also has the other metrics, the states of callbacks and
-    the progress. `predict` returns the predictions of rank 0, as with "ddp". `Fabric.launch(fn)` returns the value of fn in
-    rank 0. If a rank fails, `mpwatch.RunFailedError` is raised.
+    callback_metrics, state, best_model_path and the return value. The caller's Trainer also has the other metrics, the
+    states of callbacks and the progress. `predict` returns the predictions of rank 0, as with Lightning's strategy "ddp".
+    `Fabric.launch(fn)` returns what fn has returned in rank 0; if a rank fails, `mpwatch.RunFailedError` is raised.
 
-    A callback's `load_state_dict` may raise in the caller, since Lightning calls `setup` only in the ranks. Then a warning
-    names the callback and the error, and all other state is restored. The same happens if a callback's `state_dict` raises
-    after the training, or if the module's `load_state_dict` raises in the caller.
+    A callback's `load_state_dict` may raise an exception in the caller, because Lightning calls `setup` only in the ranks.
+    Then a warning names the callback and the error, and all other state is restored. An exception of a callback's
+    `state_dict` after the training causes only a warning, and so does an exception of the module's `load_state_dict` in the
+    caller.
 
     Lightning's own spawning strategies have the same limits:
 
     - A Trainer can `fit` only once.
-    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. So its weights do not
-      come back, and a warning names them.
-    - If a logger counts its versions, each run makes a new version, which the caller's logger does not know.
-    - `on_exception` of callbacks is called in the caller, with the RunFailedError. A checkpoint that it writes has the
-      weights from before the run. The strategy's `on_exception` is also called in the rank, with the rank's exception.
+    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. So the weights of
+      this layer do not come back, and a warning names these weights.
+    - If a logger numbers its versions, each run makes a new version, whose number the caller's logger does not know.
+    - `on_exception` of callbacks is called in the caller, with the RunFailedError. A checkpoint that `on_exception` of a
+      callback writes has the weights from before the run. The strategy's `on_exception` is also called in the rank, with the
+      rank's exception.
 
-    If the processes exist already, `watched` changes nothing. This is the case with torchrun, and for a Trainer in a
-    function that `mpwatch.run` calls.
+    `watched` changes nothing if the processes exist already, as under torchrun, or in a function that `mpwatch.run` calls.
 
-    mpwatch stops a rank with SIGTERM if another rank has failed or your program got SIGTERM. SIGTERM ends a rank at once,
-    even in a collective. To save something first, set a SIGTERM handler, for example in `on_fit_start`. The handler has
-    `grace_period` seconds. `trainer.received_sigterm` stays False in these ranks.
+    mpwatch stops a rank with SIGTERM if another rank has failed or your program has received SIGTERM. SIGTERM ends a rank at
+    once, even in a collective. If a rank must save something before it ends, set a SIGTERM handler, for example in
+    `on_fit_start`. The handler has `grace_period` seconds to save. `trainer.received_sigterm` stays False in these ranks.
 
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
@@ -101,7 +102,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
 
 def _import_launchers(strategy: Any) -> ModuleType:
-    """Return the module of the launchers from the strategy's Lightning package. Raise TypeError for any other object."""
+    """Return the module with the launchers of the strategy's Lightning package. Raise TypeError for any other object."""
     modules = {cls.__name__: cls.__module__ for cls in type(strategy).__mro__}
     module = modules.get("ParallelStrategy", "")
     if not module.endswith(".strategies.parallel") or UNSUPPORTED_STRATEGIES & modules.keys():
@@ -126,7 +127,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 class _StrategyHook:
-    """An object that `watched` adds to a strategy. It is copied with the strategy. It exists only in the caller."""
+    """An object that `watched` adds to a strategy. The object is copied with the strategy, and exists only in the caller."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class _StrategyHook:
 
 
 class _LauncherFactory(_StrategyHook):
-    """The replacement of the strategy's `_configure_launcher`, which Lightning calls to choose a launcher."""
+    """The replacement of a strategy's method `_configure_launcher`, with which Lightning chooses a launcher."""
 
     def __call__(self) -> None:
         strategy, options, launchers = self._strategy, self._options, self._launchers
@@ -181,7 +182,7 @@ class _TrainerLauncherInRank(_FabricLauncherInRank):
         return function(*args, **kwargs)
 
     def kill(self, _: int) -> None:
-        """Do nothing, since a rank has started no other rank."""
+        """Do nothing, because a rank has started no other rank."""
 
 
 class _Launcher(_StrategyHook):
@@ -236,7 +237,7 @@ class _TrainerLauncher(_Launcher):
         return state.value
 
     def kill(self, _: int) -> None:
-        """Do nothing, since mpwatch stops the ranks if the caller gets a signal."""
+        """Do nothing, because mpwatch itself stops the ranks if the caller receives a signal."""
 
 
 def _run_in_rank(*args: Any, **kwargs: Any) -> Any:
@@ -268,8 +269,8 @@ def _keep_signal_handlers() -> None:
 def _unshare_weights(values: list[Any]) -> None:
     """If weights are in shared memory, copy them, so that each rank has separate weights.
 
-    A model that one of Lightning's spawning strategies has trained is in shared memory. Without a copy, all ranks would
-    write to the same weights.
+    If one of Lightning's spawning strategies has trained a model before, the model is in shared memory. Without a copy, all
+    ranks would write to the same weights.
     """
     from torch import nn
 

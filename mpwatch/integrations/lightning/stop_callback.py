@@ -20,9 +20,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Any
     """Let the Trainer end when a stop is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
-    Go on later with `trainer.fit(..., ckpt_path="a.ckpt")`. The number of the step is `trainer.global_step`. Lightning runs
-    the validation once more, and respects `min_steps` and `min_epochs`, as always when a Trainer stops early. Outside a rank
-    the callback does nothing.
+    To continue the training later, call `trainer.fit(..., ckpt_path="a.ckpt")`. The callback passes `trainer.global_step` to
+    `should_stop`. As at every early stop of a Trainer, Lightning runs the validation once more, and respects `min_steps` and
+    `min_epochs`. Outside a rank the callback does nothing.
 
     Args:
         checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves

@@ -1,7 +1,7 @@
 """The state of a Lightning trainer, which the ranks send back to the caller's trainer.
 
-All ranks gather the state when their function has returned. The caller restores the state of rank 0. This module does not
-import Lightning, and uses Lightning's public names if they exist.
+All ranks gather the state when their function has returned. The caller restores the state that rank 0 sends. This module
+does not import Lightning, and uses Lightning's public names if they exist.
 """
 
 import warnings
@@ -16,7 +16,7 @@ CHECKPOINT_PATHS = ("dirpath", "best_model_path")  # attributes of a checkpoint 
 
 @dataclass
 class TrainerState:
-    """The state of the trainer in rank 0, and the value that its function returned."""
+    """The state of the trainer in rank 0, and the value that the function returned in rank 0."""
 
     value: Any
     state: Any
@@ -31,7 +31,7 @@ class TrainerState:
 
     @classmethod
     def collect(cls, trainer: Any, value: Any) -> Self:
-        """Collect the state of the trainer. All ranks must call this method, since it gathers sharded weights."""
+        """Collect the state of the trainer. All ranks must call this method, because it gathers sharded weights."""
         is_fit = trainer.state.fn == "fit"
         weights = _gather_whole_weights(trainer.strategy) if is_fit else {}
         paths, states, problems = {}, {}, []
@@ -59,9 +59,9 @@ class TrainerState:
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer. If user code raises, only warn, since the training has succeeded.
+        """Copy the state into the caller's trainer. An exception of user code becomes a warning.
 
-        The warnings come last. So everything else has been copied even if a warning filter turns warnings into errors.
+        The warnings come last. So the whole state has been copied even if a warning filter turns warnings into errors.
         """
         problems = [*self.problems]
         if self.weights:
@@ -102,7 +102,7 @@ def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
 
 
 def _gather_whole_weights(strategy: Any) -> Any:
-    """Return the whole weights in rank 0, even if the strategy's options ask for sharded checkpoints."""
+    """Return all weights in rank 0, even if the options of the strategy ask for sharded checkpoints."""
     for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
             setattr(strategy, name, value)
@@ -112,7 +112,7 @@ def _gather_whole_weights(strategy: Any) -> Any:
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
     """Load each weight for which the caller's module has a layer. Return a list with a text about the other weights, if any.
 
-    The module may have got more layers in the ranks, for example in `configure_model`.
+    The module may have more layers in the ranks, for example because `configure_model` has added them there.
     """
     try:
         keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None

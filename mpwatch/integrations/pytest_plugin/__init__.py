@@ -1,4 +1,4 @@
-"""The pytest plugin. It runs a test with the mark `mpwatch` on several ranks, and reports the test like any other test.
+"""The pytest plugin, which runs a test with the mark `mpwatch` on several ranks, and reports it like any other test.
 
     @pytest.mark.mpwatch(nprocs=4, backend="gloo")
     def test_sum(model):
@@ -13,10 +13,11 @@ module and `names`.
     skipif and xfail marks            ◀─raises─  setup, call and teardown of the test
 
 - All tests of a module with the same options use the same ranks, which are one WorkerGroup.
-- Each rank has separate fixtures. Fixtures with a wider scope than `function` stay until a test fails. Then they are torn
-  down, since their state may differ from rank to rank. `tmp_path` is the same folder in all ranks.
+- Each rank has separate fixtures. Fixtures with a wider scope than `function` stay until a test fails. After a failure they
+  are torn down, because their state may differ from rank to rank. `tmp_path` is the same folder in all ranks.
 - The exception of the rank that failed first is raised in pytest's process, inside the test item. So pytest itself handles
-  skips, expected failures, tracebacks and reports of other plugins. A skip in one rank does not hide another rank's failure.
+  skips, expected failures, tracebacks and reports of other plugins. If one rank skips the test and another rank fails, the
+  test fails.
 - The output of each rank is a section of the report. pytest also reports the ranks' warnings and recorded properties.
 """
 

@@ -1,7 +1,8 @@
-"""This part of the plugin runs in pytest's own process, which is the watcher. It calls the ranks for each marked test.
+"""This part of the plugin runs in pytest's own process, which is the watcher. It makes the ranks run each marked test.
 
 `redirect_to_ranks` replaces the body of a marked test by `_run_test`. `_run_test` uses the module's `ModuleGroup` for the
-options of the test, or starts a new ModuleGroup. It raises the exception of the ranks. `rank_session` runs in the ranks.
+options of the test, or starts a new ModuleGroup. If the test fails, `_run_test` raises the exception of the ranks.
+`rank_session` runs in the ranks.
 """
 
 import sys
@@ -39,7 +40,7 @@ NEXT_ITEM = pytest.StashKey[pytest.Item | None]()  # in the stash of an item
 
 
 def redirect_to_ranks(item: pytest.Item) -> None:
-    """Let the test run on ranks. The ranks also set up the fixtures of the test."""
+    """Make the test run on ranks. The ranks also set up the fixtures of the test."""
     names = getattr(item, "fixturenames", [])
     names[:] = [TMP_PATH_FACTORY, *(name for name in names if name in SHARED_FIXTURES)]
     item.runtest = partial(_run_test, item)  # type: ignore[method-assign]
@@ -47,9 +48,9 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Keep the next test, since it determines which fixtures are torn down after this test.
+    """Store the next test, because it determines which fixtures are torn down after this test.
 
-    With `--pdb` the ranks of a marked test open the debugger, and pytest itself does not.
+    With `--pdb`, the debugger of a marked test opens in the ranks, and not in pytest's own process.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -71,7 +72,7 @@ def _run_test(item: pytest.Item) -> None:
 
 
 def _merge_marks(item: pytest.Item) -> dict[str, Any]:
-    """Return the options in the marks of the test, its class and its module. The nearest mark has priority."""
+    """Return the options in the marks of the test, its class and its module. A mark of the test itself has priority."""
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if len(mark.args) > 1:
@@ -125,7 +126,7 @@ class ModuleGroup:
             _fail_without_traceback(str(error))
 
     def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
-        """Run the test in all ranks. Add its output, warnings and properties to pytest's report. Return its failures."""
+        """Run the test in all ranks, and add its output, warnings and properties to pytest's report. Return failures."""
         __tracebackhide__ = True
         next_item = item.stash.get(NEXT_ITEM, None)
         request = TestRequest(
@@ -150,7 +151,7 @@ class ModuleGroup:
         return [failure, *later]
 
     def close(self) -> list[RunFailedError]:
-        """Tear down the remaining fixtures if the ranks still exist, and end the ranks. Return the failures of fixtures."""
+        """If the ranks still exist, tear down the remaining fixtures, and end the ranks. Return the failures of fixtures."""
         __tracebackhide__ = True
         with self._group:
             result, failures = self._call_if_healthy(end_session)
@@ -219,7 +220,7 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
 
 @contextmanager
 def _terminal_input(config: pytest.Config) -> Iterator[None]:
-    """Let a debugger read from the terminal, which pytest's capture hides."""
+    """Stop pytest's capture of stdin, so that a debugger can read from the terminal."""
     capture = config.pluginmanager.get_plugin("capturemanager")
     if capture is None:
         yield
@@ -246,7 +247,7 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
 
 
 def _raise_failure(*failures: RunFailedError) -> None:
-    """Raise the exception of the rank that failed first. Its notes describe the other ranks, and failures that came later.
+    """Raise the exception of the rank that failed first. Notes on it describe the other ranks and later failures.
 
     `failures` are in order of time. Do nothing if there are no failures.
     """
@@ -270,7 +271,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. But prefer a real failure of another rank to a skip or an expected failure."""
+    """Return the root cause. If it is a skip or an expected failure, prefer a real failure of another rank."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -288,5 +289,5 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 
 
 def _fail_without_traceback(text: str) -> NoReturn:
-    """Fail the test. This frame is not hidden, since pytest adds a text about hidden frames if all frames are hidden."""
+    """Fail the test. This frame stays visible, because pytest adds a text about hidden frames if all frames are hidden."""
     raise pytest.fail.Exception(text, pytrace=False) from None

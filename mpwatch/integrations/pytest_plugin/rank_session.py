@@ -1,8 +1,8 @@
-"""This part of the plugin runs in each rank. It is a pytest session for one module.
+"""This part of the plugin runs in each rank, where it makes a pytest session for one module.
 
 The controller (controller.py, in pytest's own process) calls `prepare_session`, then `run_item` for each test, and finally
-`end_session`. After a failure the controller calls `tear_down_fixtures`. The session is kept in `current_worker().state`, so
-it ends with the rank.
+`end_session`. After a failure the controller calls `tear_down_fixtures`. `current_worker().state` holds the session until
+the rank ends.
 """
 
 import io
@@ -41,7 +41,7 @@ IGNORE_REWRITE_WARNING = (
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The data from which a session is made. They are the same in all ranks."""
+    """The data from which a session is made. All ranks get the same data."""
 
     args: tuple[str, ...]
     """The arguments of pytest. `--capture=no` is added, since mpwatch captures the output of ranks."""
@@ -91,7 +91,7 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 
 
 def prepare_session(config: SessionConfig) -> None:
-    """Make the session, unless there is one. This may import large modules, so it is not a part of the test's time."""
+    """Make the session if there is none. This may import large modules, so it does not count as time of the test."""
     __tracebackhide__ = True
     _get_session(config)
 
@@ -195,9 +195,9 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the first failure of the test. If there is none, return its skip or expected failure, or None if it passed.
+        """Return the first failure of the test. If there is none, return its skip or expected failure, or otherwise None.
 
-        Write later failures, captured logging and warnings to stderr, since the rank's report is not sent.
+        Write later failures, captured logging and warnings to stderr, because the rank does not send its report.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.
@@ -228,7 +228,7 @@ class RankSession:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """Return a folder for the test, which is the same folder in all ranks."""
+        """Return the folder of the test, which all ranks share."""
         return Path(self._shared_fixtures["tmp_path"])
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""`SubmititEngine`: starts nodes as jobs of submitit. `Task`: what each task of such a job does."""
+"""`SubmititEngine`: starts nodes as jobs of submitit. `Task`: the function that each task of these jobs runs."""
 
 import copy
 import os
@@ -62,7 +62,7 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit a node. The least number of nodes are submitted as one job, when the last of them is started."""
+        """Submit a node. The nodes up to the least number are submitted together, as one job."""
         write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -72,12 +72,12 @@ class SubmititEngine:
         return self._futures[number]
 
     def describe_wait(self) -> str:
-        """Return which jobs have not begun. It is "" before the first job is submitted."""
+        """Return which jobs have not begun. Return "" before the first job is submitted."""
         waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
         return f"no node of these jobs of submitit has begun: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
-        """Cancel the job of a node, if no other node of it runs. Otherwise the node ends when it has lost the driver."""
+        """Cancel the job of a node if no other node of this job runs. Otherwise the node ends when it loses the driver."""
         with self._lock:
             self._futures[number].cancel()
         for job, numbers in self._jobs:
@@ -85,7 +85,7 @@ class SubmititEngine:
                 job.cancel(check=False)
 
     def close(self) -> None:
-        """Wait for the jobs that have begun, cancel what is left, and remove the folder."""
+        """Wait for the jobs that have begun, cancel all other jobs, and remove the folder."""
         self._is_closed.set()
         with ExitStack() as stack:  # an impatient user may press Ctrl-C once more
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -98,7 +98,7 @@ class SubmititEngine:
                 _wait_until_done(begun, self._stop_seconds)
 
     def _cancel_jobs(self) -> None:
-        """Cancel all jobs that have not ended, and wait for that."""
+        """Cancel all jobs that have not ended, and wait until they have ended."""
         left = [job for job, _ in self._jobs if not job.done()]
         for job in left:
             job.cancel(check=False)
@@ -119,7 +119,7 @@ class SubmititEngine:
         self._jobs.append((executor.submit(Task(self._folder, numbers)), numbers))
 
     def _poll(self) -> None:
-        """Set the futures of nodes that have ended, in a thread of its own."""
+        """Set the result of each future whose node has ended. This runs in a thread of its own."""
         checked_at = time.monotonic()
         while not self._is_closed.wait(POLL_SECONDS):
             is_check_due = time.monotonic() >= checked_at + CHECK_SECONDS
@@ -164,7 +164,7 @@ class SubmititEngine:
 
 
 def find_kind(executor: submitit.Executor) -> str:
-    """Return the name of the cluster of an executor: "slurm", "local", or the name of a plugin."""
+    """Return the kind of cluster that an executor uses: "slurm", "local", or the name of a plugin."""
     if not isinstance(executor, submitit.Executor):
         raise TypeError(f"executor must be an executor of submitit, such as AutoExecutor, not {type(executor).__name__}")
     kind = executor.cluster if isinstance(executor, submitit.AutoExecutor) else executor.name()
@@ -174,7 +174,7 @@ def find_kind(executor: submitit.Executor) -> str:
 
 
 def _make_parameters(executor: submitit.Executor, kind: str, tasks: int) -> dict[str, Any]:
-    """Return the parameters of a job with this number of tasks, one on each node."""
+    """Return the parameters of a job with this number of tasks, where each node has one task."""
     if kind == "local":
         return {"tasks_per_node": tasks}
     is_auto = isinstance(executor, submitit.AutoExecutor)
@@ -202,7 +202,7 @@ def _wait_until_done(jobs: Sequence[submitit.Job[Any]], seconds: float) -> None:
 
 
 def write(path: str, data: bytes) -> None:
-    """Write a file in one step, so that no process reads half of it."""
+    """Write a file in one step, so that no process can read a file that is only half written."""
     with open(f"{path}.new", "wb") as stream:
         stream.write(data)
     os.replace(f"{path}.new", path)
@@ -216,7 +216,7 @@ class Task:
     numbers: tuple[int, ...]
 
     def __call__(self) -> None:
-        """Execute it. submitit calls this in each task of the job."""
+        """Execute the call of this node. submitit calls this method in each task of the job."""
         path = os.path.join(self.folder, str(self.numbers[submitit.JobEnvironment().global_rank]))
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)

@@ -1,4 +1,4 @@
-"""`Job`: the function of each task of a job whose program does not wait."""
+"""`Job`: the function that each task runs if the submitting program does not wait for the result."""
 
 import os
 import secrets
@@ -19,10 +19,10 @@ from mpwatch.integrations.submitit.preemption import preemption_signal
 class Job:
     """A function that you pass to `executor.submit`. The executor must start one task on each of its nodes.
 
-    Each task runs the ranks of its node with `mpwatch.run`, and returns their RunResult. `job.results()` of submitit returns
-    the list of all these results. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the ranks, so
-    that they save and return. submitit then queues the job again, with the same arguments. The parameter
-    `slurm_signal_delay_s` of the executor must be long enough for saving.
+    Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
+    list with the RunResult of each task. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the
+    ranks, so that they save and return. submitit then queues the job again, with the same arguments. Set the parameter
+    `slurm_signal_delay_s` of the executor to a time in which the ranks can save.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -68,7 +68,7 @@ class Job:
         mpwatch.WorkerSpec(fn=fn, nprocs=count, rendezvous=rendezvous, **checked)
 
     def __call__(self) -> mpwatch.RunResult[Any]:
-        """Run the ranks of this node. submitit calls it in each task."""
+        """Run the ranks of this node. submitit calls this method in each task."""
         task = submitit.JobEnvironment()
         rendezvous = self._make_rendezvous(task)
         number = preemption_signal()
@@ -88,7 +88,7 @@ class Job:
         return result
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return what submitit queues again."""
+        """Return the submission that submitit puts into the queue again."""
         return DelayedSubmission(self)
 
     def _make_rendezvous(self, task: submitit.JobEnvironment) -> mpwatch.Rendezvous:
@@ -113,7 +113,7 @@ class Job:
 
 @contextmanager
 def _ignore_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM in this process, as submitit does: SLURM sends it together with the signal of submitit."""
+    """Ignore SIGTERM in this process, as submitit does, because SLURM sends SIGTERM together with the signal of submitit."""
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The signal of submitit, in a task: it asks all ranks to stop at the same step."""
+"""The signal of submitit to a task asks all ranks to stop at the same step. This module handles the signal."""
 
 import signal
 import socket
@@ -15,10 +15,11 @@ POLL_SECONDS = 0.5  # between two requests to ranks that have not been started y
 
 @contextmanager
 def stop_when_preempted() -> Iterator[threading.Event]:
-    """Ask all ranks to stop when this process gets the signal of submitit. Yield an event that is set then.
+    """Ask all ranks to stop when this process receives the signal of submitit. Yield an event that is set at that time.
 
-    Any thread may get a signal, and the main thread waits for a lock. So another thread reads Python's wake-up descriptor.
-    Threads that start within the block, and the guardian process, block the signal.
+    Python runs signal handlers only in the main thread, which may be waiting for a lock when another thread receives the
+    signal. So a separate thread reads the signal from Python's wake-up descriptor. Threads that start within the `with`
+    block, and the guardian process, block the signal.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

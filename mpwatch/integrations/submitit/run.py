@@ -1,4 +1,4 @@
-"""`run`: a job of submitit whose program waits for the values of all ranks."""
+"""`run`: submit a job with submitit, and wait for the values of all ranks."""
 
 import functools
 import signal
@@ -29,9 +29,9 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
 
-    The executor has the parameters of the job: time, partition, CPUs and GPUs of a node and so on. This function sets
-    `nodes` and `tasks_per_node` in a copy of the executor. With a LocalExecutor the nodes are processes of this machine. The
-    logs of submitit stay in the executor's folder.
+    The executor has the parameters of the job, such as the time limit, the partition, and the CPUs and GPUs of a node. This
+    function sets `nodes` and `tasks_per_node` in a copy of the executor. With a LocalExecutor the nodes are processes of
+    this machine. The logs of submitit stay in the executor's folder.
 
     Args:
         executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
@@ -88,7 +88,7 @@ def _find_own_address(kind: str) -> str:
 
 
 def _remove_own_frame(error: BaseException | None) -> None:
-    """Remove the frame of `_ignore_signal`, so that the traceback of a rank begins in its function."""
+    """Remove the frame of `_ignore_signal`, so that the traceback of a rank begins in the user's function."""
     trace = None if error is None else error.__traceback__
     if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = trace.tb_next

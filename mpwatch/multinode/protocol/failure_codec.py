@@ -4,12 +4,12 @@ json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_
 left out.
 
 An exception is sent as an ExceptionGraph, which contains the data that wire/exceptions/encoder.py reads from the exception.
-The receiver builds a stand-in for each exception in the graph. Stand-ins have the same names, texts, notes, causes,
-contexts, group members and frames, and the same builtin base classes. The receiver does not import or run any code that the
-data name.
+The receiver builds a stand-in for each exception in the graph. Stand-ins have the names, texts, notes, causes, contexts,
+group members, frames and builtin base classes of the original exceptions. The receiver does not import or run any code that
+the received data name.
 
-Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives these lines a new
-file name, so that lines of this node are never shown for frames of another node.
+Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives such lines a new
+file name, so that the receiver's own lines are never shown for frames of another node.
 """
 
 import builtins
@@ -56,7 +56,7 @@ EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]
 
 @dataclass(frozen=True, slots=True)
 class EncodedException:
-    """One exception of a graph. It refers to other exceptions by their index in the graph."""
+    """One exception of a graph, which refers to other exceptions by their index in the graph."""
 
     name: str
     qualname: str
@@ -83,7 +83,7 @@ class ExceptionGraph:
 
 
 def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
-    """Encode a failure as JSON data. If it is too large, shorten its texts and leave out the causes at the end of the chain.
+    """Encode a failure as JSON data. Shorten the texts of a large failure, and leave out the most distant causes.
 
     Args:
         failure: any failure.
@@ -120,7 +120,7 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return as many of the first failures as fit into the limit of bytes, but at least one failure."""
+    """Return the first failures, as many as fit into `limit` bytes, but at least one failure."""
     kept: list[Mapping[str, Any]] = []
     for encoded in encoded_failures:
         limit -= _json_size(encoded)
@@ -195,7 +195,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Remove the references to exceptions that were left out. These have an index of `count` or more."""
+    """Remove references to exceptions with an index of `count` or more, because these exceptions were left out."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -227,7 +227,7 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Keep the innermost and the outermost frames alternately, as long as they fit. The others belong to a recursion."""
+    """Keep frames from both ends of the traceback, as many as fit. The frames in the middle belong to a recursion."""
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
         index = number // 2 if number % 2 else len(frames) - 1 - number // 2
@@ -251,7 +251,7 @@ def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, 
 
 
 def _shorten_all(texts: Sequence[str], max_bytes: int) -> list[str]:
-    """Shorten texts so that all of them together fit. Long texts also get the room that short texts do not need."""
+    """Shorten texts until all of them together fit. Long texts also get the room that short texts do not need."""
     shortened = list(texts)
     order = sorted(range(len(texts)), key=lambda index: _json_size(texts[index]))
     for done, index in enumerate(order):
@@ -277,7 +277,7 @@ def _shorten(text: str, max_bytes: int) -> str:
 
 
 def _encode_name(raw: str, max_bytes: int) -> str:
-    """Return a name or path as one line. Shorten it to `max_bytes` bytes of JSON."""
+    """Return a name or path as one line of at most `max_bytes` bytes of JSON."""
     return _shorten(clean_text(raw).replace("\n", "\\n").replace("\t", "\\t"), max_bytes)
 
 

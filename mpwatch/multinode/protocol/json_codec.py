@@ -1,11 +1,12 @@
 """The JSON codec for all data that nodes send to one another.
 
-`to_json` encodes dataclasses by their fields. `from_json` decodes them by the type hints of those fields. So a new field is
-sent and checked without further code. The hints may be dataclasses, enums, tuples, lists, mappings with str or int keys,
-unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
+`to_json` encodes dataclasses by their fields. `from_json` decodes JSON data by the type hints of the fields. A new field of
+a dataclass is therefore sent and checked without further code. The type hints may be dataclasses, enums, tuples, lists,
+mappings with str or int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
 
-JSON has no NaN and no infinity, and not every reader keeps integers beyond 2**53. So both functions refuse such numbers. A
-text may be shown on a terminal. So `to_json` escapes control characters, and `from_json` refuses them.
+Both functions refuse NaN and infinity, which JSON does not have. Integers beyond 2**53 are refused, too, because not every
+reader of JSON keeps them exactly. `to_json` escapes control characters and `from_json` refuses them, because a text may be
+shown on a terminal.
 
 This module does no I/O.
 """

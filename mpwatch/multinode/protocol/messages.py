@@ -3,8 +3,8 @@
 `encode_message` and `decode_message` convert a message to JSON data and back, with json_codec.py. If you add a field to a
 message, the field is sent without further code. This module does no I/O.
 
-The first line of each docstring names the receivers. The messages contain failures of ranks as failure_codec.py encodes
-them.
+The first line of a message's docstring names the receivers. Messages contain failures of ranks as JSON data from
+failure_codec.py.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class NextStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """Counters of the job's earlier attempts. Each node keeps them, so that they survive a change of the leader."""
+    """Counters of the job's earlier attempts. Each node keeps the counters, so that they survive a change of the leader."""
 
     attempts: int = 0
     """Number of attempts."""
@@ -53,7 +53,7 @@ class RestartHistory:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedNodes:
-    """To nodes that join a round without any earlier node: this number of nodes can come at present."""
+    """To nodes that were in no earlier round: this number of nodes can come at present."""
 
     count: int
 
@@ -94,7 +94,7 @@ class AttemptFailing:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The latest collectives of one rank. It is a part of AttemptReport and of RanksStalled."""
+    """The latest collectives of one rank. AttemptReport and RanksStalled contain RankRecords."""
 
     rank: int
     has_returned: bool
@@ -106,9 +106,9 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RanksStalled:
-    """To the leader: ranks of this node have called no collective for `stall_after`, or all of them go on again.
+    """To the leader: ranks of this node have called no collective for `stall_after`, or all ranks go on again.
 
-    This message replaces the node's last message of this kind.
+    This message replaces the previous RanksStalled of the node.
     """
 
     group_rank: int
@@ -232,7 +232,7 @@ class StopAttempt:
 
 @dataclass(frozen=True, slots=True)
 class HoldSteps:
-    """To all nodes: a stop was requested. The ranks must pass no further step until StopAtStep comes."""
+    """To all nodes: a stop was requested. The ranks wait before their next step until StopAtStep comes."""
 
     attempt: int
     cause: str
@@ -250,7 +250,7 @@ class StopAtStep:
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """A node that was lost or has left, and the node's ranks. It is a part of AttemptDecision."""
+    """A node that was lost or has left, and the node's ranks. An AttemptDecision contains LostNodes."""
 
     group_rank: int
     hostname: str
@@ -287,7 +287,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job with the options of the first node. All nodes that want to join read it."""
+    """An entry in the store of the job with the options of the first node. All nodes that want to join read this entry."""
 
     hostname: str
     job_config: JobConfig
@@ -295,7 +295,10 @@ class PublishedJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry in the store of the job: a node could not join for the given reason. All nodes that wait for it read this."""
+    """An entry in the store of the job: a node could not join for the given reason.
+
+    Nodes that wait for this node read the entry.
+    """
 
     hostname: str
     reason: str

@@ -1,9 +1,9 @@
 """Encode the entries of the store as signed JSON, and verify them.
 
 The first line of an entry is the signature, which is an HMAC with the job's secret as the key. The second line is the JSON.
-If the job has no secret, the signature is empty. The signature covers the bytes of the JSON, the job, and the name of the
-entry. `SignedJson.decode` verifies the size and the signature before it parses the JSON. json_codec.py then checks whether
-the data have the types of a message.
+If the job has no secret, the signature is empty. The signature covers the bytes of the JSON, the name of the job, and the
+name of the entry. `SignedJson.decode` verifies the size and the signature before it parses the JSON. After that,
+json_codec.py checks whether the data have the types of a message.
 
 This module imports no other module of mpwatch and does no I/O.
 """
@@ -22,11 +22,14 @@ SIGNATURE = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")  # id of the key, 
 
 
 class InvalidEntryError(ValueError):
-    """An entry in the store is invalid: no node of this job has written it. The text says what is wrong with the entry."""
+    """An entry in the store is invalid, so no node of this job has written it.
+
+    The text says what is wrong with the entry.
+    """
 
 
 class SecretMismatchError(InvalidEntryError):
-    """The writer of the entry has another secret than this node, or only one of the two nodes has a secret.
+    """The writer of the entry and this node have different secrets, or only one of the two has a secret.
 
     The text of the exception continues a sentence that begins with "the entry is".
     """
@@ -46,7 +49,7 @@ class SignedJson:
         self._key_id = _compute_hmac(secret, b"key")[:KEY_ID_BYTES].hex().encode() if secret else b""
 
     def encode(self, name: str, body: Mapping[str, Any], *, limit: int = MAX_ENTRY_BYTES) -> str:
-        """Return the entry to store.
+        """Return the signed entry for the store.
 
         Args:
             name: full name of the entry. No two entries of a job may have the same name. Otherwise another program could
@@ -100,12 +103,12 @@ class SignedJson:
 
 
 def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts. The length comes before each part, so that the end of each part is certain."""
+    """Return the HMAC-SHA256 of the parts. Include the length of each part, so that it is clear where each part ends."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
 def dump_json(body: object) -> str:
-    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if the data cannot be JSON."""
+    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if the data do not fit into JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 

@@ -8,8 +8,8 @@ The store of a round has these keys. Only the node thread uses them:
     assignment/<a>/<g>  the ranks of the node with group rank g in attempt a
     heartbeat/<g>       how many heartbeats the node with group rank g has sent
 
-A channel uses only `set`, `get`, `add` and `check` of the store, and never waits for an entry. It logs an invalid
-entry and ignores it. All methods raise StoreLostError if the store cannot be reached.
+A channel uses only `set`, `get`, `add` and `check` of the store, and never waits for an entry. A channel logs and ignores
+invalid entries. All methods raise StoreLostError if the store cannot be reached.
 """
 
 import time
@@ -65,9 +65,10 @@ class StoreChannel:
         self._logged_keys: set[str] = set()
 
     def try_open(self) -> bool:
-        """Open the channel, and return whether the round has a name. The leader gives it a name, and other nodes read it.
+        """Open the channel if the round has a name, and return whether the channel is open.
 
-        Messages can be sent only when the round has a name, since each message is signed with this name.
+        The leader gives the round a name, and other nodes read the name. Messages can be sent only when the round has a
+        name, because the signature of each message covers the name.
         """
         if not self._round_name:
             if self.group_rank == 0:
@@ -117,8 +118,8 @@ class StoreChannel:
     def read_broadcasts(self) -> list[MessageToAll]:
         """Return the messages that the leader has sent to all nodes since the last call.
 
-        If an entry is invalid, read no further entries now. If another program has written it before the leader, the leader
-        overwrites this entry.
+        If an entry is invalid, read no further entries now. If another program has written the invalid entry, the leader
+        will overwrite it.
         """
         found: list[MessageToAll] = []
         while True:
@@ -144,7 +145,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name with which an entry is signed. It is different in each round."""
+        """Return the name with which an entry is signed. The name is different in each round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:
@@ -166,7 +167,7 @@ class StoreChannel:
     def _read_entry(
         self, key: str, signed_name: str, decode: Callable[[dict[str, Any]], T], limit: int = MAX_ENTRY_BYTES
     ) -> T | None:
-        """Read and decode an entry. Return None if it is missing or invalid. Log an invalid entry once."""
+        """Read and decode an entry. Return None if the entry is missing or invalid. Log an invalid entry once."""
         if not self._store.check([key]):
             return None
         try:

@@ -1,6 +1,7 @@
-"""Run a call that cannot be interrupted, and stop waiting for the call at a deadline or when it is cancelled.
+"""Run a call that cannot be interrupted. Stop waiting for the call at a deadline, or when the wait is cancelled.
 
-Examples of such calls are name resolution and the methods of torch's C++ clients. This module does not import torch.
+Examples of calls that cannot be interrupted are name resolution and the methods of torch's C++ clients. This module does not
+import torch.
 """
 
 import threading
@@ -56,8 +57,8 @@ def call_with_deadline(
 ) -> T:
     """Run a call on a new thread, and return or raise what the call returns or raises.
 
-    If the deadline comes first, this function does not wait any longer. The call then ends on its own some time later, and
-    its result is undone.
+    If the deadline passes before the call ends, this function stops waiting. The call then ends some time later on its own
+    thread, and its result is undone.
 
     Args:
         call: a call that cannot be interrupted.

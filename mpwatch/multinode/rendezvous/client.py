@@ -1,7 +1,8 @@
-"""Takes part in torch's rendezvous for one node. It connects to the store, joins rounds, and leaves the rendezvous.
+"""Takes part in torch's rendezvous for one node: connects to the store, joins rounds, and leaves the rendezvous.
 
-The node thread makes all calls, which block. Only `cancel` may be called from other threads. A call ends at its deadline,
-when it is cancelled, or when the store is lost. A store also counts as lost if it does not answer any more (store.py).
+The node thread calls all methods, because they may block. The only method for other threads is `cancel`. A call ends at its
+deadline, when it is cancelled, or when the store is lost. A store also counts as lost if it does not answer any more
+(store.py).
 
     connect --> join --> join --> ... --> close
        |          '-- rounds.py: torch's dynamic rendezvous, or a static one
@@ -52,7 +53,7 @@ class RendezvousClient:
         """
 
     def connect(self, deadline: float) -> None:
-        """Serve the store, or wait until another node serves it, and connect to the store.
+        """Serve the store, or connect to the store as soon as another node serves it.
 
         Args:
             deadline: seconds on the monotonic clock.
@@ -78,7 +79,7 @@ class RendezvousClient:
         expected_nodes: float = math.inf,
         wait_report: WaitReport | None = None,
     ) -> Round:
-        """Leave the previous round, join the next round, and return it when it is complete.
+        """Leave the previous round, join the next round, and return the new round when it is complete.
 
         Args:
             deadline: seconds on the monotonic clock.
@@ -105,13 +106,13 @@ class RendezvousClient:
         return self._get_implementation().count_waiting_nodes()
 
     def set_closed(self) -> None:
-        """Close the rendezvous for all nodes, since the job is over. No node can join any more. Raises StoreLostError."""
+        """Close the rendezvous for all nodes, because the job is over. No node can join any more. Raises StoreLostError."""
         if (store := self.get_job_store()) is not None:
             store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
         self._get_implementation().set_closed()
 
     def get_job_store(self) -> PrefixedStore | None:
-        """Return the part of the store that all rounds of the job share, or None if there is none."""
+        """Return the part of the store that all rounds of the job share, or None if there is no such part."""
         assert self._opened_store is not None, "call connect() first"
         return PrefixedStore(self._opened_store.connection, f"mpwatch.{self._rendezvous.run_id}")
 
@@ -120,7 +121,7 @@ class RendezvousClient:
         return self._implementation
 
     def cancel(self) -> None:
-        """Let `connect` and `join` raise CancelledError. Any thread may call this method.
+        """Make `connect` and `join` raise CancelledError. Any thread may call this method.
 
         A call that is in progress ends within 1 s. Later calls end at once.
         """
@@ -129,7 +130,8 @@ class RendezvousClient:
     def close(self) -> None:
         """Leave the round. Release all threads and sockets, and stop the store's server if this process runs it.
 
-        This takes at most 2 s, even if the network does not work. A blocked name resolution ends later by its own timeouts.
+        `close` takes at most 2 s, even if the network does not work. A name resolution that is blocked may end later, by its
+        own timeouts.
         """
         self.cancel()
         opened, implementation = self._opened_store, self._implementation
@@ -144,7 +146,7 @@ class RendezvousClient:
 
 
 def leave_within_limit(leave: Callable[[], object], connection: StoreConnection) -> None:
-    """Call `leave` on a thread. If the call takes too long, shut down the connection that it uses."""
+    """Call `leave` on a new thread. If the call takes too long, shut down the connection that it uses."""
     thread = threading.Thread(target=leave, name="mpwatch-leave", daemon=True)
     thread.start()
     thread.join(LEAVE_SECONDS)
@@ -158,7 +160,7 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
     """Keep the store open for nodes that are just leaving.
 
-    torch prints a page of C++ frames if its server ends during a call.
+    If torch's server ended during a call of these nodes, torch would print a page of C++ frames.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
     while has_other_nodes() and time.monotonic() < deadline:

@@ -1,12 +1,12 @@
-"""Let torch's rendezvous work if the clocks of hosts differ, or if a clock is set while the rendezvous runs.
+"""Make torch's rendezvous work even if the clocks of hosts differ, or if a clock is set while the rendezvous runs.
 
-torch's nodes write times of their clocks into the shared state. These are the last heartbeat of each node, and the end
-of the last call. torch compares these times with the clock of the host on which it runs. So torch would remove a live node
-whose clock is behind.
+torch's nodes write times of their own clocks into the shared state: the time of each node's last heartbeat, and the time at
+which the wait for more nodes ends. torch compares the times in the state with the clock of the host on which torch runs. So
+torch would remove a live node whose clock is behind.
 
-LocalClockBackend is between torch and the backend that keeps the state. It replaces each time of another clock by the time
-at which this node has first seen it, as measured by the monotonic clock. If torch has not changed a time, LocalClockBackend
-writes the original time back:
+LocalClockBackend is a layer between torch and the backend that keeps the state. LocalClockBackend replaces each time of
+another clock by the moment at which this node has first seen that time, measured by the monotonic clock. If torch has not
+changed a time, LocalClockBackend writes the original time back:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -25,7 +25,7 @@ from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State
 
 
 class _ForeignTime:
-    """A time of another node's clock, and the time at which this node has first seen it."""
+    """A time of another node's clock, and the moment at which this node has first seen this time."""
 
     def __init__(self, written: datetime, seen_at: float) -> None:
         self.written = written
@@ -35,7 +35,7 @@ class _ForeignTime:
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
         """Return the moment at which this node has first seen the time, as a time of the local clock. Add `later` to it.
 
-        If the local clock was set meanwhile, the result changes by the same amount.
+        If somebody sets the local clock to another time, the result changes by the same amount.
         """
         self.local = datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE) - timedelta(seconds=now - self.seen_at) + later
         return self.local
@@ -73,7 +73,7 @@ class LocalClockBackend(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Write the state with the original times of other nodes.
 
-        The backend compares the stored bytes with the bytes that it was given. So it knows whether the write was successful.
+        The backend compares the stored bytes with the bytes that it was given, to find out whether the write was successful.
         """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:

@@ -1,11 +1,11 @@
 """A RendezvousClient that uses a torch RendezvousHandler of the user, for `Agent(..., rdzv_handler=...)`.
 
 The user owns the handler. The handler numbers the nodes and gives them a store for each round. The settings of the handler
-say how many nodes must join and how long it waits. If the public methods of handlers are not enough, comments explain the
-workaround.
+say how many nodes must join and how long the handler waits. Where the public methods of handlers are not enough, comments in
+the code explain the workaround.
 
-Guarantee: this node never waits for a round longer than until its deadline. If a call of the handler is still in progress
-when the node leaves, the call ends by the handler's timeouts, on a separate thread. The result of the call is then undone.
+Guarantee: this node waits for a round until the deadline at most. If the node leaves during a call of the handler, this call
+goes on in a separate thread until the handler's own timeout. The result of a call that ends so late is undone.
 """
 
 import math
@@ -45,7 +45,7 @@ LATE_JOIN_HINT = (
 
 
 class CustomHandlerClient(RendezvousClient):
-    """The rendezvous of one node by means of a user's handler. See RendezvousClient.
+    """The rendezvous of one node, with a handler of the user. See RendezvousClient.
 
     Args:
         rendezvous: the options. Endpoint, backend and backend options are not used.
@@ -62,7 +62,7 @@ class CustomHandlerClient(RendezvousClient):
         self._description = f"job {handler.get_run_id()!r}, which meets by a rendezvous handler ({self.backend})"
 
     def connect(self, deadline: float) -> None:
-        """Do nothing, since the handler is connected already. Raises CancelledError."""
+        """Do nothing, because the handler is connected already. Raises CancelledError."""
         Deadline(deadline, self._cancelled).seconds_left(0)
 
     def join(
@@ -73,7 +73,10 @@ class CustomHandlerClient(RendezvousClient):
         expected_nodes: float = math.inf,  # noqa: ARG002  the handler counts the nodes itself
         wait_report: WaitReport | None = None,  # noqa: ARG002  how many nodes the handler waits for is not known
     ) -> Round:
-        """See RendezvousClient. The handler decides for which nodes it waits. Its other exceptions are raised unchanged."""
+        """See RendezvousClient. The handler decides for which nodes it waits.
+
+        Unexpected exceptions of the handler are raised unchanged.
+        """
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
         self._release_connection()
@@ -128,7 +131,7 @@ class CustomHandlerClient(RendezvousClient):
         self._get_connection().call(self._handler.set_closed)
 
     def get_job_store(self) -> None:
-        """Return None, since there is no store before the first round."""
+        """Return None, because there is no store before the first round."""
 
     def close(self) -> None:
         """Leave the round. The handler stays open. If the owner of the handler shuts it down, no node can join any more."""
@@ -147,8 +150,8 @@ class CustomHandlerClient(RendezvousClient):
     def _leave_rendezvous(self) -> None:
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node in the next round.
 
-        torch has no public way to leave without closing the rendezvous for all nodes. With any other handler the other nodes
-        wait until the handler counts this node as lost.
+        torch has no public method that removes one node without closing the rendezvous for all nodes. If the handler is of
+        another class, the other nodes wait until the handler counts this node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):

@@ -1,8 +1,8 @@
 """Find the store with plain sockets, before torch connects to the store.
 
-torch's client reports an error as pages of C++ frames. If the listener is not a store, the client waits without limit. So
-this module first checks whether the name can be resolved, whether a program listens there, and whether this program is a
-store. Each check is bounded and can be cancelled. Each error text names a remedy.
+torch's client reports an error as pages of C++ frames. If another program listens at the endpoint, torch's client waits
+without limit. So this module first checks whether the name can be resolved, whether a program listens at the endpoint, and
+whether this program is a store. Each check has a time limit and can be cancelled. Each error text names a remedy.
 
 This module does not import torch.
 """
@@ -58,7 +58,7 @@ class StoreAddress:
 
 
 class ProbeResult(Enum):
-    """The answer of a listening program to a probe."""
+    """The result of a probe: what the program that listens has answered."""
 
     STORE = auto()
     NO_ANSWER = auto()
@@ -92,7 +92,7 @@ def _get_addresses(endpoint: Endpoint, flags: int) -> list[SocketAddress]:
 
 
 def is_local_address(address: SocketAddress) -> bool:
-    """Return whether this machine has this address, that is, whether a socket can be bound to the address."""
+    """Return whether this address belongs to this machine, so that a socket can be bound to the address."""
     family, (host, _, *rest) = address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -103,11 +103,11 @@ def is_local_address(address: SocketAddress) -> bool:
 
 
 def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.socket:
-    """Return a socket that listens at the endpoint. Raises OSError. Its errno is EADDRINUSE if the port is taken.
+    """Return a socket that listens at the endpoint. Raises OSError, with the errno EADDRINUSE if the port is taken.
 
     If the endpoint is an address of this machine, the socket listens only at this address. If the endpoint is a name, the
-    socket listens at all addresses, since other machines may resolve the name to another address. For example, Debian
-    resolves a machine's own name to a loopback address.
+    socket listens at all addresses of this machine, because other machines may resolve the name to another address. For
+    example, Debian resolves a machine's own name to a loopback address.
     """
     if local_address and local_address[1][0] == endpoint.host:
         return socket.create_server(local_address[1], family=local_address[0], backlog=socket.SOMAXCONN)

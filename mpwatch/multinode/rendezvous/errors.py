@@ -2,7 +2,10 @@
 
 
 class StoreLostError(Exception):
-    """The store cannot be reached any more, or contains data that no node writes. The text names the store and the cause."""
+    """The store cannot be reached any more, or contains data that no node writes.
+
+    The error text names the store and the cause.
+    """
 
 
 class CancelledError(Exception):

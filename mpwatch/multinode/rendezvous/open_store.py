@@ -1,7 +1,7 @@
-"""Open the store of a rendezvous. Serve the store, or wait until another node serves it, and connect to it.
+"""Open the store of a rendezvous. Serve the store, or connect to the store as soon as another node serves it.
 
-Opening may take until the deadline. The node that serves the store may start later than the others, and its name may become
-known even later. This module imports torch.
+Opening the store may take until the deadline. The node that serves the store may start later than the other nodes, and name
+servers may know the node's name even later. This module imports torch.
 """
 
 import time
@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """The connection to a store, and facts about this node's connection."""
+    """The connection of this node to a store, and facts about this connection."""
 
     connection: StoreConnection
     endpoint: Endpoint
@@ -67,7 +67,7 @@ def open_store(rendezvous: Rendezvous, deadline: Deadline) -> OpenedStore:
 
 
 class _StoreOpener:
-    """Tries to open the store until that succeeds or the deadline has passed.
+    """Tries to open the store until a try succeeds or the deadline has passed.
 
     Args:
         endpoint: where the store is.
@@ -126,7 +126,7 @@ class _StoreOpener:
         return OpenedStore(connection, endpoint, True, endpoint.host, None)
 
     def _connect_on_this_machine(self, local_address: SocketAddress | None, deadline: Deadline) -> OpenedStore | None:
-        """If another node on this machine serves the store at the port, connect to this node."""
+        """If another node on this machine serves the store at the port, connect to that node."""
         endpoint = self._endpoint
         if self._is_host or local_address is None:
             raise LaunchError(

@@ -44,7 +44,7 @@ LEAVE_TRIES = 20  # a try fails if another node has written the state meanwhile
 
 @dataclass
 class WaitReport:
-    """Reports once that a join has to wait, since too few nodes have joined."""
+    """Reports once that this node waits, because too few nodes have joined."""
 
     due_at: float
     """When to report it, in seconds of CLOCK_MONOTONIC."""
@@ -53,7 +53,7 @@ class WaitReport:
     is_done: bool = False
 
     def check(self, count: int) -> None:
-        """Report that so many nodes have joined if it is time."""
+        """If it is time, report that `count` nodes have joined."""
         if not self.is_done and time.monotonic() >= self.due_at:
             self.is_done = True
             self.report(count)
@@ -63,8 +63,8 @@ class WaitReport:
 class Round:
     """One round of the job, as this node sees it.
 
-    If a node leaves at the moment at which the round forms, the nodes may see different sizes. Then the size that the leader
-    sees is correct. The leader is the node with group rank 0.
+    If a node leaves at the moment at which the round forms, the nodes may see different sizes. In this case the size that
+    the leader sees is correct. The leader is the node with group rank 0.
     """
 
     store: PrefixedStore
@@ -73,19 +73,19 @@ class Round:
     group_world_size: int
 
     def mark_as_left(self) -> None:
-        """Count this node as one that has left. It does not use the store after that."""
+        """Count this node as one that has left. After that, this node does not use the store."""
         with suppress(StoreLostError):
             self.store.add(LEFT_KEY, 1)
 
     def has_other_nodes(self) -> bool:
-        """Return whether any node of this round has not left yet. Such a node is leaving now, or was lost."""
+        """Return whether any other node of this round is still leaving, or was lost."""
         with suppress(StoreLostError):
             return self.store.add(LEFT_KEY, 0) < self.group_world_size
         return False
 
 
 class _NoRoomError(Exception):
-    """The deadline of a node has passed, and the job still has no room for the node. torch would wait without limit."""
+    """A node's deadline has passed, and the job still has no room for it. torch itself would wait without limit."""
 
 
 class _CheckedBackend(RendezvousBackend):
@@ -177,10 +177,10 @@ class DynamicRendezvous:
             raise _NoRoomError
 
     def _last_call(self) -> timedelta:
-        """Return how long a round waits for more nodes when the minimum number of nodes has joined.
+        """Return how long a round waits for more nodes after the minimum number of nodes has joined.
 
-        The time is zero if all expected nodes have joined, unless another node waits to join. A node that was not in the
-        previous round does not count as expected.
+        The time is zero if all expected nodes have joined and no other node waits to join. After the first round, only nodes
+        of the previous round count as expected nodes.
 
         Raises LaunchError if the store has an invalid number of expected nodes.
         """
@@ -246,12 +246,12 @@ class DynamicRendezvous:
             raise StoreLostError(f"rendezvous at {self._opened_store.endpoint}: {reason}") from error
 
     def leave(self) -> None:
-        """Stop the heartbeats and remove this node, so that no node waits for it. This call can block as the store does."""
+        """Stop the heartbeats and remove this node, so that no node waits for it. This call blocks if the store blocks."""
         self._handler.stop_heartbeats()
         self._remove_this_node()
 
     def has_other_nodes(self) -> bool:
-        """Return whether the state contains other nodes after this node has left. These nodes are leaving, or were lost."""
+        """After this node has left, return whether the state still contains nodes, which are leaving or were lost."""
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
             return response is not None and bool(load_state(response[0]).last_heartbeats)
@@ -274,7 +274,7 @@ class DynamicRendezvous:
 class StaticRendezvous:
     """Rounds of nodes with fixed ranks. All nodes must join each round.
 
-    Each node increases the key `here/<rank>` in the store of the round. The round is complete when all keys exist.
+    Each node adds 1 to the key `here/<rank>` in the store of the round. The round is complete when all keys exist.
     """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore) -> None:
@@ -324,7 +324,7 @@ class StaticRendezvous:
         )
 
     def count_waiting_nodes(self) -> int:
-        """Return 0, since no nodes can join a static job later. Raises StoreLostError."""
+        """Return 0, because no nodes can join a static job later. Raises StoreLostError."""
         return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:
@@ -332,7 +332,7 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Return whether any node of the latest round has not left yet."""
+        """Return whether any other node of the latest round is still leaving, or was lost."""
         return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:

@@ -1,8 +1,8 @@
 """A connection to torch's store (`TCPStore`) that ends if the store does not answer, and that this process can shut down.
 
-torch's client waits for an answer in C++ without limit, even if the network does not work any more. With this module the
-kernel ends a connection without an answer, and the thread that closes the rendezvous can shut the connection down. torch's
-errors become StoreLostError.
+torch's client waits for an answer in C++ without limit, even if the network does not work any more. With this module, the
+kernel ends a connection on which no answer comes. The thread that closes the rendezvous can also shut the connection down.
+torch's errors become StoreLostError.
 """
 
 import os
@@ -42,7 +42,7 @@ _connect_lock = threading.Lock()
 
 
 class StoreConnection:
-    """One client of a store. All threads of a RendezvousClient share it.
+    """One client of a store. All threads of a RendezvousClient share the StoreConnection.
 
     Args:
         store: torch's store. If this process serves the store, the server ends when no reference to this object is left.
@@ -67,7 +67,8 @@ class StoreConnection:
     def get_store(self) -> Store:
         """Return the store for one call. Raises StoreLostError if the connection is closed.
 
-        Do not keep the reference, since it keeps the server of the store alive, even if only a traceback has it.
+        Do not keep the returned reference. Any reference keeps the server of the store alive, even a reference in a
+        traceback.
         """
         if self._store is None:
             raise self._make_error()
@@ -76,7 +77,8 @@ class StoreConnection:
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that uses the store.
 
-        Raises StoreLostError if the store cannot be reached. After that, each call raises it at once.
+        Raises StoreLostError if the store cannot be reached. After the connection is lost, each call raises StoreLostError
+        immediately.
         """
         # torch prints pages to stderr if it finds a closed connection, so it is not called in this case.
         if self._lost_reason is None and (reason := self._find_disconnect()):
@@ -100,7 +102,10 @@ class StoreConnection:
         )
 
     def _find_disconnect(self) -> str:
-        """Return the reason why a connection has ended, or "". This never waits, and leaves all received data to torch."""
+        """Return the reason why a connection has ended, or "".
+
+        Do not wait, and do not consume data that torch has to read.
+        """
         for connection in self._sockets:
             try:
                 if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -118,21 +123,21 @@ class StoreConnection:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection and release the store. If this process serves the store, its server ends."""
+        """End the connection and release the store. If this process serves the store, the server ends."""
         self.shut_down()
         self.release()
 
     def release(self) -> None:
-        """Release the store, but do not end the connection, since another owner still uses the store."""
+        """Release the store, but do not end the connection, because another owner still uses the store."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
 
 
 class PrefixedStore(Store):
-    """The part of a store whose keys have the same prefix. Its calls raise StoreLostError instead of torch's errors.
+    """The part of a store whose keys have the same prefix. The methods raise StoreLostError instead of torch's errors.
 
-    This object does not keep the server alive. When the connection is closed, all calls fail.
+    A PrefixedStore does not keep the store's server alive. When the connection is closed, all calls fail.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -147,11 +152,11 @@ class PrefixedStore(Store):
         self._call(PrefixStore.set, key, cast("str", value))  # torch's stubs do not mention bytes
 
     def get(self, key: str) -> bytes:
-        """Read a value. Call `check` first: if the key is missing, this blocks until the timeout of the connection."""
+        """Read a value. Call `check` first. If the key is missing, `get` blocks until the timeout of the connection."""
         return self._call(PrefixStore.get, key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0. Return the sum."""
+        """Add to a counter, and return the sum. A counter starts at zero."""
         return self._call(PrefixStore.add, key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -187,9 +192,9 @@ def open_tcp_store(
     silence_timeout: float,
     listener: socket.socket | None = None,
 ) -> StoreConnection:
-    """Connect to the store at the endpoint. If a listener is passed, serve the store there, too.
+    """Connect to the store at the endpoint. If a listener is passed, this process also serves the store.
 
-    This may take long, since torch resolves the name of the peer and does not report this.
+    This function may take long, because torch also resolves the name of the peer.
 
     Args:
         endpoint: the endpoint with the port. It is also used for error messages.
@@ -216,7 +221,7 @@ def open_tcp_store(
         return StoreConnection(store, sockets, endpoint)
 
     def end_stuck_connections(is_late: bool) -> None:
-        """End the connection that torch is making if the store does not answer, or if the deadline has passed.
+        """If the store does not answer or the deadline has passed, end the connection that torch is making.
 
         torch itself waits for an answer without limit.
         """
@@ -276,8 +281,8 @@ def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[
 def _list_sockets() -> set[tuple[int, int]]:
     """Return a set with the descriptor and the inode of each open socket of this process.
 
-    A descriptor alone is not enough, since its number is used again. If the system does not list descriptors, the set is
-    empty.
+    A descriptor alone is not enough, because the system uses the number of a closed descriptor again. If the system does not
+    list descriptors, the set is empty.
     """
     found = set()
     for folder in FD_FOLDERS:
@@ -318,7 +323,7 @@ def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
 def _duplicate_socket(fd: int) -> socket.socket:
     """Duplicate a socket. Raises OSError if the descriptor is not a socket any more.
 
-    Another thread may have closed the socket. Then its number may belong to another file now.
+    If another thread has closed the socket, the number of the descriptor may belong to another file now.
     """
     duplicate = os.dup(fd)
     try:

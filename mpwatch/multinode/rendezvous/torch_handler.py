@@ -1,9 +1,9 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- torch opens a store for the trainers on the first node of each round. The other nodes may wait in C++ for the address of
-  this store for minutes. mpwatch gives the ranks a new store for each attempt, so this handler opens no store.
-- torch polls the state once a second until a round has formed. This handler polls more often while it has not waited long.
-- Each join has separate timeouts.
+- torch opens a store for the trainers on the first node of each round. The other nodes may wait for minutes, in C++, for the
+  address of this store. mpwatch gives the ranks a new store for each attempt, so this handler opens no store.
+- torch polls the state once a second until a round has formed. This handler polls more often at the beginning of a wait.
+- Each join has its own timeouts.
 - If the store is lost, the heartbeat thread ends without a message.
 
 torch's private names come from torch_private.py.
@@ -55,19 +55,23 @@ class JoinTimeouts(RendezvousTimeout):
 
     @property
     def join(self) -> timedelta:
-        """The time until the deadline. It is always the present value, since torch may read it again in a join."""
+        """The time until the deadline.
+
+        The value is computed at each access, because torch may read it several times during a join.
+        """
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
     @property
     def last_call(self) -> timedelta:
-        """The time for which a round waits for more nodes when the minimum number of nodes has joined."""
+        """The time for which a round waits for more nodes after the minimum number of nodes has joined."""
         return timedelta(seconds=self.last_call_seconds)
 
 
 class _NodeIdGenerator(_NodeDescGenerator):
     """Makes the id of a node from its address, its pid and a random number.
 
-    The address and the pid are not enough, since two containers of one machine may have the same address and the same pids.
+    The address and the pid are not enough, because two containers of one machine may have the same address and the same
+    pids.
     """
 
     def generate(self, local_addr: str | None = None) -> Node:
@@ -75,7 +79,7 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """torch's executor of operations on the state. If torch would sleep for 1 s, it sleeps for `poll_interval`."""
+    """torch's executor of operations on the state. Where torch sleeps for 1 s, this executor sleeps for `poll_interval`."""
 
     def run(
         self,
@@ -97,7 +101,10 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 
 def poll_interval(waited: float, node_count: int) -> float:
-    """Return the seconds until a node polls the state again. This is about a tenth of the time that the node has waited."""
+    """Return the seconds until a node polls the state again.
+
+    The result is about a tenth of the time that the node has waited.
+    """
     return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, POLL_SHARE * waited, node_count / MAX_POLLS_PER_SECOND))
 
 
@@ -133,9 +140,9 @@ class Handler(DynamicRendezvousHandler):
 
 
 class _NullStore(Store):
-    """A store into which torch's handler writes the address of a store for the trainers. It keeps no values.
+    """A store that keeps no values.
 
-    mpwatch does not use such a store for the trainers.
+    torch's handler writes the address of a store for the trainers into this store. mpwatch does not use that address.
     """
 
     def set(self, key: str, value: str) -> None:

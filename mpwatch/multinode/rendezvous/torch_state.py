@@ -1,8 +1,8 @@
-"""Read and write the state that torch's dynamic rendezvous keeps in the store. It says which nodes are in the round.
+"""Read and write the state that torch's dynamic rendezvous keeps in the store. The state says which nodes are in the round.
 
-torch pickles this state, and unpickles any data in the store. This is the only pickle that nodes share. In this module a
-restricted unpickler reads the pickle, and creates objects of only the six classes that a state needs. Then this module
-checks the values, and gives torch a pickle that was made on this node.
+torch pickles the state, and would unpickle any data that it finds in the store. The state is the only pickle that nodes
+share. In this module a restricted unpickler reads the pickle, and creates only objects of the six classes that a state
+needs. Then this module checks the values, and gives torch a pickle that was made on this node.
 
 This module imports torch.
 """
@@ -51,7 +51,10 @@ def dump_state(state: State) -> bytes:
 
 
 def _check_state(state: State) -> None:
-    """Check the types of all parts. If a type is wrong, any exception may be raised, since `state` may be any object."""
+    """Check the types of all parts of a state.
+
+    If a type is wrong, the exception may be of any type, because `state` may be any object.
+    """
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))
     _require([type(part) for part in (state.participants, state.last_heartbeats)] == [dict, dict])

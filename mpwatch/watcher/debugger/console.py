@@ -8,7 +8,7 @@ The rank runs pdb. worker/debugger.py lists the messages. The console itself han
 `all COMMAND`. The console passes all other lines to the rank.
 
 While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
-output that it captures, and shows this output before the next prompt.
+captured output of the ranks, and shows this output before the next prompt.
 """
 
 import math
@@ -97,7 +97,7 @@ class RankSession:
                 self.wants_to_quit = True
 
     def take_output(self) -> str:
-        """Return the output that has not been shown yet, and delete it here."""
+        """Return the output that has not been shown yet, and remove this output from the session."""
         output, self.output = self.output, ""
         return output
 
@@ -229,7 +229,7 @@ class DebuggerConsole:
     def _choose(self) -> RankSession | None:
         """Return the session to show next, or None if no rank is at a prompt.
 
-        The current session has priority. After it comes the session of the lowest rank.
+        The current session has priority. The session of the lowest rank comes next.
         """
         if self._has_quit:
             return None
@@ -239,7 +239,7 @@ class DebuggerConsole:
         return min(stopped, key=lambda session: session.rank, default=None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the sessions of ranks that are at a prompt. Prompts of inspectors do not count."""
+        """Return the sessions of ranks that are at a prompt. The prompts of inspectors do not count."""
         return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
@@ -258,7 +258,7 @@ class DebuggerConsole:
             self._wait_for_prompt(session)
 
     def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
-        """Wait until these ranks are at a prompt again, have ended, or run for longer than `seconds`."""
+        """Wait until each of these ranks is at a prompt again or has ended. Wait for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
@@ -289,7 +289,10 @@ class DebuggerConsole:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _describe_running(self, rank: int) -> str:
-        """Return a text that says where this rank is. The rank has neither a prompt nor an inspector."""
+        """Return a text that says where this rank is.
+
+        Call this method only if the rank has neither a prompt nor an inspector.
+        """
         ranks = [status.rank for status in self._take_statuses()]
         if ranks and rank not in ranks:
             return f"there is no rank {rank} here, only {format_ranks(ranks)}"
@@ -334,7 +337,7 @@ class DebuggerConsole:
         return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
 
     def _describe_move(self, last: RankSession, new: RankSession) -> str:
-        """Return a line that says where the rank of the last prompt is, and which rank has the prompt now."""
+        """Return a line that says where the rank of the previous prompt is, and which rank has the prompt now."""
         now = f"now at rank {new.rank}: {new.place}"
         stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
         if stack is None:
@@ -376,7 +379,7 @@ class DebuggerConsole:
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show the output of the ranks, and then the output of pdb in this rank, which becomes the current one."""
+        """Show the output of all ranks, and then the output of pdb in this session. It becomes the current session."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:

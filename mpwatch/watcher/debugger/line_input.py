@@ -1,9 +1,10 @@
 """Read a line from the user, in a terminal or in a notebook. Runs in the main thread of the caller.
 
-`input` works in both, since IPython's kernel replaces it. In a terminal, `input` uses the readline module if Python has it,
-for editing, history and completion. While `input` waits, a thread watches the rank's socket. If the rank ends, that thread
-sends SIGURG to the main thread, and the handler of SIGURG raises PromptClosedError. The signal may come too late, when the
-calling program has its own handler back. SIGURG does no harm then, because its default action is to do nothing.
+`input` works in a terminal and in a notebook, because IPython's kernel replaces this function. In a terminal, `input` uses
+the readline module if Python has it, for editing, history and completion. While `input` waits, a thread watches the rank's
+socket. If the rank ends, that thread sends SIGURG to the main thread, and the handler of SIGURG raises PromptClosedError.
+The signal may come after the handler of the calling program was restored. A late SIGURG does no harm, because the default
+action of SIGURG is to do nothing.
 """
 
 import os
@@ -33,11 +34,14 @@ REPEAT_MS = 50
 
 
 class PromptClosedError(BaseException):
-    """The rank has ended while its prompt was open. IPython's kernel would log and ignore a subclass of Exception."""
+    """The rank has ended while its prompt was open.
+
+    This class is no subclass of Exception, because IPython's kernel would log and ignore such an exception.
+    """
 
 
 def explain_missing_prompt() -> str:
-    """Return the reason why this process cannot show a prompt. The text is empty if it can."""
+    """Return the reason why this process cannot show a prompt. The text is empty if this process can show a prompt."""
     if threading.current_thread() is not threading.main_thread():
         return "the run was started in a thread that is not the main thread of its program"
     if in_notebook():
@@ -51,7 +55,7 @@ def explain_missing_prompt() -> str:
 
 
 class LineInput:
-    """A context manager that reads the user's lines, from the first prompt of an interaction to the last prompt.
+    """A context manager that reads the lines that the user types at the prompts of one interaction.
 
     Args:
         commands: passes the modes of the terminal to the guardian, which restores them if this process is killed.
@@ -76,7 +80,7 @@ class LineInput:
         self._resources.close()
 
     def read(self, prompt: str, socket: int, complete: Complete) -> str:
-        """Return the line, without its newline.
+        """Read one line from the user, and return this line without its newline.
 
         Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C. Raises PromptClosedError if the other end of the socket is
         closed.
@@ -113,7 +117,10 @@ class LineInput:
 
     @contextmanager
     def _terminal_modes(self) -> Iterator[None]:
-        """Restore the modes of the terminal at the end. The guardian process restores them if this process is killed."""
+        """Restore the modes of the terminal when the `with` block ends.
+
+        If this process is killed, the guardian process restores the modes.
+        """
         try:
             fd = sys.stdin.fileno()
             modes, path = termios.tcgetattr(fd), os.ttyname(fd)
@@ -143,7 +150,7 @@ def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
 
 @contextmanager
 def _own_history(readline: ModuleType, history: list[str]) -> Iterator[None]:
-    """Replace the history of readline by the lines of the debugger. Restore the user's own history at the end."""
+    """Replace the history of readline with the lines of the debugger. Restore the user's own history at the end."""
     others = [readline.get_history_item(number + 1) for number in range(readline.get_current_history_length())]
     _set_history(readline, history)
     try:

@@ -1,23 +1,25 @@
-"""Compares the collectives that all ranks have called, and decides which rank does not fit. Pure.
+"""Compares the collectives that all ranks have called, and decides which rank differs from the others. Pure.
 
 torch's flight recorder numbers the collectives of each process group. Ranks that work together call the same collective with
 the same number. Three things can be wrong:
 
-- MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call.
-  Such a call can never succeed.
-- ABSENT: ranks wait in a collective, and another rank of the process group has not called it. That rank may still call the
-  collective, unless the rank has returned.
-- CROSSED: ranks wait for one another in different collectives. These ranks may still go on if a call was asynchronous.
+- MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
+  collective with a mismatch can never succeed.
+- ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If this other
+  rank has not returned, it may still call the collective.
+- CROSSED: ranks wait for one another in different collectives. Such crossed ranks may still continue if one of their calls
+  was asynchronous.
 
-The minority of the ranks is blamed. If the minority is not certain, all ranks that differ are named and no rank is blamed.
+The minority of the ranks is blamed. If it is not certain which ranks are the minority, the verdict names all ranks that
+differ, and blames no rank.
 
 torch and mpwatch may number the ranks differently, because a program may make several worlds or number its processes
 itself. So each rank reports its number in its torch world. If two ranks report the same number, there is no verdict on that
 world. There is also no verdict on process groups whose ranks are unknown.
 
-torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But this needs torch in the process
-that compares. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So mpwatch makes
-its own comparison, and a test compares the verdicts of mpwatch and torch.
+torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But then the process that compares
+the dumps must import torch. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So
+mpwatch makes its own comparison, and a test compares the verdicts of mpwatch and torch.
 """
 
 import math
@@ -48,7 +50,7 @@ POINT_TO_POINT = {"send", "recv", "batch_isend_irecv"}
 
 
 class VerdictKind(Enum):
-    """In which way the collectives of the ranks do not fit together."""
+    """The way in which the collectives of the ranks do not fit together."""
 
     MISMATCH = auto()
     ABSENT = auto()
@@ -56,7 +58,7 @@ class VerdictKind(Enum):
 
 
 class Group(NamedTuple):
-    """A process group with one of its backends. This object is equal on all ranks of the process group."""
+    """A process group together with one of its backends. This object is equal on all ranks of the process group."""
 
     name: str
     backend: str
@@ -75,7 +77,7 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 
 @dataclass(frozen=True)
 class CollectiveVerdict:
-    """A verdict on the ranks whose collectives do not fit together, with its text.
+    """A verdict on ranks whose collectives do not fit together, and the text of this verdict.
 
     Attributes:
         kind: in which way the collectives do not fit together.
@@ -104,12 +106,15 @@ class CollectiveVerdict:
 
     @property
     def finding(self) -> Finding:
-        """The kind, the process group and the number. Two verdicts with the same finding may blame different ranks."""
+        """The kind of the verdict, and the process group and number of the collective.
+
+        Two verdicts with the same finding may blame different ranks.
+        """
         return self.kind, self.group, self.sequence
 
     @property
     def cannot_end_well(self) -> bool:
-        """Whether the collective can never end, whatever the other ranks do."""
+        """Whether the collective can never succeed, whatever the other ranks do."""
         return self.kind is VerdictKind.MISMATCH or self.have_returned
 
 
@@ -134,18 +139,21 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits, or else its last collective, or None if it has called no collective."""
+    """Return the collective in which the rank waits. If the rank does not wait, return its last collective, or None."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
-    """Return the warning that ranks have waited `seconds` for other ranks. It says where the other ranks are."""
+    """Return the warning that ranks have waited `seconds` for other ranks. The warning says where the other ranks are."""
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
-    """Return for each world a dict from torch's ranks to mpwatch's ranks. Leave out worlds with two equal rank numbers."""
+    """For each world, return a dict from torch's rank numbers to mpwatch's rank numbers.
+
+    A world in which two ranks report the same number is left out.
+    """
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
     for rank, answer in answers.items():
@@ -173,7 +181,7 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 class _GroupTable:
-    """Numbers the process groups, since their tuples of ranks are slow to compare and to hash.
+    """Gives each process group a number, because comparing and hashing the tuples of ranks is slow.
 
     Args:
         worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
@@ -200,7 +208,7 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return the ranks (mpwatch's numbers) in a collective's process group that have answered."""
+        """Return those ranks of a collective's process group that have answered. These are mpwatch's rank numbers."""
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
@@ -213,7 +221,7 @@ class _GroupTable:
 
 
 class _RankCalls:
-    """The collectives of one rank by their keys, the oldest first, and the last number in each group."""
+    """The collectives of one rank by their keys, with the oldest first, and the highest number in each process group."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, Collective] = {}
@@ -229,7 +237,7 @@ class _RankCalls:
         return next(reversed(self.by_key.values()), None)
 
     def has_not_called(self, key: Key, *, has_all: bool) -> bool:
-        """Return whether the rank has certainly not called the collective. RankCollectives explains `has_all`."""
+        """Return True if it is certain that the rank has not called the collective. RankCollectives explains `has_all`."""
         number = self.last_numbers.get(key[0])
         return has_all if number is None else number < key[1]
 
@@ -327,7 +335,10 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase about what each camp of ranks has called. It follows the names of the first camp's ranks."""
+    """Return a phrase that says what each camp has called. A camp is a group of ranks with the same call.
+
+    The phrase stands after the names of the ranks of the first camp.
+    """
     parts = []
     for camp in camps:
         call = called[camp[0]]
@@ -362,7 +373,8 @@ def _find_absent(
 ) -> list[CollectiveVerdict]:
     """Return the verdicts on collectives in which ranks wait for a rank that has not called the collective.
 
-    Ranks that have returned come first, and then the longest wait. Ranks that wait for one another come last.
+    Verdicts on ranks that have returned come first, and then the verdict with the longest wait. The verdict on ranks that
+    wait for one another comes last.
     """
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
@@ -390,7 +402,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives in which ranks wait only for ranks that wait in another collective of the returned list."""
+    """Return the collectives of `keys` whose absent ranks all wait in other collectives of the returned list."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]
@@ -400,7 +412,10 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
-    """Return the call in which the rank waits. If there are several, return the first one with a known source line."""
+    """Return the call in which the rank waits.
+
+    If the rank waits in several calls, return the first call whose source line is known.
+    """
     pending = [call for call in answer.collectives if _is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 

@@ -3,13 +3,14 @@
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
-- a rank died after the messages that the watcher read before the death;
-- a rank died before the messages that the watcher read after the death in the same wake-up.
+- A death is later than the time stamps of all messages that the watcher read before it noticed the death.
+- A death is earlier than the time stamps of the messages that the watcher read later in the same wake-up.
 
-Example: a rank raises because another rank died. Its message is later than that death, even if the watcher wakes up late.
+Example: a rank raises because another rank died. The message of the rank that raises has a later time than the death, even
+if the watcher wakes up late.
 
-The time stamp of a message may be much older than its arrival. So the time of a death is never set before the first signal
-from the watcher to that rank. Otherwise a rank that the watcher killed could look as if it had died first.
+A message may arrive much later than its time stamp. So the time of a death is never earlier than the first signal that the
+watcher sent to the dead rank. Otherwise a rank that the watcher killed could look as if it had died first.
 """
 
 import math
@@ -30,12 +31,15 @@ class DeathClock:
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
-        """Set the time of a death to now. `record_message` may move it to an earlier time."""
+        """Set the time of a death to now. `record_message` may replace this time with an earlier time."""
         observed.died_at = time.monotonic()
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Move the deaths of this wake-up before this message. `stamp` is the time at which the rank sent it."""
+        """Make the times of this wake-up's deaths earlier than the time of this message.
+
+        `stamp` is the time at which the rank sent the message.
+        """
         limit = stamp
         for earliest, observed in reversed(self._deaths):
             assert observed.died_at is not None

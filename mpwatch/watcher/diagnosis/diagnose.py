@@ -2,16 +2,17 @@
 
 These rules choose the root cause among several failures. A rule decides only if the rules before it leave a tie:
 
-1. A failure before the watcher began to stop the ranks comes before a later failure.
-2. A rank's own failure comes before a secondary failure, which only reports that a peer was lost or late
-   (peer_errors.py). The times do not matter here, because a rank that is about to fail often closes its connections first.
-3. The earlier failure comes first. The time of an exception is when the rank caught it. For the time of a death, see
-   death_order.py.
+1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
+2. A rank's own failure has priority over a secondary failure, which only reports that a peer was lost or late
+   (peer_errors.py). The times of these failures do not matter, because a rank that is about to fail often closes its
+   connections before it fails.
+3. The earlier failure has priority. The time of an exception is the time at which mpwatch caught the exception in the rank.
+   For the time of a death, see death_order.py.
 
-If all failures only report that a peer was late, the rank that was missing is to blame: see stragglers.py.
+If all failures only report that a peer was late, the missing rank is to blame: see stragglers.py.
 
-Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time.
-Apart from that, the diagnosis is pure.
+Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time. Apart from
+this unpickling, the diagnosis is pure.
 """
 
 import signal
@@ -126,7 +127,7 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
 
 
 class LoadedValue(NamedTuple):
-    """A return value, or the error because of which it cannot be rebuilt."""
+    """A return value, or the error that prevented mpwatch from rebuilding this value."""
 
     value: Any
     error: BaseException | None
@@ -161,7 +162,7 @@ def build_success(
 ) -> RunResult[Any] | None:
     """Return the result of a call in which each rank has returned, or None if a value cannot be rebuilt.
 
-    If the result is None, use `diagnose`.
+    If this function returns None, call `diagnose`.
 
     Args:
         workers: the ranks.
@@ -186,7 +187,8 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict has ended the attempt, it stays. The last answers of the ranks can only add ranks to this verdict.
+    If a verdict has ended the attempt, this function keeps that verdict. The last answers of the ranks can only add ranks to
+    the verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -194,12 +196,15 @@ def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict |
 
 
 def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectives]:
-    """Return a dict from each rank that has reported its collectives to its report."""
+    """Return the collectives of each rank that has reported them, as a dict from ranks to RankCollectives."""
     return {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """Mark the last collective of each rank that has lost a peer as WAITING, since torch marks it as completed."""
+    """Mark the last collective of each rank that has lost a peer as WAITING.
+
+    torch has already marked this collective as completed.
+    """
     for rank, observed in attempt.ranks.items():
         answer = observed.collectives
         lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
@@ -220,7 +225,7 @@ def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that lost a connection, possibly to a peer.
+    """Return the ranks that lost a connection which may have led to a peer.
 
     Call this before `drop_payloads`.
     """
@@ -228,7 +233,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 
 
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
-    """Return the failures of the ranks to blame if ranks on other nodes timed out waiting for them.
+    """Return a failure for each rank of this node that probably kept ranks on other nodes waiting.
 
     These ranks had not failed, and were not waiting in a collective when the watcher stopped them.
     """
@@ -245,9 +250,9 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the failures that another failure explains, marked as secondary.
+    """Return the failures that another failure explains, and mark them as secondary.
 
-    These are failures that may be related to a peer: a broken connection (POSSIBLY_PEER), or a text about a peer (HINT).
+    Only two kinds of failures are considered: a broken connection (POSSIBLY_PEER), and a text about a peer (HINT).
     """
     peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
     deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
@@ -271,15 +276,19 @@ def _get_peer_error(attempt: AttemptObservations, rank: int) -> PeerErrorKind | 
 
 
 def _was_reported(failure: ProcessFailure) -> bool:
-    """Return whether the time of the failure does not depend on when the watcher noticed a death."""
+    """Return whether the time of the failure is exact.
+
+    The time of a death is not exact, because the watcher notices a death late.
+    """
     return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
 
 
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
-    """Return whether the collectives that did not fit are the root cause, because no rank has failed for its own reason.
+    """Return whether the verdict on the collectives explains all failures.
 
-    gloo ends a rank by abort() if its peers send another number of bytes. Such an end is a consequence of a mismatch. A rank
-    that is only late cannot break a connection. So such a rank is the cause only if other ranks have timed out.
+    The verdict does not explain a rank's own failure. gloo ends a rank by abort() if a peer sends more bytes than the rank
+    expects. Such an abort is a consequence of a mismatch. A rank that is only late cannot break a connection. So a late rank
+    is the cause only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -293,7 +302,7 @@ def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: Col
 
 
 def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
-    """Return all failures: the known failures, which are now secondary, and the failures of the ranks to blame."""
+    """Return all failures: the known failures, which become secondary, and the new failures of the ranks to blame."""
     blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
     latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
     at = latest if attempt.stopped_at is None else attempt.stopped_at
@@ -307,7 +316,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return for each rank that has answered the collective in which it waited, or else its last collective."""
+    """Return a dict from ranks to the collectives in which they waited, or else to their last collectives."""
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()
@@ -316,7 +325,7 @@ def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
 
 
 def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict | None) -> Failures:
-    """Return the hangs: ranks that were silent for too long, or that kept their peers waiting until these timed out."""
+    """Return the hangs: ranks that were silent for too long, or that kept their peers waiting until the peers timed out."""
     at = attempt.stopped_at
     if at is None:
         return {}
@@ -335,9 +344,10 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return the hangs of the silent ranks (at their last heartbeat), and of the ranks for which silent ranks waited.
+    """Return the hangs of the silent ranks, and of the ranks for which silent ranks waited.
 
-    A rank that waits for another rank is its victim, even if the other rank sent heartbeats.
+    The hang of a silent rank begins at its last heartbeat. If a silent rank waits for another rank, the silent rank is the
+    victim, even if the other rank sent heartbeats.
     """
     assert attempt.stopped_at is not None
     stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout
@@ -367,7 +377,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """Return whether the rank was running when the watcher stopped the ranks.
 
-    A silent rank counts even if it has returned meanwhile, because its silence is the reason for the stop.
+    A silent rank counts as running even if it has returned meanwhile, because its silence is the reason for the stop.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False
@@ -409,7 +419,7 @@ def _get_reason(
     states: Mapping[int, WorkerState],
     verdict: CollectiveVerdict | None,
 ) -> str:
-    """Return a sentence on what ended the attempt. The text is empty if it was the failure of a rank."""
+    """Return a sentence on what ended the attempt. The text is empty if the failure of a rank ended the attempt."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:

@@ -1,7 +1,7 @@
-"""Builds the ProcessFailure of one rank from what the watcher observed of it. Runs in the caller's thread.
+"""Builds the ProcessFailure of one rank from what the watcher observed of the rank. Runs in the caller's thread.
 
 `find_failure` is the entry point. diagnose.py decides which failure is the root cause, and which failures are consequences.
-This module marks a failure as secondary only if a lost or late peer has certainly caused it (peer_errors.py).
+This module marks a failure as secondary only if a lost or late peer has certainly caused the failure (peer_errors.py).
 """
 
 import signal
@@ -39,15 +39,15 @@ def is_crash(exit_code: int | None) -> bool:
 
 
 def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
-    """Return whether this time is before the watcher began to stop the ranks."""
+    """Return whether `at` is earlier than the time at which the watcher began to stop the ranks."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
     """Return whether this rank returned in time.
 
-    A value that was returned after the watcher began to stop the ranks does not count, because the function may have ended
-    by the signal. After a timeout, a value that the watcher received too late does not count either.
+    If the function returned after the watcher began to stop the ranks, the value does not count, because a signal may have
+    ended the function. After a timeout, a value that the watcher received too late does not count either.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -85,7 +85,10 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    """Return which error about another rank has ended a rank that died. None means that the rank may have died by itself."""
+    """Return the kind of peer error that has ended a dead rank.
+
+    None means that the rank may have died for its own reason.
+    """
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
     backend = collective.backend if collective is not None and is_waiting else ""
@@ -103,7 +106,7 @@ def build_hang(
 def build_mismatch(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, before: ProcessFailure | None
 ) -> TimedFailure:
-    """Build the failure of a rank that called another collective than its peers.
+    """Build the failure of a rank that called a different collective from its peers.
 
     `before` is the failure that the mismatch has caused in this rank. The new failure has the same exception, exit code and
     stack.
@@ -131,7 +134,7 @@ def build_unloadable_value(
 
 
 def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
-    """Return an exception that says that a return value of this type raised `error` when the caller rebuilt it."""
+    """Return an exception that says that `error` was raised when the caller rebuilt a return value of the type `kind`."""
     explained: BaseException
     is_of_system = isinstance(error, OSError | MemoryError) or type(error) is RuntimeError  # the last one is torch's
     if is_of_system and is_resource_shortage(error):
@@ -144,7 +147,10 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 
 
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
-    """Return the death of a rank that had returned, if other ranks were still running and may have needed it."""
+    """Return the death of a rank that had already returned, if other ranks were still running.
+
+    Those ranks may have needed the dead rank.
+    """
     if (
         observed.died_at is None
         or attempt.stopped_at is None
@@ -156,10 +162,10 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 
 
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
-    """Return whether the watcher did not cause this death.
+    """Return True if the rank died by itself, or False if the watcher caused the death.
 
-    While the watcher stops the ranks, this holds for a crash, and for a SIGKILL that the watcher did not send.
-    A signal that stops the run may have reached the ranks, too, since some schedulers send it to all processes.
+    While the watcher stops the ranks, the result is True only for a crash, and for a SIGKILL that the watcher did not send.
+    Other signals do not count, because some schedulers send the signal that stops the run to all processes.
     """
     if is_before_stop(attempt, at):
         return True
@@ -196,12 +202,15 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 
 
 def _get_exit_status(code: object) -> int:
-    """Return the status that a shell shows for sys.exit(code). Return 1 instead of 0, since sys.exit(256) is no success."""
+    """Return the status that a shell shows for sys.exit(code).
+
+    Return 1 instead of 0, because sys.exit(256) is no success.
+    """
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
-    """Build the failure of a rank that reported that its function raised, but never sent the exception."""
+    """Build the failure of a rank whose function raised an exception that the rank never sent."""
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)

@@ -77,9 +77,10 @@ class RankObservations:
     """When the watcher sent the first signal to the rank."""
 
     def add_collectives(self, answer: RankCollectives) -> None:
-        """Store the rank's collectives. Keep the earlier answer if the rank has not called more collectives since then.
+        """Store the rank's collectives.
 
-        An earlier answer may have the source line that waits for a call. When the call has failed, no line waits any more.
+        If the rank has called no collective since its earlier answer, keep the earlier answer. The earlier answer may have
+        the source line that waits for a collective. When that collective has failed, no source line waits for it any more.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -127,7 +128,7 @@ class AttemptObservations:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt, which is the number of earlier starts of these ranks."""
+        """The number of this attempt: how often these ranks had been started before."""
         return next(iter(self.ranks.values())).worker.restart_count
 
     @property
@@ -137,7 +138,7 @@ class AttemptObservations:
 
     @property
     def unused_heartbeat_timeout(self) -> float | None:
-        """The `heartbeat_timeout`, if it has not applied to any rank: none has sent a heartbeat or a report."""
+        """The `heartbeat_timeout` if it did not apply, because no rank has sent a heartbeat or a report. Otherwise None."""
         beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
@@ -149,8 +150,8 @@ class AttemptObservations:
     def drop_payloads(self) -> None:
         """Free the bodies of the ranks' answers, which may be large.
 
-        The observations may live much longer than the attempt. The live view needs the kind and time of each answer, so they
-        stay.
+        The observations may live much longer than the attempt. The kind and the time of each answer stay, because the live
+        view needs them.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:

@@ -5,11 +5,13 @@ A rank that died of a SIGKILL that the watcher did not send is a *suspect*. Ther
 1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If the log can be read, only the
    log decides: the OOM killer has killed exactly the suspects that the log names. The log can be read only with the
    necessary rights, and only if this process sees the kernel's own pids. In most containers the log cannot be read.
-2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. The counter is used if
-   the log cannot be read:
-   - If the counter rose by at least the number of suspects of one wake-up, this proves that all of them were killed so.
-   - If the counter rose by less, the OOM killer is the likely cause.
-   - If only the counter of the whole machine (/proc/vmstat) exists and rose, the OOM killer is the likely cause.
+2. The counter `oom_kill` of this process's memory cgroup counts the kills. The kernel increments the counter before it kills
+   a process. The counter is used if the log cannot be read:
+   - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
+     them.
+   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause.
+   - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
+     likely cause.
 
 If the counter shows more kills than suspects, other processes of the memory cgroup were killed, such as DataLoader workers.
 """
@@ -34,7 +36,7 @@ KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+
 class OomDetector:
     """Compares the evidence of OOM kills with the evidence at an earlier moment.
 
-    Use it as a context manager, and enter it before the ranks are started.
+    Use an OomDetector as a context manager, and enter the context before the ranks are started.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
@@ -57,7 +59,7 @@ class OomDetector:
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
         """Record the suspects of one wake-up, and the present values of the counters.
 
-        Call this right after the deaths, so that the rise of the counters belongs to these ranks.
+        Call this method right after the deaths. Then the rise of the counters belongs to these ranks.
         """
         killed = list(suspects)
         if not killed:
@@ -74,9 +76,10 @@ class OomDetector:
         self._suspects += killed
 
     def resolve_suspects(self) -> str:
-        """Look up the suspects in the kernel's log, if it can be read. Call this when ranks have ended.
+        """Look up the suspects in the kernel's log, if it can be read. Call this method when ranks have ended.
 
-        Return text that shows that processes other than the ranks were killed since the last call, or an empty text.
+        If processes other than the ranks were killed since the last call, return a text with the evidence. Otherwise the
+        text is empty.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)
@@ -108,7 +111,10 @@ def _describe_rise(file: str, times: int) -> str:
 
 
 def _open_log() -> int | None:
-    """Open the kernel's log at its end. Return None if it cannot be read, or if this process does not see the log's pids."""
+    """Open the kernel's log at its end.
+
+    Return None if the log cannot be read, or if its pids are not those of this process's PID namespace.
+    """
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
             return None
@@ -134,5 +140,5 @@ def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
 
 
 def _find_kills(lines: Iterable[str]) -> dict[int, str]:
-    """Return the log's text about each process that was killed for memory, by pid."""
+    """Return the log's texts about the processes that the OOM killer killed, as a dict from pids to texts."""
     return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

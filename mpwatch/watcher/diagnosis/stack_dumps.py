@@ -3,8 +3,8 @@
 The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
 - When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. A block with the head
-  OTHER_THREADS_HEAD says that stacks were left out. faulthandler writes the stack of the main thread. The pipe has one of
-  these texts, or both of them mixed. The end of a text is missing if it has not come in time, or if the pipe was full.
+  OTHER_THREADS_HEAD says that stacks were left out. faulthandler writes the stack of the main thread. The pipe contains
+  one of these two texts, or a mixture of both. The end of a text is missing if it has not come in time, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME. Only the stack of a
@@ -57,13 +57,13 @@ class StackDumpParser:
         self._data += data[: MAX_BYTES - len(self._data)]
 
     def mark_ready(self, main_thread: int) -> None:
-        """Record that the rank is ready. Earlier text is output of the interpreter, and later text is stacks."""
+        """Record that the rank is ready. Earlier text in the pipe is output of the interpreter, and later text is stacks."""
         self.main_thread = main_thread
         self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
     def start_dump(self) -> None:
-        """Record that the watcher asks the rank for stacks. The text that follows is the answer."""
+        """Record that the watcher asks the rank for stacks. The text that follows in the pipe contains these stacks."""
         self._dump_start = len(self._data)
         self.dump_count += 1
 
@@ -80,11 +80,11 @@ class StackDumpParser:
             self._dump_start = None
 
     def is_dump_pending(self) -> bool:
-        """Return whether requested stacks have not come completely yet."""
+        """Return whether stacks were requested, and are not complete yet."""
         return self._dump_start is not None and not self.is_complete()
 
     def is_unanswered(self, request: int) -> bool:
-        """Return whether nothing has come since the watcher asked for stacks. The first request has number 1."""
+        """Return whether no text has come since this request for stacks. The first request has number 1."""
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
@@ -111,9 +111,10 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames. A child that the rank forked may have written it.
+        """The stack of the last crash, without mpwatch's frames. A forked child of the rank may have written this stack.
 
-        Python 3.14 and newer add native frames. Of these, only the frames between the crash and the interpreter are kept.
+        Python 3.14 and newer add native frames. This text keeps only the native frames between the crash and the
+        interpreter.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -135,9 +136,11 @@ class StackDumpParser:
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split the text since the request: the main thread's stack by Python, its stack by faulthandler, other threads.
+        """Split the text that has come since the request into three parts.
 
-        Text after a whole stack from faulthandler is left out, because Python wrote it later, when the C code had ended.
+        The parts are the main thread's stack in Python's text, the main thread's stack in faulthandler's text, and the
+        stacks of the other threads. If faulthandler's text has a complete stack before Python's text begins, all text after
+        this stack is left out. Python wrote that text later, after the C code had ended.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -181,9 +184,9 @@ def _is_whole(stack: str) -> bool:
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
-    """Remove the frames of mpwatch that called the function, and the frames of a signal handler that was writing stacks.
+    """Remove mpwatch's frames that called the user's function, and the frames of a signal handler that was writing stacks.
 
-    A thread without other frames is left out, and so is a thread of mpwatch's own.
+    Threads without any other frames are left out. mpwatch's own threads are left out, too.
     """
     blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
     # a head alone has no frames
@@ -193,7 +196,8 @@ def cut_frames_of_mpwatch(stacks: str) -> str:
 def add_source_lines(stacks: str, started_at: float) -> str:
     """After each frame, add its line of source code, if the line is known.
 
-    Files that were changed after `started_at` (seconds since 1970) are left out, since the rank runs an earlier version.
+    If a file was changed after `started_at` (seconds since 1970), its lines are left out, because the rank runs an earlier
+    version of the file.
     """
     lines = []
     for line in stacks.splitlines():
@@ -206,7 +210,7 @@ def add_source_lines(stacks: str, started_at: float) -> str:
 
 
 def _is_thread_of_mpwatch(block: str) -> bool:
-    """Whether mpwatch has started this thread for itself, and the thread runs no user code."""
+    """Whether this thread belongs to mpwatch, and runs no user code."""
     frames = list(parse_frames(block)) if block.startswith("Thread ") else []
     target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
     is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
@@ -214,7 +218,7 @@ def _is_thread_of_mpwatch(block: str) -> bool:
 
 
 def _cut_at_rank_main(block: str) -> str:
-    """Return the stack without the frames from the rank's main module outwards."""
+    """Return the stack without the frames of the rank's main module and of the code that called this module."""
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line), len(lines))
     return "\n".join(lines[:end])
@@ -228,10 +232,10 @@ def _cut_dump_handler(block: str) -> str:
 
 
 def _find_crashed_native_frames(native_stack: str) -> list[str]:
-    """Return the frames between the crash and the interpreter. The list is empty if the interpreter itself has crashed.
+    """Return the native frames between the crash and the interpreter.
 
-    The stack begins with frames of the interpreter, whose signal handler writes the stack. A frame of libc follows, which
-    has called the handler.
+    If the interpreter itself has crashed, the list is empty. The stack begins with frames of the interpreter, whose signal
+    handler writes the stack. The next frame is the frame of libc that has called the signal handler.
     """
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""

@@ -3,8 +3,8 @@
 A rank that waits in a collective is the victim of a rank that is not in this collective. A rank is blamed only if another
 rank is in a collective and one of these facts is certain:
 
-- The blamed rank was outside of any collective.
-- The blamed rank was in another collective than the majority.
+- The blamed rank was in no collective.
+- The blamed rank was in a different collective from the majority of the ranks.
 """
 
 import re
@@ -31,7 +31,7 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks for which the other ranks wait. The set is empty if these ranks are not certain."""
+    """Return the ranks for which the other ranks wait. The set is empty if it is not certain which ranks these are."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -44,10 +44,10 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks to blame for the silent ranks. The set is empty if these ranks are not certain.
+    """Return the ranks to blame for the silent ranks. The set is empty if it is not certain which ranks are to blame.
 
-    Silent ranks are blamed first. A rank that sends heartbeats is blamed only if all silent ranks wait in the same
-    collective.
+    Silent ranks are blamed before other ranks. A rank that sends heartbeats is blamed only if all silent ranks wait in the
+    same collective.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -73,7 +73,7 @@ def get_stacks_or_state(observed: RankObservations) -> str:
 
 
 def describe_blocked_process(observed: RankObservations) -> str:
-    """Return why the rank's process cannot write stacks at this moment. The text is empty if it can."""
+    """Return why the rank's process cannot write stacks at this moment. The text is empty if no reason is known."""
     return BLOCKED_STATES.get(observed.process_state, "")
 
 
@@ -96,7 +96,7 @@ def _get_collective(observed: RankObservations) -> str:
 
 
 def _find_collective(stacks: str) -> str:
-    """Return the torch.distributed function in which the first of these threads was, or an empty text."""
+    """Return the torch.distributed function in which the first thread was, or an empty text if there is no such function."""
     for frame in parse_frames(stacks):
         if any(part in frame.file for part in COLLECTIVE_FILES) and CHECKPOINT_FILES not in frame.file:
             return frame.function
