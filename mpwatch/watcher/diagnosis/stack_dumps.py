@@ -4,7 +4,8 @@ The pipe is the rank's stderr while the interpreter starts. When the rank is rea
 
 - When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. A block with the head
   OTHER_THREADS_HEAD says that stacks were left out. faulthandler writes the stack of the main thread. The pipe contains
-  one of these two texts, or a mixture of both. The end of a text is missing if it has not come in time, or if the pipe was full.
+  one of these two texts, or a mixture of both. The end of a text is missing if it has not come in time, or if the pipe was
+  full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME. Only the stack of a
