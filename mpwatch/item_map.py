@@ -16,6 +16,7 @@ import errno
 import os
 import platform
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -26,7 +27,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields, replace
 from logging import WARNING
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
@@ -37,13 +38,18 @@ from mpwatch.options.validation import check_count, check_flag
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
+from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import RunResult
 from mpwatch.run_handle import CallHandle
 from mpwatch.watcher.diagnosis.diagnose import load_value
+from mpwatch.watcher.end_signals import EndSignals
 from mpwatch.watcher.item_queue import ItemQueue, Task
+from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.pack_call import pack_items
+from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
+from mpwatch.watcher.run import log_last_report
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.item_channel import ItemKind, TokenPipe, open_item_channel, receive_message, send_message
 from mpwatch.wire.messages import MAX_DESCRIPTORS
@@ -239,6 +245,7 @@ class _Feed:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.handle: CallHandle[None] | None = None  # the call of `serve_items`; None: there is none
+        self.called_at = 0.0  # CLOCK_MONOTONIC: when this call was made
         self.channel: socket.socket | None = None
         self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
         self.has_loaded = False  # whether its call has loaded the function
@@ -267,15 +274,32 @@ class _Feed:
         return tasks
 
 
+class _EndedBySignalError(Exception):
+    """A signal that ends the program has come, and has stopped the calls of the group."""
+
+    def __init__(self, signum: int, handles: Sequence[CallHandle[Any]]) -> None:
+        super().__init__(signum)
+        self.signum = signum
+        self.handles = handles
+
+
 class _ItemGroup(WorkerGroup):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            super().__exit__(kind, error, trace)
+            # after a signal, the calls are being stopped already, and another interrupt would kill the ranks at once
+            super().__exit__(kind, None if isinstance(error, _EndedBySignalError) else error, trace)
         except BaseException:  # a second Ctrl-C
             for handle in list(self._handles):
                 handle.interrupt()
             self.close()
             raise
+
+    def end_by_signal(self, signum: int) -> NoReturn:
+        """Stop all calls as this signal to the program stops a call in the main thread. Do not wait for their end."""
+        handles = [handle for handle in list(self._handles) if not handle.cancel()]
+        for handle in handles:
+            handle.interrupt(signum, InterruptCause.SIGNAL)
+        raise _EndedBySignalError(signum, handles)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
         """Set the bytes that the guardian process writes to a terminal if this process is killed. None: no bytes."""
@@ -329,6 +353,7 @@ class ItemMap:
         self._view: ItemView
         self._selector: selectors.BaseSelector
         self._wakeup: WakeupPipe
+        self._end_signals: EndSignals
 
     def run_in_order(self) -> Generator[Any, None, None]:
         """Yield the value or ItemFailure of each item, in the order of the items."""
@@ -342,12 +367,25 @@ class ItemMap:
 
     def run(self) -> Generator[IndexedValue, None, None]:
         """Yield the index of each item with its value or ItemFailure, in the order in which they arrive."""
+        try:
+            yield from self._run()
+            return
+        except _EndedBySignalError as error:
+            end = error
+        calls = [handle.result() for handle in end.handles if handle.exception() is None]
+        result = merge_results_of_calls([*calls, RunResult(WorkerState.STOPPED, reason=format_signal(end.signum))])
+        log_last_report(result)
+        signal.raise_signal(end.signum)
+        raise make_error(result)  # the program has set a handler meanwhile
+
+    def _run(self) -> Generator[IndexedValue, None, None]:
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
             # A fork of this program may close it, which changes nothing here. It would with epoll.
             self._selector = stack.enter_context(selectors.PollSelector())
             self._wakeup = stack.enter_context(closing(WakeupPipe()))
             self._selector.register(self._wakeup, selectors.EVENT_READ)
+            self._end_signals = EndSignals(self._wakeup.wake)
             stack.callback(self._close_feeds)
             self._view = self._make_view()
             stack.callback(self._close_view)
@@ -405,6 +443,7 @@ class ItemMap:
             raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
         feed.has_loaded = feed.takes_items = False
         self._selector.register(feed.channel, selectors.EVENT_READ, feed)
+        feed.called_at = time.monotonic()
         handle = feed.handle = self._group.submit(
             serve_items, args=(feed.rank_end, feed.tokens), kwargs={"fn": self._fn}, ranks=feed.rank
         )
@@ -460,7 +499,11 @@ class ItemMap:
         waits = [0.0] if outcomes else []
         waits += [due_at - now] if due_at is not None and due_at > now else []  # else it waits for a free rank
         waits += [] if (seconds := self._view.seconds_to_next_update) is None else [seconds]
-        for key, _ in self._selector.select(min(waits, default=None)):
+        with self._end_signals.defer():
+            ready = self._selector.select(min(waits, default=None))
+        if self._end_signals.received is not None:
+            self._group.end_by_signal(self._end_signals.received)
+        for key, _ in ready:
             if key.data is None:
                 self._wakeup.drain()
             else:
@@ -540,6 +583,7 @@ class ItemMap:
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Return the ItemFailure of an item that has failed with this error. The call of `serve_items` goes on."""
         worker = self._group.workers[feed.rank]
+        elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -549,9 +593,10 @@ class ItemMap:
             exit_code=1,
             exception=error,
             summary=f"{type(error).__name__}: {error}",
+            elapsed=elapsed,
         )
         result: RunResult[None] = RunResult(
-            WorkerState.FAILED, failures={worker.rank: failure}, root_cause=failure, workers=(worker,)
+            WorkerState.FAILED, failures={worker.rank: failure}, root_cause=failure, workers=(worker,), elapsed=elapsed
         )
         return self._fail(task, failure, result)
 

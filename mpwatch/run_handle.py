@@ -4,6 +4,7 @@ Each run or call has its own thread.
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Generator
@@ -18,6 +19,7 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 from mpwatch.watcher.run import BlockingCall
 from mpwatch.watcher.running_calls import add_call
@@ -45,17 +47,17 @@ class _Handle(Future[RunResult[T]]):
         self._lock = threading.RLock()  # a signal handler may cancel or stop the call
         self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
         self._is_ending = False
-        self._is_stopped = False
+        self._interrupt: tuple[int, InterruptCause] | None = None  # the first one, which may come before `_call`
         self._stop_cause = ""  # of the first request to stop; empty: there was none
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
-    def interrupt(self) -> None:
-        """Stop the call as `stop` does, but do not wait for the end of the call."""
+    def interrupt(self, signum: int = signal.SIGINT, cause: InterruptCause = InterruptCause.STOP) -> None:
+        """Stop the call as `stop` does, or as a signal to this program does. Do not wait for the end of the call."""
         with self._lock:
-            self._is_stopped = True
+            self._interrupt = self._interrupt or (signum, cause)
             if (call := self._call) is not None:
-                call.signals.stop()
+                call.signals.post_interrupt(signum, cause)
 
     def request_stop(self) -> None:
         """Ask the ranks to save and return. Then `should_stop` returns True on all ranks at the same step.
@@ -118,8 +120,8 @@ class _Handle(Future[RunResult[T]]):
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
             self._call = call
-            if self._is_stopped:
-                call.signals.stop()
+            if self._interrupt is not None:
+                call.signals.post_interrupt(*self._interrupt)
             elif self._stop_cause:
                 call.signals.request_stop(self._stop_cause)
 
@@ -235,7 +237,7 @@ class RunHandle(_Handle[T]):
         except RuntimeError as error:
             raise LaunchError(with_remedy("the run cannot have a thread of its own", error)) from error
         except BaseException:
-            self._is_stopped = True
+            self._interrupt = (signal.SIGINT, InterruptCause.STOP)
             if has_come_up(self._thread):
                 self.stop()
             raise

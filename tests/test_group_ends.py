@@ -132,7 +132,7 @@ def test_ranks_that_answer_to_ctrl_c_stay(ignores, after):
         assert output.startswith(tuple(f"interrupted\nall ranks are restarted: {reason}" for reason in reasons))
         assert output.endswith("\nFalse\n")
     else:
-        assert output == "interrupted\nTrue\n"
+        assert output.startswith("interrupted\nTrue\n")  # on a busy machine, a warning of a slow exit may follow
 
 
 @in_own_process

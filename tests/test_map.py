@@ -236,8 +236,10 @@ def test_a_value_that_cannot_be_rebuilt():
     failure = outcomes.pop(1)
     assert outcomes == [0, 2, 3, 4]
     assert "1 cannot be rebuilt" in str(failure)
-    with pytest.raises(ItemFailedError, match="1 cannot be rebuilt"):
+    assert failure.failure.elapsed > 0
+    with pytest.raises(ItemFailedError, match="1 cannot be rebuilt") as caught:
         list(mpwatch.map(fn.make_bad_value, range(5), 2))
+    assert caught.value.result.elapsed == caught.value.result.root_cause.elapsed > 0
 
 
 @pytest.mark.parametrize("chunksize", [1, 3])

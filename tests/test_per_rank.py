@@ -86,8 +86,10 @@ def test_it_can_be_pickled():
 
 
 def test_a_wrong_number_of_values():
-    with pytest.raises(ValueError, match=r"^kwargs\['plus'\] is a PerRank of 1 values, but there are 2 ranks$"):
+    with pytest.raises(ValueError, match=r"^kwargs\['plus'\] is a PerRank of 1 value, but there are 2 ranks$"):
         mpwatch.run(functions.double, 2, args=(1,), kwargs={"plus": PerRank([1])})
+    with pytest.raises(ValueError, match=r"^args\[0\] is a PerRank of 2 values, but there is 1 rank$"):
+        mpwatch.run(functions.double, 1, args=(PerRank([1, 2]),))
 
 
 @pytest.mark.parametrize("value", [[PerRank([1, 2])], PerRank([1, PerRank([1, 2])])])

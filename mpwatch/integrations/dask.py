@@ -140,9 +140,9 @@ class DaskEngine:
             return ""
         needs = f" with {self._resources}" if self._resources else ""
         return (
-            f"the Dask cluster has {count} suitable workers for {self._least} nodes of the job: each node needs a worker of"
-            f" its own{needs}, on a host of its own if there are several hosts. Start more workers, ask for fewer nodes, or"
-            " list workers of any host in `workers`"
+            f"the Dask cluster has a suitable worker for {count} of {self._least} nodes of the job: each node needs a worker"
+            f" of its own{needs}, on a host of its own if there are several hosts. Start more workers, ask for fewer nodes,"
+            " or list workers of any host in `workers`"
         )
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":

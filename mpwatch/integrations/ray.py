@@ -110,7 +110,8 @@ class RayEngine:
             self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         if self._refs or self._group.wait(WAIT_SECONDS):
             return ""
-        return f"the Ray cluster has no room for {self._least} nodes with {self.bundle} each; see `ray status`"
+        nodes = f"the nodes of the job ({self._least}, with {self.bundle} each)"
+        return f"the Ray cluster has no room for {nodes}; see `ray status`"
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
         """Execute the call in a Ray task, on a node of its own."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
+from mpwatch.results.report import format_count
 from mpwatch.wire.pickling.per_rank import PerRank
 
 __all__ = ["PerRank", "check_per_rank", "find_per_rank", "format_argument"]
@@ -54,8 +55,7 @@ def spread_per_rank(
         count = len(value.values)
         if count not in (len(ranks), nprocs):
             called = f", of which {len(ranks)} are called" if len(ranks) < nprocs else ""
-            values = f"{count} value{'s' * (count != 1)}"
-            raise ValueError(f"{format_argument(key)} is a PerRank of {values}, but there are {nprocs} ranks{called}")
+            raise ValueError(f"{_compare(key, count, nprocs)}{called}")
         by_rank = dict(zip(range(nprocs) if count == nprocs else ranks, value.values, strict=True))
         spread[key] = PerRank([by_rank[rank] if rank in ranks and rank in by_rank else None for rank in range(nprocs)])
     return (
@@ -74,8 +74,12 @@ def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, 
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}
     for key, value in found.items():
-        name = format_argument(key)
         if not is_multi_node and len(value.values) != nprocs:
-            raise ValueError(f"{name} is a PerRank of {len(value.values)} values, but there are {nprocs} ranks")
+            raise ValueError(_compare(key, len(value.values), nprocs))
         if len(counts) > 1:
             raise ValueError(f"all PerRank arguments of a call must have the same number of values, not {sorted(counts)}")
+
+
+def _compare(key: int | str, count: int, nprocs: int) -> str:
+    values = f"{format_argument(key)} is a PerRank of {format_count(count, 'value')}"
+    return f"{values}, but there is 1 rank" if nprocs == 1 else f"{values}, but there are {nprocs} ranks"

@@ -125,7 +125,7 @@ class HostSignals:
         # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
         self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
         handlers = list_python_handlers()
-        without_handler = run_until_handler_raises(partial(_find_signals_without_handler, handlers))
+        without_handler = run_until_handler_raises(partial(find_signals_without_handler, handlers))
         stopping = self._find_host_handlers(self._stop_signals, handlers)
         forwarded = self._find_host_handlers(self._forward_signals, handlers)
         self._host_handlers = stopping | forwarded | handlers | without_handler
@@ -208,10 +208,6 @@ class HostSignals:
         """Stop the ranks as SIGTERM does, because the program ends and does not wait for this daemon thread."""
         self._is_ended_by_program = True
         self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
-
-    def stop(self) -> None:
-        """Stop the ranks as Ctrl-C does, because another thread has called `stop` of a RunHandle or a CallHandle."""
-        self.post_interrupt(signal.SIGINT, InterruptCause.STOP)
 
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
         """Wait until a signal or the watcher thread wakes up this thread, but at most `seconds`. None means no limit.
@@ -363,7 +359,7 @@ def _can_be_woken(fd: int) -> bool:
         return False
 
 
-def _find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
+def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
     """Return the signals to take over that have no handler in the calling program, each with SIG_DFL or SIG_IGN.
 
     These are the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the calling program, and a

@@ -129,6 +129,11 @@ def _prepare(
     return watcher_thread, pending_call
 
 
+def log_last_report(result: RunResult[Any]) -> None:
+    """Log the report before a signal ends the program."""
+    log_now(logging.WARNING, "%s", format_report(replace(result, ended_ranks=())))  # there will be no next call
+
+
 class BlockingCall:
     """Makes a caller's thread wait for the watcher thread. A BlockingCall is used only once.
 
@@ -257,7 +262,7 @@ class BlockingCall:
             if observations.interrupt_cause is InterruptCause.STOP_TIMEOUT:
                 self.signals.defer_stop_signal(observations.signum)
         if result.state is not WorkerState.SUCCEEDED and self.signals.will_end_program():
-            log_now(logging.WARNING, "%s", format_report(replace(result, ended_ranks=())))  # there will be no next call
+            log_last_report(result)
         try:
             self.signals.deliver_received()
         except BaseException as error:

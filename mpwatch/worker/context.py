@@ -91,8 +91,8 @@ def choose_part(count: int) -> int:
     if count == worker.local_world_size:
         return worker.local_rank
     raise ValueError(
-        f"a PerRank has {count} values, but the job has {worker.world_size} ranks, and this node {worker.local_world_size}; "
-        "pass one value for each rank of the job, or one for each rank of this node"
+        f"the number of values of a PerRank is {count}, but the number of ranks is {worker.world_size} in the job, and "
+        f"{worker.local_world_size} on this node; pass one value for each rank of the job, or one for each rank of this node"
     )
 
 

@@ -29,7 +29,7 @@ from collections import deque
 from contextlib import suppress
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
-from mpwatch.wire.messages import STACKS_END
+from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost frames
 MAX_NAME = 500  # characters, as in faulthandler
 MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
+LEFT_OUT_STACKS = f"\n{OTHER_THREADS_HEAD}\n  (their stacks are left out: all stacks together exceed 64 KiB)\n".encode()
 
 _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has chosen another file
 
@@ -112,7 +113,7 @@ class StackWriter:
         """Write the stacks. `frame` is the innermost frame of the main thread."""
         stack = _format_stack("Current thread", self._main_thread, frame)
         self._write(stack)  # at once: the watcher sees that the answer has begun
-        room = MAX_BYTES - len(stack) - len(STACKS_END)
+        room = MAX_BYTES - len(stack) - len(LEFT_OUT_STACKS) - len(STACKS_END)
         others = []
         frames = sys._current_frames()
         # A variable that refers to this frame would keep the frame alive, with all frames and variables of the main thread.
@@ -121,6 +122,7 @@ class StackWriter:
             stack = b"\n" + _format_stack("Thread", thread, innermost)
             room -= len(stack)
             if room < 0:
+                others.append(LEFT_OUT_STACKS)
                 break
             others.append(stack)
         self._write(b"".join(others) + STACKS_END)

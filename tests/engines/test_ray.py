@@ -132,7 +132,9 @@ def test_ctrl_c_three_times_releases_the_resources(monkeypatch):
 
 @pytest.mark.usefixtures("cluster")
 def test_a_cluster_that_has_no_room_is_named():
-    with pytest.raises(mpwatch.LaunchError, match=r"the Ray cluster has no room for 3 nodes .* has waited for 1 s"):
+    with pytest.raises(
+        mpwatch.LaunchError, match=r"the Ray cluster has no room for the nodes of the job \(3, .* has waited for 1 s"
+    ):
         run(functions.report_pid, 2, nodes=3, queue_timeout=1.0)
 
 

@@ -386,9 +386,7 @@ def test_several_tasks_on_a_node_are_an_error(slurm, tmp_path):
     executor = make_executor(tmp_path, "slurm")
     executor.update_parameters(nodes=1, tasks_per_node=2)
     job = executor.submit(Job(report_pid, 2))
-    with pytest.raises(
-        submitit.core.utils.FailedJobError, match="the job has 2 tasks on 1 nodes, but mpwatch needs one task"
-    ):
+    with pytest.raises(submitit.core.utils.FailedJobError, match="the number of its nodes is 1, but mpwatch needs one task"):
         job.results()
 
 

@@ -67,7 +67,7 @@ def test_values_for_the_ranks_of_the_job_or_of_a_node(job):
 def test_values_for_another_number_of_ranks(job):
     nodes = job.start_several(2, tasks.get_argument, 2, per_rank=["a", "b", "c"])
     for node in nodes:
-        assert "a PerRank has 3 values, but the job has 4 ranks, and this node 2" in node.outcome().text
+        assert "a PerRank is 3, but the number of ranks is 4 in the job, and 2 on this node" in node.outcome().text
 
 
 def test_nodes_may_differ_in_their_roles(job):

@@ -64,7 +64,7 @@ def test_an_exception_of_a_handler_stops_the_run_and_is_raised():
     ("args", "names"),
     [
         ((), ("accelerators.py", "cgroups.py", "read_process_state", "_is_open", "reserve_port", "CommandQueue.__init__")),
-        ((), ("HostSignals.restore", "_find_signals_without_handler")),
+        ((), ("HostSignals.restore", "find_signals_without_handler")),
         (("cannot be pickled",), ("run_until_handler_raises", "_HandlerWatch.replace", "_HandlerWatch.restore")),
     ],
 )

@@ -154,9 +154,18 @@ def test_ctrl_c_twice_while_a_program_waits_for_the_run_of_a_thread():
     end_soon(program, signal.SIGINT)
 
 
+MAP = "list(mpwatch.map(lambda _: work(), range(2), 2, grace_period=5))"
+
+
 @pytest.mark.parametrize(
     ("number", "call"),
-    [(signal.SIGTERM, RUN), (signal.SIGHUP, RUN), (signal.SIGTERM, "mpwatch.WorkerGroup(2, grace_period=5).run(work)")],
+    [
+        (signal.SIGTERM, RUN),
+        (signal.SIGHUP, RUN),
+        (signal.SIGTERM, "mpwatch.WorkerGroup(2, grace_period=5).run(work)"),
+        (signal.SIGTERM, MAP),
+        (signal.SIGHUP, MAP),
+    ],
 )
 def test_sigterm_and_sighup_end_the_program_after_its_ranks(number, call):
     """The report is shown before, since no exception has it."""

@@ -11,7 +11,7 @@ from random import Random
 from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.wire.messages import STACKS_END
-from mpwatch.worker.stack_dumps import INNERMOST_FRAMES, OUTERMOST_FRAMES, register_stack_dumps
+from mpwatch.worker.stack_dumps import INNERMOST_FRAMES, LEFT_OUT_STACKS, OUTERMOST_FRAMES, register_stack_dumps
 from support.programs import in_own_process
 
 
@@ -142,7 +142,9 @@ def test_the_main_thread_is_seen_if_the_stacks_do_not_fit_into_the_pipe():
     for thread in threads:
         thread.start()
     has_started.wait()
-    main = recurse(200, StackPipe().dump).partition("\n\n")[0]
+    main, *others = recurse(200, StackPipe().dump).split("\n\n")
+    assert others[-1] == LEFT_OUT_STACKS.decode().strip()
+    assert 0 < len(others) - 1 < 20
     assert main.startswith("Current thread ")
     inner, outer = main.split("  ...\n")
     assert inner.count("in recurse") == INNERMOST_FRAMES - 1

@@ -96,8 +96,8 @@ class Job:
         is_local = task.cluster == "local"
         if not is_local and task.num_nodes != nodes:
             raise ValueError(
-                f"the job has {nodes} tasks on {task.num_nodes} nodes, but mpwatch needs one task a node, and starts the "
-                "ranks there itself; call executor.update_parameters(tasks_per_node=1)"
+                f"the number of tasks of the job is {nodes}, and the number of its nodes is {task.num_nodes}, but mpwatch "
+                "needs one task a node, and starts the ranks there itself; call executor.update_parameters(tasks_per_node=1)"
             )
         host = "127.0.0.1" if is_local else task.hostnames[0]
         port = self._port or 20_000 + zlib.crc32(task.job_id.encode()) % 10_000

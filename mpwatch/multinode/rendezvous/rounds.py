@@ -214,7 +214,7 @@ class DynamicRendezvous:
         prefix = f"rendezvous of job {rendezvous.run_id!r} at {self._opened_store.endpoint}"
         if has_no_room:
             return (
-                f"{prefix}: the job has {rendezvous.max_nodes} nodes, which is its maximum, and none of them has left in"
+                f"{prefix}: the job has its maximum number of nodes ({rendezvous.max_nodes}), and none of them has left in"
                 f" {seconds:.1f} s. To allow more nodes, give all nodes a larger nnodes=(min, max)"
             )
         if not self._joined_count and self._state.complete:

@@ -2,12 +2,14 @@
 
 The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
-- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. faulthandler writes the
-  stack of the main thread. The pipe contains one of these two texts, or a mixture of both. The end of a text is missing if
-  it has not come in time, or if the pipe was full.
+- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. A block with the head
+  OTHER_THREADS_HEAD says that stacks were left out. faulthandler writes the stack of the main thread. The pipe contains
+  one of these two texts, or a mixture of both. The end of a text is missing if it has not come in time, or if the pipe was
+  full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
-All stacks list the innermost frame first. worker/stack_dumps.py is the code in the rank.
+All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME. Only the stack of a
+greenlet ends with another frame. worker/stack_dumps.py is the code in the rank.
 
 Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
 """
@@ -20,18 +22,18 @@ from itertools import dropwhile, pairwise, takewhile
 
 from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
 from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
-from mpwatch.wire.messages import STACKS_END
+from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "
 NATIVE_DUMP_HEAD = "Stack"  # faulthandler does not name the thread
-STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack)\b.*\(most recent call first\):$", re.MULTILINE)
+STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack|Other threads)\b.*\(most recent call first\):$", re.MULTILINE)
 THREAD_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 END_LINE = STACKS_END.decode()
 MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
 MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
 CUT_STACK = "  (the rest of this stack is missing)"
 MISSING_STACK = "  (its stack is missing)"
-MISSING_THREADS = "Other threads (most recent call first):\n  (not all of their stacks have come)"
+MISSING_THREADS = f"{OTHER_THREADS_HEAD}\n  (not all of their stacks have come)"
 CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
@@ -92,7 +94,7 @@ class StackDumpParser:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
             return True
-        return _is_whole_main_stack(self._split_dump()[1])
+        return _reaches_outermost_frame(self._split_dump()[1])
 
     @property
     def dump(self) -> str:
@@ -100,7 +102,7 @@ class StackDumpParser:
         python_stack, native_stack, others = self._split_dump()
         head = f"Current thread 0x{self.main_thread:016x}"
         main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
-        if main_stack and not _is_whole_main_stack(main_stack):
+        if main_stack and not _is_whole(main_stack):
             main_stack = main_stack.rstrip("\n") + f"\n{CUT_STACK}"
         if others and not main_stack:
             main_stack = f"{head} (most recent call first):\n{MISSING_STACK}"
@@ -148,11 +150,13 @@ class StackDumpParser:
         for start, end in pairwise([*starts, len(text)]):
             stack = text[start:end].partition(END_LINE)[0]
             thread = THREAD_HEAD.match(stack)
-            if thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
+            if stack.startswith(OTHER_THREADS_HEAD):
+                others.append(stack)
+            elif thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
                 continue  # the kernel has given the signal to this thread: see `send_signal_to_main_thread`
-            if thread is None:
+            elif thread is None:
                 native_stack = native_stack or stack
-                if not python_stack and _is_whole_main_stack(native_stack):
+                if not python_stack and _is_whole(native_stack):
                     break
             elif int(thread[1], 16) != self.main_thread:
                 others.append(stack)
@@ -164,9 +168,20 @@ class StackDumpParser:
         return bytes(self._data[start:]).decode(errors="replace")
 
 
-def _is_whole_main_stack(stack: str) -> bool:
+def _reaches_outermost_frame(stack: str) -> bool:
+    """Return whether no other frame of the main thread follows."""
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
+
+
+def _is_whole(stack: str) -> bool:
+    """Return whether the stack ends with a whole frame, which may be the outermost frame of a greenlet.
+
+    The rest of a stack is missing after half a line, and after a line such as "<invalid frame>" of faulthandler.
+    """
+    last_line = stack.rstrip("\n").rpartition("\n")[2]
+    ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None
+    return ends_with_frame or _reaches_outermost_frame(stack)
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:

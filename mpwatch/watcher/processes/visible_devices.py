@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.gpus import Gpu, list_amd_gpus, list_nvidia_gpus, may_have_unlisted_gpus
+from mpwatch.results.report import format_count
 
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 LEVEL_ZERO, SYCL = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
@@ -71,14 +72,14 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
         ValueError: there are fewer GPUs than ranks on this machine, or the number of GPUs is unknown.
     """
     ranks, count = worker.local_world_size, len(devices.entries)
-    need = f"visible_devices='own' needs a GPU for each of the {ranks} ranks of this machine"
+    need = f"visible_devices='own' needs {format_count(ranks, 'GPU')}, one for each rank of this machine"
     settings = ", ".join(f"{name}={env[name]!r}" for name in sorted(DEVICE_VARIABLES) if name in env)
     if devices.are_unknown:
         name = devices.variables[0]
         found = f", with {settings}" if settings else ""
         raise ValueError(f"{need}, but mpwatch cannot count the GPUs here{found}; set {name} to a list such as '0,1'")
     if count < ranks:
-        number = "there is no GPU" if not count else "there is only 1 GPU" if count == 1 else f"there are only {count} GPUs"
+        number = f"there {'is' if count == 1 else 'are'} only {format_count(count, 'GPU')}" if count else "there is no GPU"
         found = f" (the environment has {settings})" if settings else ""
         advice = f"use nprocs={count} at most, or leave visible_devices out" if count else "leave visible_devices out"
         raise ValueError(f"{need}, but {number} that the ranks can see{found}; {advice}")

@@ -33,30 +33,36 @@ def merge_results(
     results = [result for _, result in parts]
     if len(parts) == 1:
         return replace(results[0], keep_going=keep_going)
+    merged = merge_results_of_calls(results)
     final = [result for observations, result in parts if min(observations.ranks) not in restartable_groups]
     late = [(observations, result) for observations, result in parts if observations.stop_reason is StopReason.TIMED_OUT]
-    failures = _merge_dicts(result.failures for result in results)
-    states = _merge_dicts(result.worker_states for result in results)
-    state = _merge_states(results)
-    is_complete = state is WorkerState.SUCCEEDED
+    is_complete = merged.state is WorkerState.SUCCEEDED
+    return replace(
+        merged,
+        return_values=merged.return_values if is_complete or keep_going else {},
+        root_cause=None if late else _find_earliest_cause(final) or merged.root_cause,
+        keep_going=keep_going,
+        reason=_describe_stop_timeout(parts) or _describe_timeout(late) or merged.reason,
+    )
+
+
+def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
+    """Merge the results of calls of different ranks. There is at least one result."""
     return RunResult(
-        state=state,
-        return_values=_merge_dicts(result.return_values for result in results) if is_complete or keep_going else {},
-        failures=failures,
-        root_cause=None if late else _find_earliest_cause(final) or _find_earliest_cause(results),
+        state=_merge_states(results),
+        return_values=_merge_dicts(result.return_values for result in results),
+        failures=_merge_dicts(result.failures for result in results),
+        root_cause=_find_earliest_cause(results),
         workers=tuple(sorted((worker for result in results for worker in result.workers), key=lambda worker: worker.rank)),
-        worker_states=states,
+        worker_states=_merge_dicts(result.worker_states for result in results),
         progress=_merge_dicts(result.progress for result in results),
         stacks=_merge_dicts(result.stacks for result in results),
         collectives=_merge_dicts(result.collectives for result in results),
         helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
         log_dir=results[0].log_dir,
-        keep_going=keep_going,
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=next((result.stop_cause for result in results if result.stop_cause), ""),
-        reason=_describe_stop_timeout(parts)
-        or _describe_timeout(late)
-        or next((result.reason for result in results if result.reason), ""),
+        reason=next((result.reason for result in results if result.reason), ""),
     )
 
 

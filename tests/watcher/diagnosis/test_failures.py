@@ -78,7 +78,7 @@ def test_the_first_failure_is_reported(saboteur, nprocs, barrier):
     verdict, *others = str(error).splitlines()
     assert text in verdict
     assert re.search(r"ranks? .*: stopped by the watcher .*\(failing\.py:", others[-1])
-    assert set(error.stacks) == set(range(nprocs)) - {1}
+    assert set(error.stacks) - {1} == {0, *range(2, nprocs)}  # on a busy machine, rank 1 may still encode its exception
     assert (f" in {saboteur.__name__}" in root.stack) == (exit_code in CRASHES)
     assert error.failures == {1: root}
     assert error.result.return_values == {}

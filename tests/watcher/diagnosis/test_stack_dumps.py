@@ -35,6 +35,8 @@ OTHER = '\nThread 0x0000000000001000 (most recent call first):\n  File "threadin
 HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
 NATIVE_DUMP_HEAD = "Stack (most recent call first):\n"
 FRAMES = '  File "/home/me/train.py", line 3 in step\n'
+INVALID = FRAMES + "  <invalid frame>\n"
+GREENLET = FRAMES + '  File "/venv/site-packages/gevent/hub.py", line 647 in run\n'
 MPWATCH = f"{PACKAGE_FOLDER}/worker/collectives.py"
 THREADING = threading.__file__
 RANK_MAIN = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
@@ -153,7 +155,8 @@ def test_another_thread_is_never_called_the_main_thread():
 def test_an_incomplete_dump_says_what_is_missing():
     other = OTHER.strip()
     whole = WHOLE.strip()
-    assert parser_with(NATIVE_DUMP_HEAD + FRAMES).dump == f"{HEAD}{FRAMES}{CUT_STACK}"
+    assert parser_with(NATIVE_DUMP_HEAD + FRAMES[:20]).dump == f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}"
+    assert parser_with(NATIVE_DUMP_HEAD + INVALID).dump == f"{HEAD}{INVALID}{CUT_STACK}"
     assert parser_with(HEAD + FRAMES[:20]).dump == f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}\n\n{MISSING_THREADS}"
     assert parser_with(HEAD + FRAMES[:20] + OTHER + END).dump == f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}\n\n{other}"
     assert parser_with(WHOLE).dump == f"{whole}\n\n{MISSING_THREADS}"
@@ -163,6 +166,14 @@ def test_an_incomplete_dump_says_what_is_missing():
         assert cut_frames_of_mpwatch(parser_with(text).dump) == parser_with(text).dump
     stacks = Stacks({0: parser_with(OTHER).dump})
     assert str(stacks).startswith(f"rank 0:\n  main thread (most recent call first):\n  {MISSING_STACK}\n")
+
+
+@pytest.mark.parametrize(
+    "text", [HEAD + GREENLET + END, NATIVE_DUMP_HEAD + GREENLET, NATIVE_DUMP_HEAD + GREENLET + WHOLE + END]
+)
+def test_the_stack_of_a_greenlet_is_whole(text):
+    """It ends with the function of the greenlet, such as gevent's loop, and not with the outermost frame of the thread."""
+    assert parser_with(text).dump == HEAD + GREENLET.rstrip()
 
 
 def test_a_crash_comes_after_the_stacks():

@@ -174,5 +174,5 @@ def test_a_rank_sees_its_own_gpu_only(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
     with WorkerGroup(2, visible_devices="own") as group:
         assert list(group.run(bound_functions.get_devices)) == [["2", "0", "0"], ["1", "1", "1"]]
-    with pytest.raises(ValueError, match="a GPU for each of the 3 ranks of this machine, but there are only 2 GPUs"):
+    with pytest.raises(ValueError, match="3 GPUs, one for each rank of this machine, but there are only 2 GPUs"):
         mpwatch.run(bound_functions.get_devices, 3, visible_devices="own")

@@ -1,0 +1,61 @@
+"""Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
+
+The calls of `mpwatch.map` run in other threads, so HostSignals installs no signal handlers for them (host_signals.py). Here
+only those signals are deferred that would end the program without an exception. The waiting thread then stops the calls,
+logs the report and raises the signal again.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
+from mpwatch.watcher.handler_errors import run_until_handler_raises
+from mpwatch.watcher.host_signals import find_signals_without_handler
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class EndSignals:
+    """The signals that end the program.
+
+    Args:
+        wake: ends the wait. It is called in a signal handler.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.received: int | None = None
+        self._wake = wake
+        self._is_deferring = False
+        self._pid = os.getpid()
+        found = run_until_handler_raises(partial(find_signals_without_handler, list_python_handlers()))
+        self._candidates = [signum for signum in END_SIGNALS if found.get(signum) == signal.SIG_DFL]
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Defer the signals. Do nothing in other threads than the main thread, which cannot set signal handlers."""
+        is_in_main_thread = threading.current_thread() is threading.main_thread()
+        deferred = (
+            [signum for signum in self._candidates if get_handler(signum) == signal.SIG_DFL] if is_in_main_thread else []
+        )
+        try:
+            self._is_deferring = True
+            for signum in deferred:
+                set_handler(signum, self._receive)
+            yield
+        finally:
+            self._is_deferring = False  # if Ctrl-C prevents the rest, the handler does what SIG_DFL does
+            for signum in deferred:
+                if get_handler(signum) == self._receive:
+                    set_handler(signum, signal.SIG_DFL)
+
+    def _receive(self, signum: int, _: object) -> None:
+        if self._is_deferring and os.getpid() == self._pid:  # not in a child that another thread has forked
+            self.received = self.received or signum
+            self._wake()
+            return
+        set_handler(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
