@@ -10,7 +10,7 @@ job does not join. When the first other node has ended, the driver stops the lat
 
 Guarantees:
 
-- The driver sets no deadline in these cases: the job waits until the cluster starts a node, and `queue_timeout` is not set;
+- The driver sets no deadline in these cases: the job waits until a node has connected, and `queue_timeout` is not set;
   the ranks of a node are running; nodes wait for other nodes, with `join_timeout` as their limit; or the engine is sending
   the outcome of a node that has ended, which takes time if the outcome is large.
 - The job succeeds only if the outcome of every node with ranks has arrived.
@@ -52,7 +52,6 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 ROOM_PERIOD = 0.5  # seconds between two questions to the engine whether the cluster has room
-NO_NODE = "the cluster has started no node of the job"
 ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 
 
@@ -126,7 +125,7 @@ class Driver:
         view: the live view.
         logs: where shown lines are written.
         observers: called with each event of each node.
-        queue_timeout: seconds to wait until the cluster starts a node. None means no limit.
+        queue_timeout: seconds to wait until a node has connected. None means no limit.
 
     Attributes:
         interrupt: the KeyboardInterrupt that has stopped the job.
@@ -213,6 +212,11 @@ class Driver:
         describe = getattr(self._engine, "describe_wait", None)
         return "" if describe is None else str(describe())
 
+    def _describe_queue(self) -> str:
+        """Return what the job waits for after the nodes were started."""
+        new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
+        return self._describe_wait() or f"no {new}node of the job has connected to this program"
+
     def _report_wait(self, wait: QueueWait, what: str) -> None:
         if report := wait.take_report(what, time.monotonic()):
             log_now(logging.WARNING, "%s", report)
@@ -228,7 +232,7 @@ class Driver:
             if time.monotonic() >= self._deadline:
                 self._handle_deadline()
             elif self._queue_wait is not None and time.monotonic() >= self._queue_wait.report_at:
-                self._report_wait(self._queue_wait, self._describe_wait() or NO_NODE)
+                self._report_wait(self._queue_wait, self._describe_queue())
         else:
             try:
                 self._handle(*message)
@@ -258,13 +262,15 @@ class Driver:
             self._stop_nodes()
         else:
             assert self._queue_wait is not None
-            raise self._queue_wait.make_error(self._describe_wait() or NO_NODE)
+            raise self._queue_wait.make_error(self._describe_queue())
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
         node = self._nodes[number]
         if kind == "hello":
             node.hostname, node.connection = content
-            if self._has_outcome():
+            if node.is_lost:
+                shut_down(node.connection)  # the engine has lost or cancelled the node, although it is alive
+            elif self._has_outcome():
                 self._stop_node(node)  # it is too late for the job
             elif not self._is_stopping:
                 self._deadline, self._queue_wait = math.inf, None
@@ -361,7 +367,7 @@ class Driver:
                     return
                 raise node.outcome from error
         self._start_node()
-        if not any(other.has_begun and not other.is_over for other in self._nodes.values()):
+        if self._queue_wait is None and not any(other.has_begun and not other.is_over for other in self._nodes.values()):
             self._begin_queue_wait()
 
     def _restart(self) -> bool:

@@ -17,7 +17,7 @@ class Engine(Protocol):
 
     - `describe_wait() -> str` returns what the job waits for, such as "the cluster has 1 free node for 2 nodes of the job".
       The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings and errors. After the
-      start of the nodes, `describe_wait` returns at once, with a text that says why no node has begun.
+      start of the nodes, `describe_wait` must return at once. It may then return "", and the driver shows a text of its own.
     - `lacks_room(number: int) -> bool` returns True at once if the cluster has no room for this node at present. Then a job
       of (min, max) nodes can begin without this node.
 

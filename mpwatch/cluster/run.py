@@ -72,8 +72,9 @@ def run(
         progress: the live view of the ranks of all nodes, in the calling program. See `mpwatch.run`.
         find_address: returns the address of a node when it is called on this node. None means that mpwatch finds the
             address.
-        queue_timeout: seconds that the job may wait until the cluster starts its first node. The same limit applies to the
-            first new node if all nodes are lost. None means no limit. Warnings say what the job waits for.
+        queue_timeout: seconds that the job may wait until its first node has started and has connected to this program. The
+            same limit applies to the first new node if all nodes are lost. None means no limit. Warnings say what the job
+            waits for.
         join_timeout: seconds that a node which has begun waits for the other nodes.
         node_timeout: seconds without a sign of life after which a node is lost.
         last_call_timeout: seconds to wait for more nodes, once min nodes have met. None means 30 s. If the engine knows that

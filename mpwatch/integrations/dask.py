@@ -292,7 +292,7 @@ class DaskEngine:
         except OSError as error:
             raise mpwatch.LaunchError(
                 f"the Dask scheduler at {self._scheduler} does not say which workers it has: {error}."
-                " It hangs, is too busy, or has ended. Check that `client.nthreads()` answers, or make a new Client"
+                " Check that `client.nthreads()` answers, or make a new Client"
             ) from error
 
 

@@ -150,8 +150,11 @@ def _serve(
     If `preload` has failed, the first call fails with the exception of the import.
     """
     pid = os.getpid()
+    has_returned = False
     while True:
         deferred_signals.prepare_for_call()
+        if has_returned:
+            _destroy_torch_process_group(only_unkept=True)  # here SIGTERM ends the rank, even if torch hangs
         received = channel.receive_call()
         if received is None:
             return
@@ -167,7 +170,7 @@ def _serve(
         else:
             stdio.flush_before_answer()
             _send_value(channel, *outcome)
-            _destroy_torch_process_group(only_unkept=True)
+        has_returned = not isinstance(outcome, _Failure)
         del outcome  # a failure keeps the function's frames and their variables alive
         stdio.flush()
 

@@ -5,6 +5,7 @@
     pickle and send an answer   deferred: SIGTERM takes effect when the answer is sent; other signals are dropped
     wait for a call             SIGTERM ends the rank, even if a function has set a handler for SIGTERM. SIGINT is deferred:
                                 it reaches the function of the next call if the watcher has sent SIGINT for that call
+    destroy a process group     the same as while the rank waits for a call
 
 This table is for SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table is not for
 the signal whose handler is mpwatch's own StackWriter (stack_dumps.py). mpwatch defers a signal by replacing its handler. A

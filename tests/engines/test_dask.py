@@ -392,9 +392,7 @@ def test_a_scheduler_that_does_not_answer_is_named(monkeypatch, tmp_path):
         try:
             with Client(scheduler_file=file) as client:
                 scheduler.send_signal(signal.SIGSTOP)
-                text = (
-                    r"the Dask scheduler at tcp://.* does not say which workers it has: no answer within 0\.5 s\. It hangs"
-                )
+                text = r"the Dask scheduler at tcp://.* does not say which workers it has: no answer within 0\.5 s\. Check"
                 with pytest.raises(mpwatch.LaunchError, match=text):
                     run(client, report_rank, 1, nodes=1)
                 scheduler.kill()

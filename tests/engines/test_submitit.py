@@ -218,13 +218,15 @@ def test_a_job_waits_in_the_queue_for_longer_than_join_timeout(slurm, tmp_path, 
     monkeypatch.setattr(queue_wait.QueueWait, "take_report", free_the_nodes)
     result = run(make_executor(tmp_path, "slurm"), report_pid, 2, nodes=2, join_timeout=5.0)
     assert [rank for rank, *_ in result] == [0, 1, 2, 3]
-    assert caplog.messages[0].startswith("no node of these jobs of submitit has begun: 101. The job has waited for 6 s, and")
+    assert caplog.messages[0].startswith(
+        "no node of these jobs of submitit has connected to this program: 101. The job has waited for 6 s, and"
+    )
     check_nothing_left(tmp_path)
 
 
 def test_queue_timeout_limits_the_wait_in_the_queue(slurm, tmp_path):
     slurm_stand_in.set_nodes(slurm, 0)
-    with pytest.raises(mpwatch.LaunchError, match=r"has begun: 101\. The job has waited for 2 s \(queue_timeout\)"):
+    with pytest.raises(mpwatch.LaunchError, match=r"to this program: 101\. The job has waited for 2 s \(queue_timeout\)"):
         run(make_executor(tmp_path, "slurm"), report_pid, 2, nodes=2, queue_timeout=2.0)
     assert slurm_stand_in.list_states(slurm) == {"101": "CANCELLED"}
     check_nothing_left(tmp_path)

@@ -596,7 +596,7 @@ class FullEngine(cluster.ThreadEngine):
 
 
 def test_a_cluster_that_begins_no_node_is_an_error():
-    text = r"the cluster has started no node of the job\. The job has waited for 0\.5 s \(queue_timeout\)$"
+    text = r"^no node of the job has connected to this program\. The job has waited for 0\.5 s \(queue_timeout\)$"
     with pytest.raises(mpwatch.LaunchError, match=text):
         cluster.run(FullEngine(), functions.rank, 1, nodes=1, queue_timeout=0.5)
 
@@ -616,11 +616,34 @@ def test_a_job_waits_in_the_queue_without_limit_and_ctrl_c_cancels_it(monkeypatc
         cluster.run(engine, functions.rank, 1, nodes=2, join_timeout=0.05)
     (warning,) = caplog.messages
     assert re.fullmatch(
-        r"the cluster has started no node of the job\. The job has waited for 0 s, and waits without limit \(queue_timeout\)",
+        r"no node of the job has connected to this program\. The job has waited for 0 s, and waits without limit .*",
         warning,
     )
     assert all(future.cancelled() for future in engine._futures.values())
     assert len(engine._futures) == 2
+
+
+class CancellingEngine(FullEngine):
+    """Starts no node, and loses the first two nodes."""
+
+    def start(self, call, number):
+        future = super().start(call, number)
+        if number < 2:
+            future.set_exception(ConnectionError("it was cancelled in the queue"))
+        return future
+
+
+def test_nodes_that_are_lost_in_the_queue_do_not_lengthen_the_wait(monkeypatch):
+    waits = []
+
+    def begin_wait(*args):
+        waits.append(queue_wait.QueueWait(*args))
+        return waits[-1]
+
+    monkeypatch.setattr(driver, "QueueWait", begin_wait)
+    with pytest.raises(mpwatch.LaunchError, match=r"The job has waited for 0\.2 s \(queue_timeout\)$"):
+        cluster.run(CancellingEngine(), functions.rank, 1, nodes=1, queue_timeout=0.2)
+    assert len(waits) == 1
 
 
 class CrowdedEngine(cluster.ThreadEngine):
@@ -711,7 +734,7 @@ def test_a_job_whose_only_node_is_gone_before_it_has_joined_is_an_error():
     engine = PlayedEngine()
     begin = engine.begin
     engine.begin = lambda number: (begin(number), engine.nodes[number].connection.close())
-    with pytest.raises(mpwatch.LaunchError, match=r"has started no node of the job\. The job has waited for 0\.5 s"):
+    with pytest.raises(mpwatch.LaunchError, match=r"^no new node of the job has connected to this program\. The job has"):
         cluster.run(engine, functions.rank, 1, nodes=1, queue_timeout=0.5)
 
 
@@ -782,6 +805,30 @@ def test_a_node_that_the_engine_has_lost_does_not_go_on():
         engine, functions.wait_unless_restarted, 1, nodes=1, args=(1,), max_restarts=1, on_event=engine.lose_node
     )
     assert list(result) == [(0, 1)]
+
+
+class GhostEngine(cluster.ThreadEngine):
+    """Loses node 0 just before it connects. Starts node 1 when node 0 is ended, or after ten seconds."""
+
+    def start(self, call, number):
+        if number == 0:
+            self.lost_call = call
+            lost = Future()
+            lost.set_exception(ConnectionError("its machine does not answer"))
+            return lost
+        return super().start(partial(self.wait_for_end, PlayedNode(self.lost_call), call), number)
+
+    def wait_for_end(self, ghost, call):
+        self.is_ended = ghost.connection.poll(10)
+        ghost.connection.close()
+        return call()
+
+
+def test_a_node_that_connects_after_the_engine_has_lost_it_does_not_go_on():
+    """Otherwise the driver would take it for a node that has begun, and would wait without limit for its outcome."""
+    engine = GhostEngine()
+    assert list(cluster.run(engine, functions.rank, 1, nodes=1)) == [0]
+    assert engine.is_ended
 
 
 def test_what_cannot_be_pickled_is_named():

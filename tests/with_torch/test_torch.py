@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_a_rank_sends_its_value_before_it_destroys_the_group():
         return "sent"
 
     assert mpwatch.run(break_destruction, 1, backend="gloo").return_values == {0: "sent"}
+
+
+def test_sigterm_ends_a_rank_that_hangs_while_it_destroys_the_group(caplog):
+    """NCCL may wait for other ranks there. A deferred SIGTERM would have no effect until the grace period has passed."""
+
+    def hang():
+        dist.destroy_process_group = threading.Event().wait  # unlike signal.pause(), this goes on after a signal
+
+    events = []
+    mpwatch.run(hang, 1, backend="gloo", grace_period=0, on_event=events.append)
+    (exit_code,) = [event.exit_code for event in events if isinstance(event, mpwatch.events.WorkerExited)]
+    assert exit_code == -signal.SIGTERM
+    assert "had returned but was still running 1 s later" in caplog.text
 
 
 @pytest.mark.slow

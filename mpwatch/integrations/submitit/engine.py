@@ -72,9 +72,9 @@ class SubmititEngine:
         return self._futures[number]
 
     def describe_wait(self) -> str:
-        """Return which jobs have not begun. Return "" before the first job is submitted."""
+        """Return for which jobs the driver waits. Return "" before the first job is submitted."""
         waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
-        return f"no node of these jobs of submitit has begun: {', '.join(waiting)}" if waiting else ""
+        return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
         """Cancel the job of a node if no other node of this job runs. Otherwise the node ends when it loses the driver."""

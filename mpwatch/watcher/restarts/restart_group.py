@@ -36,7 +36,7 @@ DECIDE_AFTER_ON_NODES = (
     m.StopReason.CANCELLED_BY_JOB,
 )
 
-SLOW_EXIT = "a slow exit: an exit hook or a finaliser that does not end, or a busy machine"
+SLOW_EXIT = "a slow exit: an exit hook, a finaliser or destroy_process_group() that does not end, or a busy machine"
 
 
 class RestartGroup:
