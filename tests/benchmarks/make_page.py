@@ -50,8 +50,8 @@ TITLES = {  # the description of a measure is its own line below
 DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
     "start": "8 ranks call a function that does not use torch",
     "heavy_main": (
-        "8 ranks call a function that does not use torch. The calling script spends 2 s on imports that the function does not "
-        "need"
+        "8 ranks call a function that does not use torch. The calling script spends 2 s on imports that the function does "
+        "not need"
     ),
     "start_torch": "4 ranks call a function that begins with `import torch`. The measured time includes the import of torch",
     "args": "Each of 4 ranks gets the same array of 256 MB as an argument",
