@@ -50,9 +50,10 @@ TITLES = {  # the description of a measure is its own line below
 DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
     "start": "8 ranks call a function that does not use torch",
     "heavy_main": (
-        "8 ranks call a function that does not use torch. The calling script has 2 s of imports that the function does not need"
+        "8 ranks call a function that does not use torch. The calling script spends 2 s on imports that the function does "
+        "not need"
     ),
-    "start_torch": "4 ranks call a function that imports torch first",
+    "start_torch": "4 ranks call a function that begins with `import torch`. The measured time includes the import of torch",
     "args": "Each of 4 ranks gets the same array of 256 MB as an argument",
     "result": "Each of 4 ranks returns an array of 64 MB",
     "result_tensor": "Each of 4 ranks returns a tensor of 64 MB",
@@ -86,7 +87,8 @@ HEAD = """# Benchmarks
 
 This page compares mpwatch with other launchers: what a launch costs, and how soon a failure is noticed. Shorter bars are
 better. The date, the machine and the command of each measurement are below its table. There is no command for most rows of
-the last table. *Least possible* is a loop that starts the same number of processes, which do nothing.
+the last table. A *round* measures each launcher once. *Least possible* is a loop that starts the same number of processes,
+which do nothing.
 
 This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
@@ -94,13 +96,14 @@ This command repeats all measurements in 80 minutes, on a machine that does noth
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The figures of 2026-11-20 and 2026-11-21
-were first published in the README, and have the date of that publication.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20 and 2026-11-21 are
+the days on which the README first published the figures.
 """
 END = """
 ## Lightning: how a program ends after a failure
 
-Rank 1 fails while rank 0 is busy. The table shows the time until the program has ended, in seconds, and its exit status.
+Rank 1 fails while rank 0 is busy. The table shows the time in seconds until the program ended, and the exit status of the
+program.
 
 | rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
 |---|---|---|---|---|---|
@@ -112,12 +115,12 @@ Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU).
 `python tests/benchmarks/lightning_failures.py`.
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The watched program calls `sys.exit(error.exit_code)`, which sets its exit status. In the
-watched program, the exit of the Python interpreter alone takes 1.3 s.
+processes, your program included. The program with `watched` calls `sys.exit(error.exit_code)`, which sets the exit status
+of the program. In the program with `watched`, the exit of the Python interpreter alone takes 1.3 s.
 
 ## What the caller gets after a failure
 
-Rank 1 of 3 fails. For this table, torch elastic was called with a function.
+Each program has 3 ranks, and rank 1 fails. For this table, torch elastic started a function, and not a script.
 
 | what happens | torch.multiprocessing.spawn | torch elastic | mpwatch |
 |---|---|---|---|

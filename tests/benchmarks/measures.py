@@ -27,7 +27,7 @@ FIGURES = {  # name: description, unit
     "call": ("the median time of the calls in a round", "s"),
     "slope": ("the time of the whole call, for each additional rank", "s"),
     "cpu_per_hour": ("CPU time of the calling process in an hour of waiting", "s"),
-    "shown": ("the reader's first line -> the reader's last line", "s"),
+    "shown": ("the first line that the reader process gets -> the last line that it gets", "s"),
     "wrong_lines": ("lines not shown completely, once and in order", "lines"),
     "report": ("one report(), mean of all", "s"),
     "heartbeat": ("one heartbeat(), mean of all", "s"),
