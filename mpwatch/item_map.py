@@ -603,7 +603,7 @@ class ItemMap:
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`, and return new outcomes.
 
-        Put back the items that the rank had not begun. An item that the rank had begun fails.
+        Put back the items that the rank had not begun. If the rank had begun an item, this item fails.
         """
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1

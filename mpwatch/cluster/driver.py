@@ -103,7 +103,7 @@ class _Node:
         return self.has_begun and not self.has_ended and not self.is_over
 
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
-        """Return a failure for each rank of this node, which is lost."""
+        """Return a failure for each rank of this lost node."""
         return [
             mpwatch.ProcessFailure(
                 rank=rank,

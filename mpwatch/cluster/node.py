@@ -1,4 +1,4 @@
-"""`run_node`, and the node's end of the connection to the driver. This code runs on each node of a job."""
+"""The code that runs on each node of a job: `run_node` and the node's end of the connection to the driver."""
 
 import os
 import pickle

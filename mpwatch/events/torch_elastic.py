@@ -60,7 +60,7 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """The number of remaining restarts. With scope="worker", this is the smallest of the ranks' numbers."""
+        """The number of remaining restarts. With scope="worker", the rank with the fewest remaining restarts counts."""
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 

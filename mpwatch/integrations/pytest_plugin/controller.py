@@ -1,8 +1,8 @@
 """This part of the plugin runs in pytest's own process, which is the watcher. It makes the ranks run each marked test.
 
 `redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. If the module has a `ModuleGroup`
-with the options of the test, `_run_test` uses it. Otherwise `_run_test` starts a new ModuleGroup. If the test fails,
-`_run_test` raises the exception of the ranks. `rank_session` runs in the ranks.
+with the options of the test, `_run_test` uses this ModuleGroup. Otherwise `_run_test` starts a new ModuleGroup. If the test
+fails, `_run_test` raises the exception of the ranks. `rank_session` runs in the ranks.
 """
 
 import sys
