@@ -114,12 +114,12 @@ def __getattr__(name: str) -> object:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Register the magics `%%ranks` and `%ranks`. IPython calls this at `%load_ext mpwatch`."""
+    """Register the magics `%%ranks` and `%ranks`. IPython calls this function for `%load_ext mpwatch`."""
     import_module(".integrations.ipython", __name__).register(shell)
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """Close the WorkerGroup of the magics, and remove the magics. IPython calls this at `%unload_ext mpwatch`."""
+    """Close the WorkerGroup of the magics, and remove the magics. IPython calls this function for `%unload_ext mpwatch`."""
     import_module(".integrations.ipython", __name__).unregister(shell)
 
 

@@ -1,4 +1,4 @@
-"""`run`, `submit` and `main`, which make a WorkerSpec from the options and start the run that it describes.
+"""`run`, `submit` and `main` make a WorkerSpec from their options, and start the run that this WorkerSpec describes.
 
 These layers lead from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
 `EventLoop`, `ProcessPool`, and the process. ARCHITECTURE.md shows them.
@@ -65,9 +65,9 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of this process. At the first failure the other ranks are stopped. When `run` returns or
-    raises, every rank is dead and reaped. All other processes in the process groups of the ranks are dead and reaped, too.
-    If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The
-    time of the suspension does not count towards `timeout` and the other limits.
+    raises, every rank is dead and reaped. All other processes in the Unix process groups of the ranks are dead and reaped,
+    too. If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until
+    SIGCONT. The time of the suspension does not count towards `timeout` and the other limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -224,8 +224,8 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     """Start a run in a thread of its own, and return at once.
 
     The arguments are pickled before `submit` returns. Observers, and functions in `retry_if` and `env`, are called in the
-    thread of the run. mpwatch does not handle signals for this run. A program that ends does not wait for the run. At the
-    end of the program the ranks get SIGTERM, and SIGKILL after `grace_period`.
+    thread of the run. mpwatch does not handle signals for this run. If the program ends, it does not wait for the run. At
+    the end of the program the ranks get SIGTERM, and SIGKILL after `grace_period`.
 
     Args:
         fn: see `run`.
@@ -246,7 +246,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
 
 def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, with the view of `make_view`. If `make_view` is None, the options choose the view."""
+    """Start a run as `submit` does, with the view from `make_view`. If `make_view` is None, the options choose the view."""
     from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
     __tracebackhide__ = True

@@ -59,7 +59,10 @@ class RunFailedError(MpwatchError):
 
     @property
     def fates(self) -> list[str]:
-        """Lines that say what happened to the other ranks. Ranks can share a line: `ranks 0-1: stopped by the watcher …`."""
+        """Lines that say what happened to the other ranks.
+
+        Several ranks can share a line, for example `ranks 0-1: stopped by the watcher …`.
+        """
         return format_fates(self.result)
 
     @property
@@ -124,7 +127,7 @@ class RunTimeoutError(RunFailedError, TimeoutError):
 
     @property
     def exit_code(self) -> int:
-        """124, the exit status of timeout(1)."""
+        """The exit status is 124, as with the command `timeout`."""
         return TIMEOUT_EXIT_CODE
 
 

@@ -36,18 +36,18 @@ R = TypeVar("R")
 class WorkerGroup:
     """A group of `nprocs` processes that stay alive. A call runs a function in all of these processes, or in some of them.
 
-    A call takes less than a millisecond, because no process is started for the call. Imported modules,
-    `current_worker().state` and the process group of `backend` are kept between calls. The ranks are started when the group
-    is made. Use the group in a `with` statement, or `close` it. If a group is not closed, its ranks end when the last
-    reference to the group is gone, or when the program ends.
+    Apart from the time of the function, a call takes less than a millisecond, because no process is started for the call.
+    Imported modules, `current_worker().state` and torch's process group are kept between calls. The ranks are started when
+    the group is made. Use the group in a `with` statement, or `close` it. If a group is not closed, its ranks end when the
+    last reference to the group is gone, or when the program ends.
 
     If the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The
     time of the suspension does not count towards `timeout` and the other limits. Between calls, Ctrl-Z suspends only this
     process.
 
-    A group may be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
-    order in which they were made. Several threads may call `run` and `submit` at the same time. Calls of different ranks run
-    at the same time.
+    A group can be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
+    order in which they were made. Several threads can call `run` and `submit` at the same time. Calls that use different
+    ranks run at the same time.
 
     Args:
         nprocs: number of ranks. Like all options, it means the same as for `mpwatch.run`.
@@ -232,8 +232,8 @@ class WorkerGroup:
         """Queue a call, and return at once. The call runs in a thread of its own when its ranks are free.
 
         Keep the arguments unchanged until the call begins, because they are pickled at that time. Observers of the group are
-        called in the thread of any running call. A call in the background has no live view, and Ctrl-C does not stop it. A
-        program that ends stops the ranks, and does not wait for the call.
+        called in the thread of one of the running calls. A call in the background has no live view, and Ctrl-C does not stop
+        it. If the program ends, it stops the ranks, and does not wait for the call.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -270,8 +270,8 @@ class WorkerGroup:
     def close(self) -> None:
         """Ask the ranks to exit normally, and wait until they have exited. A second `close` does nothing.
 
-        Calls of `submit` that have not begun are cancelled. `close` waits for running calls. A rank that does not exit
-        within `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
+        Submitted calls that have not begun are cancelled. `close` waits for running calls. A rank that does not exit within
+        `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
         """
         self._check_caller("close")
         handles = list(self._handles)
@@ -284,10 +284,10 @@ class WorkerGroup:
     def stacks(self) -> Stacks:
         """Return the stacks of all threads of each rank, which show where the rank is now. The ranks go on.
 
-        Any thread may call this method, during a call and between calls. An observer of this group may call `stacks`, too.
-        `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows ranks
-        with the same stacks together. A rank receives the request as a signal, which interrupts a system call of the rank
-        (EINTR). Python repeats this system call.
+        Any thread can use this method, while a call runs and between calls. An observer of this group can call `stacks`,
+        too. `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows
+        ranks with the same stacks together. A rank receives the request as a signal, which interrupts a system call of the
+        rank (EINTR). Python repeats this system call.
 
         Returns:
             The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
@@ -375,7 +375,9 @@ class WorkerGroup:
         return result
 
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
-        """Let all ranks make the process group of `backend` before a call of some ranks. If this fails, return the result.
+        """Let all ranks make torch's process group before a call that uses only some ranks.
+
+        If this fails, return the result.
 
         If several calls need the process group, only the first of these calls makes the ranks create it. `ticket` was
         granted before. When this method returns, the call has its place in the queue again.
@@ -419,7 +421,10 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until no other call uses these ranks. Then call `action` with the ticket, and return its value."""
+        """Wait until no other call uses these ranks.
+
+        Then call `action` with the ticket, and return the value of `action`.
+        """
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -479,7 +484,7 @@ class _LockOfThread(threading.local):
 
 
 def do_nothing() -> None:
-    """Return. The ranks make the process group of `backend` before they call this function."""
+    """Return. The ranks make torch's process group before they call this function."""
 
 
 def _end_at_exit(handles: "set[CallHandle[Any]]", ranks: PersistentRanks) -> None:

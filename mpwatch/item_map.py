@@ -5,7 +5,7 @@
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
 A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If a call of `serve_items`
-fails, the item that the rank has begun has failed. The items that the rank has not begun go back to the queue
+fails, the item on which the rank was working counts as failed. The items that the rank has not begun go back to the queue
 (watcher/item_queue.py), and the rank calls `serve_items` again.
 
 ItemMap takes items and receives values only while the caller waits for the next value.
@@ -295,7 +295,7 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def end_by_signal(self, signum: int) -> NoReturn:
-        """Stop all calls as this signal to the program stops a call in the main thread. Do not wait for their end."""
+        """Stop all calls because of this signal, as `WorkerGroup.run` does. Do not wait until the calls have ended."""
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
             handle.interrupt(signum, InterruptCause.SIGNAL)
@@ -483,7 +483,7 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Handle items that cannot be sent: put back several items, to send each alone, or let a single item fail."""
+        """Put back items that cannot be sent together, to send each item alone. A single item that cannot be sent fails."""
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
         elif self._keep_going:
@@ -601,7 +601,10 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
-        """Put back the items of a call of `serve_items` that has ended, or let them fail. Return new outcomes."""
+        """Handle the end of a call of `serve_items`, and return new outcomes.
+
+        Put back the items that the rank had not begun. If the rank had begun an item, this item fails.
+        """
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
         unbegun = feed.take_back()

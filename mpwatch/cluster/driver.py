@@ -1,19 +1,22 @@
-"""`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over. Runs in the calling program.
+"""`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over.
+
+The driver runs in the calling program.
 
     threads of NodeLinks       put what nodes send into the queue of messages (links.py)
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node that has **joined** was in a round of the rendezvous, so it has started its ranks. A node that comes too late for the
-job does not join. When the first other node has ended, the driver stops the late node, which would otherwise wait until
-`join_timeout`.
+A node has **joined** when it has met the other nodes in a rendezvous. Then the node starts its ranks. A node that comes too
+late for the job does not join. When one node of the job has ended, the driver stops a late node, which would otherwise wait
+until `join_timeout`.
 
 Guarantees:
 
-- The driver sets no deadline in these cases: the job waits until a node has connected, and `queue_timeout` is not set;
-  the ranks of a node are running; nodes wait for other nodes, with `join_timeout` as their limit; or the engine is sending
-  the outcome of a node that has ended, which takes time if the outcome is large.
-- The job succeeds only if the outcome of every node with ranks has arrived.
+- The driver waits without a deadline until a node has connected, unless `queue_timeout` is set.
+- The driver sets no deadline for running ranks until the first node has ended.
+- The driver sets no deadline for nodes that wait for other nodes, because `join_timeout` limits this wait.
+- The driver sets no deadline for the outcome of a node that has ended, because it takes time to send a large outcome.
+- The job succeeds only if the outcome of every node that has ranks has arrived.
 """
 
 import logging
@@ -85,7 +88,7 @@ class _Node:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the node has been in a round of the rendezvous."""
+        """Whether the node has met the other nodes in a rendezvous."""
         return self.group_rank is not None
 
     @property
@@ -99,7 +102,7 @@ class _Node:
         return self.has_begun and not self.has_ended and not self.is_over
 
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
-        """Return a failure for each rank, because this node is lost."""
+        """Return a failure for each rank of this lost node."""
         return [
             mpwatch.ProcessFailure(
                 rank=rank,
@@ -197,7 +200,7 @@ class Driver:
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
-        """Wait until the cluster has room for the least number of nodes. Raises LaunchError.
+        """Wait until the cluster has room for the minimum number of nodes. Raises LaunchError.
 
         Do not wait if the engine has no method `describe_wait`.
         """
@@ -245,7 +248,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether the driver can stop waiting: the job is ending, and every node that has begun is over."""
+        """Return whether the driver can stop waiting, because the job is ending and no node has more to send."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
@@ -292,7 +295,10 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """If enough nodes have come, log that they wait for more. If the cluster has no more room, let the job begin."""
+        """If enough nodes have come, log that they wait for more nodes.
+
+        If the cluster has no more room, let the job begin.
+        """
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
         least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
@@ -517,7 +523,10 @@ def _summarize(error: BaseException) -> str:
 
 
 def _find_end_of_traceback(text: str) -> list[str]:
-    """Return what follows the last frame in the text of an error. A RuntimeEnvSetupError of Ray ends with the reason."""
+    """Return the part of an error's text after the last frame of the traceback.
+
+    The text of Ray's RuntimeEnvSetupError ends with the reason.
+    """
     _, has_frames, end = text.rpartition('\n  File "')
     lines = end.splitlines()[1:] if has_frames else []
     lines = [line for line in dropwhile(lambda line: line.startswith("    "), lines) if line.strip()]

@@ -11,15 +11,15 @@ from mpwatch.wire.pickling.pickler import pack_by_value
 
 
 class Engine(Protocol):
-    """Starts functions on nodes. The driver's thread calls the methods.
+    """Starts functions on nodes. The driver's thread calls the methods of an engine.
 
     An engine may also have two other methods:
 
     - `describe_wait() -> str` returns what the job waits for, such as "the cluster has 1 free node for 2 nodes of the job".
       The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings and errors. After the
       start of the nodes, `describe_wait` must return at once. It may then return "", and the driver shows a text of its own.
-    - `lacks_room(number: int) -> bool` returns True at once if the cluster has no room for this node at present. Then a job
-      of (min, max) nodes can begin without this node.
+    - `lacks_room(number: int) -> bool` returns True if the cluster has no room for this node at present. This method returns
+      at once. If `lacks_room` returns True, a job with `nodes=(min, max)` can begin without this node.
 
     Attributes:
         address: the driver's own address, to which the nodes connect.
@@ -42,7 +42,7 @@ class Engine(Protocol):
         """
 
     def cancel(self, number: int) -> None:
-        """End the call of this node at once, or remove it if it has not begun. If the call has ended, do nothing."""
+        """End the call of this node at once, or remove the call if it has not begun. If the call has ended, do nothing."""
 
     def close(self) -> None:
         """End all calls, and release all resources of the cluster that the engine holds."""
@@ -52,8 +52,8 @@ class Engine(Protocol):
 class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    An object of a class of the driver's program comes back as an object of the same class, because cloudpickle recognizes
-    the classes that it has sent. Large arrays are kept outside the pickle, so that an engine need not copy them.
+    An object whose class is defined in the driver's program has the same class when it comes back, because cloudpickle
+    recognizes the classes that it has sent. Large arrays are kept outside the pickle, so that an engine need not copy them.
     """
 
     data: bytes
@@ -61,7 +61,7 @@ class NodeOutcome:
 
     @classmethod
     def pack(cls, result: "mpwatch.RunResult[Any] | Exception") -> "NodeOutcome":
-        """Pickle a result or an error. If this fails, pickle a LaunchError with the reason instead."""
+        """Pickle a result or an error. If this fails, pickle a LaunchError that says why."""
         try:
             return cls._pack(result)
         except Exception as error:  # noqa: BLE001  values of users

@@ -1,4 +1,4 @@
-"""This code runs on each node of a job: `run_node`, and the node's end of the connection to the driver."""
+"""The code that runs on each node of a job: `run_node` and the node's end of the connection to the driver."""
 
 import os
 import pickle
@@ -124,13 +124,13 @@ def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> 
 
 
 def shut_down(connection: Connection) -> None:
-    """Shut down a connection, so that a thread that waits for data from it wakes up."""
+    """Shut down a connection, to wake up the thread that waits for its data."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 class _DriverLink:
-    """The connection of a node to the driver. Any thread may send. After the loss of the driver, `send` does nothing."""
+    """The connection of a node to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

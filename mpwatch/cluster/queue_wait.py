@@ -1,7 +1,7 @@
 """`QueueWait`: the wait of a job until the cluster starts its first node. Pure.
 
-A job may wait for days in the queue of a cluster. So this wait has no limit by default. Warnings say what the job waits for.
-The first warning comes after ten seconds, and each further warning when the waiting time has doubled.
+A job can wait for days in the queue of a cluster. So this wait has no limit by default. Warnings say what the job waits for.
+The first warning comes after 10 seconds. The next warnings come after 20, 40 and 80 seconds, and so on.
 """
 
 import math
@@ -39,5 +39,5 @@ class QueueWait:
         return f"{what}. The job has waited for {waited:.0f} s, and waits {limit} (queue_timeout)"
 
     def make_error(self, what: str) -> mpwatch.LaunchError:
-        """Return the error that the deadline has passed."""
+        """Return the error to raise when the deadline has passed."""
         return mpwatch.LaunchError(f"{what}. The job has waited for {self._timeout:g} s (queue_timeout)")

@@ -45,7 +45,7 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Note an event of a node. All nodes of a job publish the events that are noted here."""
+        """Store what an event of a node says about the attempts. All nodes of a job publish these events."""
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
                 self._start = event
@@ -63,7 +63,7 @@ class JobRestarts:
     def lose_all(
         self, losses: Sequence[mpwatch.ProcessFailure], time: float, monotonic: float
     ) -> tuple[RestartHistory, Restarting] | None:
-        """Decide whether new nodes restart the ranks after the loss of all nodes.
+        """Decide whether new nodes restart the ranks when all nodes are lost.
 
         Return the history that new nodes need, and the event to publish. Return None if the ranks are not restarted.
 
@@ -104,7 +104,10 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Return a result that also has the attempts of lost nodes, which the other nodes do not know."""
+        """Return the result with all attempts of the job.
+
+        Nodes that started later do not know the attempts of lost nodes.
+        """
         if not self._has_lost_all:
             return result
         attempts = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}

@@ -37,7 +37,7 @@ ENGINE_METHODS = ("start", "cancel", "close")
 
 
 def check_nodes(nodes: object) -> tuple[int, int]:
-    """Return the least and the greatest number of nodes that the option `nodes` asks for. Raises TypeError or ValueError."""
+    """Return the minimum and the maximum number of nodes that the option `nodes` allows. Raises TypeError or ValueError."""
     return as_node_range("nodes", nodes)
 
 

@@ -31,7 +31,7 @@ class JobStore:
         self.port: int = self._server.port
 
     def write_history(self, history: RestartHistory) -> None:
-        """Let new nodes go on with this history if no earlier node is in their round."""
+        """Let new nodes continue from this history, unless their round also has a node from an earlier round."""
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
         self._store.set(HISTORY_KEY, self._signed_json.encode(HISTORY_KEY, to_json(history)))

@@ -17,7 +17,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The view of one job. Any thread may call `put`. Only the driver's thread calls the other methods.
+    """The view of one job. Any thread can call `put`. Only the driver's thread calls the other methods.
 
     Args:
         progress: the option of `mpwatch.run`.
@@ -31,7 +31,7 @@ class JobView:
         self._guard(lambda: self._open(progress))
 
     def put(self, node: int, statuses: Sequence[RankStatus]) -> None:
-        """Note the present statuses of the ranks of a node."""
+        """Store the present statuses of the ranks of a node."""
         self._statuses[node] = [replace(status, node=node) for status in statuses]
 
     def drop(self, node: int) -> None:

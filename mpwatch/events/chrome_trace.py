@@ -1,6 +1,7 @@
 """`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A run is shown as a process. This process has one lane (a "thread") for the states of the run, and one lane for each rank.
+The trace shows a run as a process. This process has one lane (a "thread") for the states of the run, and one lane for each
+rank.
 
 If the collectives of a rank were recorded, the rank has a second lane. A collective in which the rank was waiting is shown
 as a span. A completed collective is shown as a mark at the time of its call, because torch's flight recorder does not record

@@ -35,7 +35,7 @@ ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish
 
 
 class LogEvents:
-    """Log events. An exception of a logging handler is treated like an exception of any other observer."""
+    """Log events. An exception of a logging handler is treated like an exception of an observer."""
 
     def wants(self, kind: type[Event]) -> bool:
         """Return whether the present log level allows events of this kind."""

@@ -1,9 +1,8 @@
-"""Builds timelines of runs from events. A timeline shows when each rank was started, called and restarted, and when it
-exited.
+"""Builds timelines of runs from events. A timeline shows when each rank started, ran a function, was restarted and exited.
 
 All code in this module is pure. chrome_trace.py writes the timelines to a file. The order in which events arrive can differ
-from the order of their times. Some events may be missing, for example if the caller has kept only a part of them. A timeline
-is always consistent: the spans of a rank follow one another, and a call is inside the span of its process.
+from the order of their times. Some events can be missing, for example if the caller has kept only some of the events. A
+timeline is always consistent: the spans of a rank follow one another, and a call is inside the span of its process.
 """
 
 import math
@@ -196,9 +195,9 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
 
 
 def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
-    """Yield each call of a process with its start and end.
+    """Yield each call of a process, and the start and end of this call.
 
-    `start` and `end` are the limits of the process. No call starts before the end of the previous call.
+    `start` and `end` are the times at which the process starts and ends. No call starts before the end of the previous call.
     """
     for call, following in zip_longest(process.calls, process.calls[1:]):
         start = min(max(start, call.start), end)

@@ -125,7 +125,7 @@ class _Picture:
             )
 
     def _outcomes(self, ranks: Iterable[int]) -> set[str]:
-        """Return the names of the colours that the bars of these ranks have, for the legend."""
+        """Return the names of the colours that the legend needs for the bars of these ranks."""
         found = {"start-up"}
         for rank in ranks:
             for block in self._run.lanes[rank].blocks:
@@ -153,7 +153,7 @@ def _failed_first(lane: Lane) -> bool:
 
 
 def _describe_outcome(lane: Lane) -> str:
-    """Return a text with the outcome of a rank's last process, and how often the rank was restarted."""
+    """Return a text that says how a rank's last process ended, and how often the rank was restarted."""
     processes = [block for block in lane.blocks if not isinstance(block, Restarting)]
     outcome = processes[-1].outcome if processes else ""
     last = processes[-1].attempt if processes else 0
@@ -179,7 +179,7 @@ def _draw_legend(y: float, outcomes: set[str]) -> Iterator[str]:
 
 
 def _choose_step(seconds: float) -> float:
-    """Return the distance between two marks on the axis in seconds, which is 1, 2 or 5 times a power of ten."""
+    """Return the seconds between two marks on the axis. This number is 1, 2 or 5 times a power of ten."""
     least = seconds / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -25,7 +25,10 @@ def to_json(value: Any) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Escape lone surrogates, which UTF-8 cannot encode. Python uses them in file names that are not valid UTF-8."""
+    """Escape lone surrogates, which UTF-8 cannot encode.
+
+    Python uses lone surrogates in file names that are not valid UTF-8.
+    """
     return str.__str__(text).encode(errors="backslashreplace").decode()
 
 

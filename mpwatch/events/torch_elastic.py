@@ -1,4 +1,4 @@
-"""`TorchElasticEvents` is an observer that records events and metrics with the handlers of torch.distributed.elastic.
+"""`TorchElasticEvents` is an observer that records events and metrics through the handlers of torch.distributed.elastic.
 
 The observer runs in the caller's thread. torch is imported when an instance of `TorchElasticEvents` is made.
 """
@@ -60,14 +60,14 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """The number of remaining restarts. With scope="worker", this is the smallest number of any rank."""
+        """The number of remaining restarts. With scope="worker", the rank with the fewest remaining restarts counts."""
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
 class TorchElasticEvents:
     """Record the same events and metrics as torch's elastic agent, for handlers that were written for this agent.
 
-    Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance may observe several runs at the same time.
+    Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance can observe several runs at the same time.
 
     Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
@@ -221,7 +221,7 @@ class TorchElasticEvents:
 
 
 def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
-    """Return "metadata" in the format of torch's agent, which puts each number of a rank into a separate list."""
+    """Return "metadata" in the format of torch's agent, in which each number of a rank is a list with one element."""
     met = run.met
     nodes, role_size, first = (
         (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)

@@ -122,7 +122,8 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    A call has one CallStarted for all its ranks, or with scope="worker" one for each rank. A restart causes no CallStarted.
+    A call has one CallStarted for all its ranks. With scope="worker", a call has one CallStarted for each rank. A restart
+    causes no CallStarted.
     """
 
 
@@ -164,7 +165,7 @@ class Progressed(Event):
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
-    WorkerFailed may follow, for example if the rank is killed while other ranks still need it.
+    WorkerFailed can follow, for example if the rank is killed while other ranks still need it.
     """
 
 

@@ -7,7 +7,7 @@
 
 In a notebook you only have to change the import. There are three advantages:
 
-- The ranks are new processes and not forks, so the notebook may have used CUDA or an `Accelerator` before.
+- The ranks are new processes and not forks, so they also work if the notebook has already used CUDA or an `Accelerator`.
 - `notebook_launcher` returns the values that the function returns.
 - If the function raises an exception, `notebook_launcher` raises `RunFailedError` from this exception.
 
@@ -120,7 +120,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 
 
 def _check_only(name: str, value: object, allowed: object, advice: str) -> None:
-    """Raise ValueError unless the value is the one that is allowed on one machine."""
+    """Raise ValueError if the value is not `allowed`, the only value that is possible on one machine."""
     if value != allowed:
         raise ValueError(f"{name}={value!r}: {advice}")
 
@@ -149,7 +149,10 @@ def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
 
 
 def _merge_variables(defaults: Mapping[str, str], variables: Any) -> Any:
-    """Return both mappings together. If `variables` is no mapping, return it, so that mpwatch.run reports the error."""
+    """Return both mappings together.
+
+    If `variables` is not a mapping, return it unchanged, so that mpwatch.run reports the error.
+    """
     return {**defaults, **variables} if isinstance(variables, Mapping) else variables
 
 

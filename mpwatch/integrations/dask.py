@@ -95,7 +95,7 @@ class DaskEngine:
 
     Args:
         client: the client of the cluster.
-        least: the least number of nodes.
+        least: the minimum number of nodes.
         workers: the addresses of the workers that may be nodes. None means all workers. Then, if the workers are on several
             hosts, only one worker of each host is a node.
         resources: the resources that each node takes from its worker.
@@ -135,7 +135,10 @@ class DaskEngine:
         self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
-        """Return "" if the cluster has the least number of workers. Raises LaunchError if the scheduler does not answer."""
+        """Return "" if the cluster has enough workers for the minimum number of nodes.
+
+        Raises LaunchError if the scheduler does not answer.
+        """
         if self._futures or (count := self._count_places()) >= self._least:
             return ""
         needs = f" with {self._resources}" if self._resources else ""
@@ -304,7 +307,10 @@ _was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
-    """Execute the call. Return its outcome as objects for any pickle protocol, because Dask chooses the protocol."""
+    """Execute the call.
+
+    Return the outcome in types that every pickle protocol supports, because Dask chooses the protocol.
+    """
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]

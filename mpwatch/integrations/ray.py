@@ -81,7 +81,7 @@ class RayEngine:
 
     Args:
         bundle: the resources of each node.
-        least: the least number of nodes. Ray reserves the resources of all of them in one step.
+        least: the minimum number of nodes. Ray reserves the resources of all of them in one step.
         runtime_env: the runtime_env of the tasks.
     """
 
@@ -105,7 +105,7 @@ class RayEngine:
         self.placing = threading.Lock()  # one further node after the other is placed
 
     def describe_wait(self) -> str:
-        """Reserve resources for the least number of nodes. Return "" when the cluster has room for these nodes."""
+        """Reserve resources for the minimum number of nodes. Return "" when the cluster has room for these nodes."""
         if self._group is None:
             self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         if self._refs or self._group.wait(WAIT_SECONDS):
@@ -181,8 +181,9 @@ class RayEngine:
 
 
 class _FurtherNode:
-    """A node beyond the least number of nodes. It gets a placement group of its own when another node of the cluster has
-    room.
+    """A node beyond the minimum number of nodes.
+
+    Such a node gets its own placement group, when there is room on a Ray node that the job does not use yet.
 
     Args:
         engine: the engine of the job.
@@ -254,7 +255,7 @@ def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Remove a placement group. A thread does this, because the call of Ray has no timeout and may hang."""
+    """Remove a placement group. A separate thread does this, because Ray's function has no timeout and can hang."""
     thread = threading.Thread(target=remove_placement_group, args=(group,), name="mpwatch removal", daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)

@@ -20,7 +20,7 @@ MAX_PERIOD = 5.0  # seconds between two drawings, if drawing is slow
 
 
 class Display(Protocol):
-    """A place where snapshots are drawn. Each method may raise any exception."""
+    """A place where snapshots are drawn. Each method can raise any exception."""
 
     @property
     def period(self) -> float:
@@ -39,7 +39,7 @@ class Display(Protocol):
     def close(self, snapshot: Snapshot) -> None:
         """Draw the last snapshot, which stays visible, and release the display.
 
-        After an exception, `close` may be called again.
+        After an exception, `close` can be called again.
         """
 
 

@@ -181,7 +181,7 @@ class RateEstimator:
     def rate(self, now: float) -> float | None:
         """Return the growth per second.
 
-        The rate falls if the time since the last value is longer than the time between the first and the last kept value.
+        The rate falls when no new value has arrived for a long time.
         """
         if len(self._points) < MIN_POINTS:
             return None

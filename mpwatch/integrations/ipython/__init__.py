@@ -42,7 +42,7 @@ def unregister(shell: InteractiveShell) -> None:
 
 
 class RankValues(Mapping[int, Any]):
-    """The values of a cell's last expression, by rank. A notebook shows the texts of these values as a table.
+    """The values of a cell's last expression, by rank. A notebook shows these values as text, in a table.
 
     `values[rank]` is the value if the value is a number or a text, or a list, tuple, set or dict of up to 1000 numbers and
     texts. Any other value stays in its rank, and `values[rank]` raises LookupError.
@@ -76,7 +76,7 @@ class RankValues(Mapping[int, Any]):
         return f"<table>{''.join(rows)}</table>"
 
     def _group(self) -> dict[str, list[int]]:
-        """Return a dict from each different text to the ranks whose value has this text."""
+        """Return the ranks, grouped by the texts of their values."""
         groups: dict[str, list[int]] = {}
         for rank, value in self._values.items():
             groups.setdefault(value.text, []).append(rank)
@@ -206,7 +206,7 @@ class RankMagics(Magics):
         return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not _ends_with_semicolon(source, body[-1])
 
     def _find_cell_number(self) -> int:
-        """Return the number of the running cell. The shell's counter may already have the number of the next cell."""
+        """Return the number of the running cell. Sometimes the shell's counter already has the number of the next cell."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             name = self.shell.compile.format_code_name(frame.f_code.co_filename)

@@ -46,7 +46,10 @@ class CellOutcome:
 
 
 def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
-    """Run the cell with the variables of earlier cells and the pushed variables. Raises the cell's exception."""
+    """Run the cell with the variables of earlier cells, and with variables that the notebook has sent (`--push`).
+
+    Raises the cell's exception.
+    """
     __tracebackhide__ = True
     state = mpwatch.current_worker().state
     variables: dict[str, Any] = state.setdefault(NAMESPACE, {"__name__": "__main__"})

@@ -50,12 +50,13 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     After `fit` the caller's Trainer has everything that Lightning's own spawning strategies bring back: weights,
     callback_metrics, state, best_model_path and the return value. The caller's Trainer also has the other metrics, the
     states of callbacks and the progress. `predict` returns the predictions of rank 0, as with Lightning's strategy "ddp".
-    `Fabric.launch(fn)` returns what fn has returned in rank 0; if a rank fails, `mpwatch.RunFailedError` is raised.
+    `Fabric.launch(fn)` returns what fn has returned in rank 0. If a rank fails, `Fabric.launch` raises
+    `mpwatch.RunFailedError`.
 
-    A callback's `load_state_dict` may raise an exception in the caller, because Lightning calls `setup` only in the ranks.
+    A callback's `load_state_dict` can raise an exception in the caller, because Lightning calls `setup` only in the ranks.
     Then a warning names the callback and the error, and all other state is restored. An exception of a callback's
-    `state_dict` after the training causes only a warning, and so does an exception of the module's `load_state_dict` in the
-    caller.
+    `state_dict` after the training causes only a warning. An exception of the module's `load_state_dict` in the caller
+    causes only a warning, too.
 
     Lightning's own spawning strategies have the same limits:
 
@@ -102,7 +103,10 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
 
 def _import_launchers(strategy: Any) -> ModuleType:
-    """Return the module with the launchers of the strategy's Lightning package. Raise TypeError for any other object."""
+    """Return the module that contains the launchers of the strategy's Lightning package.
+
+    Raise TypeError if `watched` does not support the object.
+    """
     modules = {cls.__name__: cls.__module__ for cls in type(strategy).__mro__}
     module = modules.get("ParallelStrategy", "")
     if not module.endswith(".strategies.parallel") or UNSUPPORTED_STRATEGIES & modules.keys():
@@ -127,7 +131,10 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 class _StrategyHook:
-    """An object that `watched` adds to a strategy. The object is copied with the strategy, and exists only in the caller."""
+    """An object that `watched` adds to a strategy.
+
+    A deep copy of the strategy gets a copy of this object. The object is not sent to the ranks.
+    """
 
     def __init__(
         self,
@@ -220,7 +227,7 @@ class _TrainerLauncher(_Launcher):
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks, and copy the trainer's state of rank 0 to `trainer`. Return the value of rank 0."""
+        """Run the function in all ranks, and copy the state of rank 0's trainer to `trainer`. Return the value of rank 0."""
         __tracebackhide__ = True
         is_fit = trainer.state.fn == "fit"
         if is_fit and self._has_fit:

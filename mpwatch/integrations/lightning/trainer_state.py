@@ -110,7 +110,9 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load each weight for which the caller's module has a layer. Return a list with a text about the other weights, if any.
+    """Load each weight for which the caller's module has a layer.
+
+    Return a list with one text about the weights that were not loaded, or [].
 
     The module may have more layers in the ranks, for example because `configure_model` has added them there.
     """

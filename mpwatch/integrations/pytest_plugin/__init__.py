@@ -12,9 +12,10 @@ module and `names`.
     collects, selects, reports        ──test──▶  a pytest session for the one module: fixtures, hooks of conftests,
     skipif and xfail marks            ◀─raises─  setup, call and teardown of the test
 
-- All tests of a module with the same options use the same ranks, which are one WorkerGroup.
-- Each rank has separate fixtures. Fixtures with a wider scope than `function` stay until a test fails. After a failure they
-  are torn down, because their state may differ from rank to rank. `tmp_path` is the same folder in all ranks.
+- If tests of a module have the same options, they run on the same ranks, which are one WorkerGroup.
+- Each rank has separate fixtures. Fixtures with a wider scope than `function` are kept for the next tests, until a test
+  fails. After a failure, these fixtures are torn down, because their state can differ from rank to rank. `tmp_path` is the
+  same folder in all ranks.
 - The exception of the rank that failed first is raised in pytest's process, inside the test item. So pytest itself handles
   skips, expected failures, tracebacks and reports of other plugins. If one rank skips the test and another rank fails, the
   test fails.

@@ -1,8 +1,8 @@
 """This part of the plugin runs in pytest's own process, which is the watcher. It makes the ranks run each marked test.
 
-`redirect_to_ranks` replaces the body of a marked test by `_run_test`. `_run_test` uses the module's `ModuleGroup` for the
-options of the test, or starts a new ModuleGroup. If the test fails, `_run_test` raises the exception of the ranks.
-`rank_session` runs in the ranks.
+`redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. If the module has a `ModuleGroup`
+with the options of the test, `_run_test` uses this ModuleGroup. Otherwise `_run_test` starts a new ModuleGroup. If the test
+fails, `_run_test` raises the exception of the ranks. `rank_session` runs in the ranks.
 """
 
 import sys
@@ -107,7 +107,7 @@ def _close_group(groups: list["ModuleGroup"], group: "ModuleGroup") -> None:
 
 
 class ModuleGroup:
-    """A WorkerGroup for the tests of one module that have the same options."""
+    """A WorkerGroup for tests that are in one module and have the same options."""
 
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
@@ -233,7 +233,10 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report warnings and properties of a passed test. Report a warning or property of several ranks only once."""
+    """Report warnings and properties of a passed test.
+
+    If several ranks have the same warning or property, report it only once.
+    """
     warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
     for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
         arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
@@ -247,7 +250,7 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
 
 
 def _raise_failure(*failures: RunFailedError) -> None:
-    """Raise the exception of the rank that failed first. Notes on it describe the other ranks and later failures.
+    """Raise the exception of the rank that failed first. Notes on the exception describe the other ranks and later failures.
 
     `failures` are in order of time. Do nothing if there are no failures.
     """
@@ -271,7 +274,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. If it is a skip or an expected failure, prefer a real failure of another rank."""
+    """Return the root cause. If the root cause is a skip or an expected failure, prefer a real failure of another rank."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -289,5 +292,8 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 
 
 def _fail_without_traceback(text: str) -> NoReturn:
-    """Fail the test. This frame stays visible, because pytest adds a text about hidden frames if all frames are hidden."""
+    """Fail the test.
+
+    The frame of this function stays visible, because pytest adds a text about hidden frames if all frames are hidden.
+    """
     raise pytest.fail.Exception(text, pytrace=False) from None

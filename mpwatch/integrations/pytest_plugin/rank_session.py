@@ -195,9 +195,11 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the first failure of the test. If there is none, return its skip or expected failure, or otherwise None.
+        """Return the first failure of the test.
 
-        Write later failures, captured logging and warnings to stderr, because the rank does not send its report.
+        If there is no failure, return the skip or the expected failure of the test, or None.
+
+        Write later failures, captured logging and warnings to stderr, because the rank does not send the test's report.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.

@@ -31,11 +31,11 @@ SRUN_ARGS = ["--kill-on-bad-exit=0"]
 
 
 class SubmititEngine:
-    """Starts the least number of nodes as one job of submitit, and each other node as a job of its own.
+    """Starts the minimum number of nodes as one job of submitit, and each other node as a job of its own.
 
     Args:
         executor: an executor of submitit. The engine uses a copy of it.
-        least: the least number of nodes.
+        least: the minimum number of nodes.
         address: the address of this process.
         stop_seconds: how long a node may need to end after it has lost the driver.
 
@@ -62,7 +62,7 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit a node. The nodes up to the least number are submitted together, as one job."""
+        """Submit a node. The minimum number of nodes is submitted together, as one job."""
         write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -72,12 +72,15 @@ class SubmititEngine:
         return self._futures[number]
 
     def describe_wait(self) -> str:
-        """Return for which jobs the driver waits. Return "" before the first job is submitted."""
+        """Return a text that says for which jobs the driver waits. Return "" before the first job is submitted."""
         waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
         return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
-        """Cancel the job of a node if no other node of this job runs. Otherwise the node ends when it loses the driver."""
+        """Cancel the job of a node if no other node of this job runs.
+
+        Otherwise the node ends when the driver closes the connection.
+        """
         with self._lock:
             self._futures[number].cancel()
         for job, numbers in self._jobs:

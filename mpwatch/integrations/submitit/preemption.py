@@ -1,4 +1,7 @@
-"""The signal of submitit to a task asks all ranks to stop at the same step. This module handles the signal."""
+"""When a task receives the signal of submitit, all ranks are asked to stop at the same step.
+
+This module handles the signal.
+"""
 
 import signal
 import socket
@@ -15,9 +18,11 @@ POLL_SECONDS = 0.5  # between two requests to ranks that have not been started y
 
 @contextmanager
 def stop_when_preempted() -> Iterator[threading.Event]:
-    """Ask all ranks to stop when this process receives the signal of submitit. Yield an event that is set at that time.
+    """Ask all ranks to stop when this process receives the signal of submitit.
 
-    Python runs signal handlers only in the main thread, which may be waiting for a lock when another thread receives the
+    Yield a `threading.Event` that is set when the signal arrives.
+
+    Python runs signal handlers only in the main thread, which can be waiting for a lock when another thread receives the
     signal. So a separate thread reads the signal from Python's wake-up descriptor. Threads that start within the `with`
     block, and the guardian process, block the signal.
     """

@@ -37,7 +37,7 @@ def run(
         executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
-        nodes: the number of nodes, or the least and the greatest number. SLURM starts the least number together.
+        nodes: the number of nodes, or the minimum and the maximum number. SLURM starts the minimum number together.
         max_requeues: how many times the job is submitted again after SLURM has sent its signal. The function must continue
             from what it has saved. After that, `stopped_at` of the result is the step at which the ranks have stopped.
         address: the address of this process, to which the nodes connect. If it is None, this is the address of the machine's
