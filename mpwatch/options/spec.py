@@ -269,7 +269,7 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 def name_of(fn: object) -> str:
     """Return the name of a callable for messages.
 
-    A function or its partial has the name of the function. Any other object has the name of its class.
+    A functools.partial gets the name of its function. A callable without a name gets the name of its class.
     """
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)
