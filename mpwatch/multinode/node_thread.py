@@ -125,7 +125,7 @@ class NodeThread:
             raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates for the caller's thread that have come since the last call."""
+        """Return the updates that the caller's thread has not received yet."""
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
@@ -314,7 +314,7 @@ class NodeThread:
     def _make_wait_report(self, deadline: float) -> WaitReport:
         """Return the WaitReport, which logs that this node waits for other nodes.
 
-        The report comes later in the first round, because the nodes of a job may start at different times.
+        In the first round, the report comes after a longer wait, because nodes may start at different times.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 
