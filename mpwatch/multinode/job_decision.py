@@ -248,7 +248,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """If no rank failed on its own and no node is lost, find the rank to blame in the reports of all nodes."""
+    """If no rank failed on its own and no node is lost, search the reports of all nodes for the rank to blame."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports

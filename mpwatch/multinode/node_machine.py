@@ -246,7 +246,7 @@ class NodeMachine:
         return self._handle_late_decision(message)
 
     def handle_assignment(self, assignment: RankAssignment) -> list[NodeAction]:
-        """Store the numbers of this node's ranks in the next attempt, and prepare these ranks."""
+        """Save this node's RankAssignment for the attempt that starts, and prepare the ranks."""
         if self.stage is not NodeStage.PREPARING or self._start is None or assignment.attempt != self._start.attempt:
             return []
         self._assignment = assignment

@@ -8,9 +8,10 @@
 Requests of other threads wait in a queue. The node thread executes these requests while it runs a round. During a rendezvous
 the requests wait for the next round.
 
-The node thread decides when the store is used. Calls that may block run on other threads (rendezvous/). The node thread
-waits for other nodes only in the rendezvous, and before the rendezvous for the JobConfig of the first node
-(job_config_check.py). If a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
+The node thread decides when the store is used. A call that cannot be interrupted, such as name resolution, runs on another
+thread (rendezvous/cancellable_wait.py). The node thread waits for other nodes only in the rendezvous, and before the
+rendezvous for the JobConfig of the first node (job_config_check.py). If a store does not answer, the kernel ends the
+connection to the store (rendezvous/store.py).
 
 Guarantee: when `close` has returned, the thread has ended, and the thread's sockets and its port are released.
 """

@@ -210,7 +210,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
-    """Return the policy. `max_restarts` and `keep_going` stand for the fields of a RestartPolicy with these names."""
+    """Return the policy. `max_restarts` and `keep_going` stand for the fields with the same names in a RestartPolicy."""
     check_flag("keep_going", keep_going)
     if policy is None:
         number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
