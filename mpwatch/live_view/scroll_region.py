@@ -74,7 +74,7 @@ class ScrollRegion:
         return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}"
 
     def mark_released(self) -> None:
-        """Record that no rows are reserved. Call this method after the text of `release` was written.
+        """Record that no rows are reserved. Call this method after you have written the text that `release` returned.
 
         `release` itself cannot record that the rows are released, because an exception may be raised before the text is
         written.
@@ -83,7 +83,7 @@ class ScrollRegion:
 
 
 def go_to_line_start(columns: int) -> str:
-    """Return the text that moves the cursor to the start of the next line, except if the cursor is at the start of a line.
+    """Return the text that moves the cursor to the start of the next line if the cursor is not at the start of a line.
 
     The text has as many blanks as the terminal has columns. If the cursor is not at the start of a line, the blanks wrap to
     the next line.

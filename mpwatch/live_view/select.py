@@ -36,7 +36,7 @@ def may_show(progress: bool | None) -> bool:
 def select_display(*, allow_lines: bool) -> "Display | None":
     """Return a display in the notebook or in the terminal.
 
-    If neither is possible, return a LineDisplay on stderr, or None.
+    If neither a notebook nor a terminal can show the view, return a LineDisplay on stderr, or None.
     """
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay

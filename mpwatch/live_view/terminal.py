@@ -5,7 +5,7 @@ rows and the escape sequences to the terminal. This module reads nothing from th
 the terminal takes no output (Ctrl-S), this module writes nothing.
 
 If the size of a terminal changes, the terminal forgets its scroll region. The next drawing, at most a quarter of a second
-later, reserves the rows again. Before this drawing, the output of ranks may appear among the rows of the view.
+later, reserves the rows again. Until the rows are reserved again, output of ranks can appear among the rows of the view.
 """
 
 import os
@@ -91,8 +91,7 @@ class TerminalDisplay:
     def pause(self) -> None:
         """Release the rows. The next `show` reserves the rows again.
 
-        At Ctrl-Z the kernel discards the output that the terminal has not taken yet. This output may be the end of a
-        drawing.
+        At Ctrl-Z the kernel discards the output that the terminal has not taken yet, for example the end of a drawing.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()

@@ -1,6 +1,6 @@
 """Find a terminal for the live view.
 
-Each call that takes longer than 2 ms imports this module, so the module imports little.
+Every program that uses `mpwatch.run` imports this module, so this module imports few other modules.
 """
 
 import os
@@ -21,7 +21,7 @@ def find_terminal() -> TextIO | None:
 
 
 def is_foreground(fd: int) -> bool:
-    """Return whether this descriptor is the process's controlling terminal, and the process is in the foreground."""
+    """Return True if this descriptor is the controlling terminal of this process, and this process is in the foreground."""
     try:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:  # not the controlling terminal

@@ -1,4 +1,4 @@
-"""Runs on several nodes. If each node makes the same call, the nodes form one job. This package imports torch.
+"""Runs on several nodes. Nodes with the same run_id and the same store form one job. This package imports torch.
 
 Nodes join a torch rendezvous (rendezvous/). The rendezvous gives each node a group rank, and gives all nodes a store for the
 round. The node with group rank 0 is the leader. All messages of a round go through the store (protocol/), to or from the

@@ -97,7 +97,7 @@ class Agent(Generic[T]):
         return result
 
     def get_worker_group(self) -> WorkerGroupInfo[T]:
-        """Return the present ranks of this node. Any thread and any `on_event` of the run may call this method."""
+        """Return the present ranks of this node. Any thread may call this method, and `on_event` may call it, too."""
         return self._group
 
     def _client(self) -> RendezvousClient | None:

@@ -11,8 +11,8 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-These rules find the root cause of a failure on several nodes. If ranks failed on their own, the failure that reached the
-leader first is the root cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If
+These rules find the root cause when an attempt fails. If ranks failed on their own, the failure that reached the leader
+first is the root cause. If no rank failed on its own, the leader compares the collectives of all ranks (job_verdict.py). If
 the comparison of the collectives finds no cause, the root cause can be a rank for which ranks of other nodes have waited. A
 lost node is the root cause only if no rank failed on its own.
 """
@@ -248,7 +248,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """If no rank failed on its own and no node is lost, find the rank to blame in the reports of all nodes."""
+    """If no rank failed on its own and no node is lost, search the reports of all nodes for the rank to blame."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -286,7 +286,7 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
     """Add missing ranks to the failures of their nodes. Missing ranks are ranks for which other nodes have waited.
 
-    Add missing ranks only if every failure may be a consequence of waiting for ranks of other nodes.
+    Add missing ranks only if every failure can be a consequence of waiting for ranks of other nodes.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -305,7 +305,7 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return the report with the missing ranks of its node as the first failures, each with the kind HANG."""
+    """Return a copy of the report in which the missing ranks of the node are the first failures, with the kind HANG."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -353,7 +353,10 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Return the nodes that have reported, sorted by `_victim_level`. Nodes of equal level keep the order of the inbox."""
+    """Return the nodes that have reported, sorted by `_victim_level`.
+
+    Nodes with the same level are in the order in which their failures reached the leader.
+    """
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(
         summary.reports,

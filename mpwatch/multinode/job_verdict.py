@@ -1,8 +1,8 @@
 """Compares the ranks of all nodes to find a rank that has called a wrong collective. All functions are pure.
 
-Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again with its AttemptReport.
-The leader compares the collectives of all nodes. The same code also compares the ranks of a single node. The leader blames
-the rank that the comparison finds, except if a node was lost or a rank has failed on its own.
+Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again in its AttemptReport.
+The leader compares the collectives of all nodes. A run on one node uses the same code (watcher/diagnosis/) to compare its
+ranks. The leader blames the rank that the comparison finds, except if a node was lost or a rank has failed on its own.
 """
 
 import signal
@@ -33,7 +33,9 @@ Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
 def make_records(
     answers: Mapping[int, RankCollectives], returned: Container[int], pids: Mapping[int, int | None]
 ) -> tuple[RankRecord, ...]:
-    """Return a record with the latest collectives of each rank. Leave out records that do not fit into MAX_RECORDS_BYTES.
+    """Return one record for each rank, with the latest collectives of the rank.
+
+    Leave out records that do not fit into MAX_RECORDS_BYTES.
 
     Args:
         answers: the answers of the ranks, by global rank.
@@ -53,7 +55,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return a copy of the answer with only its latest collectives, and the collectives in which the rank waits."""
+    """Return a copy of the answer that contains only the latest collectives and the collectives in which the rank waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING

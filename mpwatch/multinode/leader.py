@@ -30,12 +30,12 @@ may join.
 
 These steps follow when a node is lost:
 
-1. `check_heartbeats` finds that the heartbeat counter of the node has not changed for `node_timeout`. A node also counts as
+1. `check_heartbeats` finds that the heartbeat counter of a node has not changed for `node_timeout`. A node also counts as
    lost if it leaves (NodeLeaving), if it sends no NodeInfo in time, or if its ranks do not stop in time.
-2. The leader broadcasts StopAttempt. Every other node stops its ranks and sends an AttemptReport.
+2. The leader broadcasts StopAttempt. Every node that is not lost stops its ranks and sends an AttemptReport.
 3. When all nodes that are not lost have reported, job_decision.py decides. The decision is FAILED if the lost node served
-   the store. If the store is not lost, the decision is RE_RENDEZVOUS when enough nodes remain or a restart is left, and
-   FAILED otherwise. The leader broadcasts the AttemptDecision.
+   the store. If the store is not lost, the decision is RE_RENDEZVOUS when enough nodes remain or the job has a restart left,
+   and FAILED otherwise. The leader broadcasts the AttemptDecision.
 4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
    itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
@@ -235,12 +235,12 @@ class Leader:
         return self._handle_report(message, now)
 
     def _request_stop(self, cause: str) -> list[LeaderAction]:
-        """Ask all nodes to hold their ranks, but only once. If no ranks run now, `start_attempt` asks the nodes later."""
+        """Ask all nodes once to make their ranks wait. If no ranks run now, `start_attempt` asks the nodes later."""
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
 
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
-        """If all nodes hold their ranks, make the ranks stop at one step. If all nodes wait for a restart, end the job."""
+        """If the ranks of all nodes wait, make the ranks stop at one step. If all nodes wait for a restart, end the job."""
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
             return self._agree_on_step()
@@ -249,7 +249,7 @@ class Leader:
         return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
 
     def _agree_on_step(self) -> list[LeaderAction]:
-        """If all nodes hold their ranks, make the ranks stop after the highest step that any rank has passed."""
+        """If the ranks of all nodes wait, make the ranks stop after the highest step that any rank has passed."""
         if self.stage is not RoundStage.RUNNING or not self.active_nodes <= self._held_steps.keys():
             return []
         highest = max((step for step in self._held_steps.values() if step is not None), default=None)
@@ -318,7 +318,7 @@ class Leader:
         return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
-        """If the deadline of the stage has passed, count each node as lost that has not sent the expected message."""
+        """If the deadline of the stage has passed, each node that has not sent the expected message is lost."""
         if now < self._deadline:
             return []
         self._deadline = math.inf
@@ -345,7 +345,7 @@ class Leader:
         return [ReservePort()]
 
     def _assign_ranks(self) -> tuple[RankAssignment, ...]:
-        """Return for each node its first rank in the job, and its first rank among the ranks with the same role."""
+        """Number the ranks of all nodes, and number the ranks of each role separately."""
         role_sizes: dict[str, int] = {}
         for info in self._node_infos.values():
             role_sizes[info.role] = role_sizes.get(info.role, 0) + info.nprocs

@@ -11,7 +11,8 @@ This table shows how an event on another node stops the ranks of this node:
     watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
-If the lease of the ranks expires, the ranks also stop with the StopReason CANCELLED_BY_JOB, although no message was sent.
+If the lease of the ranks expires, the ranks stop without a message from the leader. An expired lease also leads to the
+StopReason CANCELLED_BY_JOB.
 """
 
 import socket
@@ -60,7 +61,7 @@ class LocalRanks:
 
     @property
     def prepared_attempt(self) -> int | None:
-        """The attempt whose ranks can be started now, or None. The leader may have stopped the attempt meanwhile."""
+        """The attempt whose ranks can be started now, or None. Perhaps the leader has already stopped this attempt."""
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
@@ -71,7 +72,7 @@ class LocalRanks:
         self._commands.wake_callers()
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates for the caller's thread that have come since the last call."""
+        """Return the updates that the caller's thread has not received yet."""
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
@@ -82,8 +83,8 @@ class LocalRanks:
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        The first start is a Restart command, too. The node thread requests every start in the same way, because the numbers
-        of the ranks are known only after a rendezvous.
+        Every start is a Restart command, even the first start. The node thread requests every start in the same way, because
+        the numbers of the ranks are known only after a rendezvous.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -97,7 +98,7 @@ class LocalRanks:
         self.notify_caller(action)
 
     def hold(self, action: HoldRanks) -> None:
-        """Make the ranks wait at their next `should_stop`.
+        """Make the ranks wait at their next call of `should_stop`.
 
         The watcher thread reports the steps that the ranks have passed.
         """
@@ -110,13 +111,13 @@ class LocalRanks:
     def renew_lease(self, since: float) -> None:
         """Allow the ranks to run longer, because this node has sent a heartbeat at the time `since`.
 
-        If the lease is not renewed, the watcher thread stops the ranks before the other nodes may count this node as lost.
+        If the lease is not renewed, the watcher thread stops the ranks before the other nodes can count this node as lost.
         """
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
         self._commands.post(Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """Give the ranks their whole grace period, which may be longer than the lease. The job is over for this node."""
+        """Give the ranks their whole grace period, which can be longer than the lease. The job is over for this node."""
         self._commands.post(NO_LEASE)
 
     def reserve_port(self) -> int:

@@ -23,8 +23,9 @@ The machine is pure. The node thread passes the leader's broadcasts, events of t
 
 If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeat counter has not changed for `node_timeout`.
 The node then stops its ranks. When the ranks have exited, the node decides without the leader (`_decide_without_leader`).
-The decision is RE_RENDEZVOUS if enough nodes remain or a restart is left, and FAILED otherwise. All nodes make the same
-decision, because they know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
+The decision is RE_RENDEZVOUS if enough nodes remain or the job has a restart left, and FAILED otherwise. All nodes make the
+same decision, because they know the same facts. If the store is lost, the job fails on every node that cannot reach the
+store.
 
 A node can leave a round in these ways:
 
@@ -38,12 +39,12 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` sets how much time the other nodes have to see that this node leaves.
+`NodeThread.finish_within` sets the time in which the other nodes can see that this node leaves.
 
 Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
 The stage STOPPING ends when the ranks have exited (`grace_period`). While the leader is alive, the stages RUNNING, PREPARING
 and AWAITING_DECISION can last as long as user code runs on any node. The ranks of a node are stopped before the other nodes
-may count this node as lost: see `Lease` (LocalRanks.renew_lease).
+can count this node as lost (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -122,7 +123,7 @@ class StopRanks:
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks:
-    """Make the ranks of this node wait at their next `should_stop`, and report the steps that they have passed."""
+    """Make the ranks of this node wait at their next call of `should_stop`, and report the steps that they have passed."""
 
     cause: str
 
@@ -245,7 +246,7 @@ class NodeMachine:
         return self._handle_late_decision(message)
 
     def handle_assignment(self, assignment: RankAssignment) -> list[NodeAction]:
-        """Store the numbers of this node's ranks in the next attempt, and prepare these ranks."""
+        """Save this node's RankAssignment for the attempt that starts, and prepare the ranks."""
         if self.stage is not NodeStage.PREPARING or self._start is None or assignment.attempt != self._start.attempt:
             return []
         self._assignment = assignment
@@ -264,7 +265,10 @@ class NodeMachine:
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks, then decide without the leader. The other nodes notice the loss of the leader, and do the same."""
+        """Stop the ranks, then decide without the leader.
+
+        The other nodes also notice that the leader is lost, and make the same decision.
+        """
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED  # the decision about the job is known
             return []
@@ -304,7 +308,10 @@ class NodeMachine:
     # The ranks of this node, and its caller.
 
     def start_ranks(self, attempt: int) -> list[NodeAction]:
-        """Start the ranks of this attempt, after their environments have been made and the delay is over."""
+        """Start the ranks of this attempt.
+
+        Call this method when the environments of the ranks have been made and the delay is over.
+        """
         if self.stage is not NodeStage.PREPARING or self._assignment is None or attempt != self.attempt:
             return []  # the leader has stopped that attempt meanwhile
         self.stage = NodeStage.RUNNING
@@ -321,7 +328,7 @@ class NodeMachine:
     def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
         """Report that ranks of this node have called no collective for a long time.
 
-        If `collectives` is empty, all ranks go on.
+        If `collectives` is empty, report that all ranks go on again.
         """
         if self.stage is not NodeStage.RUNNING:
             return []
@@ -401,7 +408,10 @@ class NodeMachine:
         return []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
-        """Hold the ranks now, or as soon as they are started. Ranks that have ended have passed their last step."""
+        """Make the ranks wait now, or as soon as they are started.
+
+        If the ranks have already ended, this node reports the last step that they have passed.
+        """
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
             return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, has_started=False))]

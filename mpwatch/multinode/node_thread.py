@@ -8,9 +8,10 @@
 Requests of other threads wait in a queue. The node thread executes these requests while it runs a round. During a rendezvous
 the requests wait for the next round.
 
-The node thread decides when the store is used. Calls that may block run on other threads (rendezvous/). The node thread
-waits for other nodes only in the rendezvous, and before the rendezvous for the JobConfig of the first node
-(job_config_check.py). If a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
+The node thread decides when the store is used. A call that cannot be interrupted, such as name resolution, runs on another
+thread (rendezvous/cancellable_wait.py). The node thread waits for other nodes only in the rendezvous, and before the
+rendezvous for the JobConfig of the first node (job_config_check.py). If a store does not answer, the kernel ends the
+connection to the store (rendezvous/store.py).
 
 Guarantee: when `close` has returned, the thread has ended, and the thread's sockets and its port are released.
 """
@@ -125,7 +126,7 @@ class NodeThread:
             raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates for the caller's thread that have come since the last call."""
+        """Return the updates that the caller's thread has not received yet."""
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
@@ -314,7 +315,7 @@ class NodeThread:
     def _make_wait_report(self, deadline: float) -> WaitReport:
         """Return the WaitReport, which logs that this node waits for other nodes.
 
-        The report comes later in the first round, because the nodes of a job may start at different times.
+        In the first round, the report comes after a longer wait, because nodes may start at different times.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 

@@ -1,4 +1,4 @@
-"""Starts the part of one node in a run of several nodes.
+"""Starts this node's part of a run of several nodes.
 
 This module is like watcher/run.py, but uses a NodeThread to communicate with the other nodes.
 """
@@ -87,7 +87,7 @@ def _prepare(
     payload: Payload | None,
     resources: ExitStack,
 ) -> tuple[WatcherThread, NodeThread, PendingCall]:
-    """Make all objects that are needed before the threads start. `resources` closes these objects."""
+    """Make all objects that must exist before the threads start. `resources` closes these objects."""
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout

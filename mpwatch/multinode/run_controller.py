@@ -97,7 +97,7 @@ class MultiNodeRunController(RunController[T]):
     def is_job_decided(self) -> bool:
         """Whether the decision that ends the job is known.
 
-        If this is False, this node leaves the job while the job goes on.
+        If the decision is not known when the run ends on this node, the job goes on without this node.
         """
         return self._job_decision is not None
 
@@ -287,7 +287,7 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return a failure from the decision, with all facts that this node knows about it.
+        """Return a failure from the decision, with all facts that this node knows about the failure.
 
         The failed rank is on this node.
         """

@@ -47,9 +47,9 @@ class LogSpec:
         LogSpec(show=0)                    only the output of rank 0 is shown
         LogSpec(show="inherit")            the ranks have the caller's own stdout and stderr, as without a LogSpec
 
-    `show` and `files` choose ranks: "all", "none", one rank, or a collection of ranks. `show` and `files` may each also be a
-    mapping from "stdout" and "stderr" to such a choice. If the mapping leaves out a stream, the choice for this stream is
-    "none".
+    `show` and `files` choose ranks: "all", "none", one rank, or a collection of ranks. `show` and `files` can also be
+    mappings that choose ranks for "stdout" and "stderr" separately. If a mapping leaves out a stream, the choice for this
+    stream is "none".
 
     Args:
         dir: the folder for log files: `<dir>/<run_id>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, where n is
@@ -146,7 +146,10 @@ class LogSpec:
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return the named ranks and two further ranks, to represent all ranks while the number of ranks is not known."""
+        """Return the ranks that `show` and `files` name, and two further ranks.
+
+        These ranks represent all ranks while the number of ranks is not known.
+        """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}
         beyond = max(named, default=-1) + 1

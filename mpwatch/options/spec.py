@@ -210,7 +210,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
-    """Return the policy. `max_restarts` and `keep_going` stand for the fields of a RestartPolicy with these names."""
+    """Return the policy. `max_restarts` and `keep_going` stand for the fields with the same names in a RestartPolicy."""
     check_flag("keep_going", keep_going)
     if policy is None:
         number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
@@ -269,7 +269,7 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 def name_of(fn: object) -> str:
     """Return the name of a callable for messages.
 
-    A function or its partial has the name of the function. Any other object has the name of its class.
+    A functools.partial gets the name of its function. A callable without a name gets the name of its class.
     """
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)

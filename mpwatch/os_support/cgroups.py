@@ -30,9 +30,9 @@ def read_cpu_quota() -> int | None:
 
 
 def count_oom_kills() -> dict[str, int]:
-    """Return the number of processes in this process's memory group that the out-of-memory killer has killed.
+    """Return how many processes in this process's memory group the out-of-memory killer has killed.
 
-    The keys of the dict are the files with the counts.
+    The keys of the returned dict are the paths of the files that contain this number.
     """
     found = {}
     for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):

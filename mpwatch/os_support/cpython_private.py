@@ -6,8 +6,8 @@ module runs in the watcher and in the ranks.
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
 - `multiprocessing.Process._Popen` starts the process. Without this method, `Process.start` would start an ordinary spawned
-  process, which shares the process group and the environment of its parent.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without this method, too, `Process.start` would
+  process, which shares the Unix process group and the environment of its parent.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without this method, `Process.start` would also
   start an ordinary spawned process.
 - `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without this method, a signal
   would reach only the rank itself, and not the processes that the rank has started.

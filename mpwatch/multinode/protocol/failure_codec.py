@@ -5,11 +5,11 @@ left out.
 
 An exception is sent as an ExceptionGraph, which contains the data that wire/exceptions/encoder.py reads from the exception.
 The receiver builds a stand-in for each exception in the graph. Stand-ins have the names, texts, notes, causes, contexts,
-group members, frames and builtin base classes of the original exceptions. The receiver does not import or run any code that
-the received data name.
+group members, frames and builtin base classes of the original exceptions. The receiver does not import or run any code
+that is named in the received data.
 
-Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives such lines a new
-file name, so that the receiver's own lines are never shown for frames of another node.
+Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives source lines
+from another node a new file name, so that they are not confused with the receiver's own lines.
 """
 
 import builtins
@@ -227,7 +227,10 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Keep frames from both ends of the traceback, as many as fit. The frames in the middle belong to a recursion."""
+    """Keep as many frames from both ends of the traceback as fit.
+
+    In a long traceback, the frames in the middle usually belong to a recursion.
+    """
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
         index = number // 2 if number % 2 else len(frames) - 1 - number // 2

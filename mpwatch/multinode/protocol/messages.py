@@ -53,7 +53,7 @@ class RestartHistory:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedNodes:
-    """To nodes that were in no earlier round: this number of nodes can come at present."""
+    """An entry in the store of the job: the number of nodes that can join at present. New nodes read this entry."""
 
     count: int
 

@@ -71,7 +71,7 @@ class SignedJson:
         return entry.decode()
 
     def decode(self, name: str, entry: bytes, *, limit: int = MAX_ENTRY_BYTES) -> dict[str, Any]:
-        """Verify an entry and return its body.
+        """Verify an entry and return its JSON as a dict.
 
         Raises:
             SecretMismatchError: the secrets of the writer and the reader differ. It is a subclass of InvalidEntryError.
@@ -108,7 +108,7 @@ def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
 
 
 def dump_json(body: object) -> str:
-    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if the data do not fit into JSON."""
+    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if JSON cannot represent the data."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 

@@ -86,14 +86,14 @@ class StoreChannel:
         return {node: self._store.add(f"heartbeat/{node}", 0) for node in nodes}
 
     def send_to_leader(self, message: MessageToLeader) -> None:
-        """Send a message to the leader. Raises ValueError if the leader could not read the message."""
+        """Send a message to the leader. Raises ValueError if the message is invalid."""
         body = encode_message(message)
         decode_message(body)
         number = self._store.add("inbox", 1)
         self._write(f"inbox/{number}", self._signed_name("inbox", number), body)
 
     def read_inbox(self) -> list[MessageToLeader]:
-        """Return the messages to the leader that have arrived since the last call."""
+        """Return the messages that nodes have sent to the leader since this method was last called."""
         count = self._store.add("inbox", 0)
         now = time.monotonic()
         self._missing_messages |= dict.fromkeys(range(self._inbox_count + 1, count + 1), now)
@@ -116,7 +116,7 @@ class StoreChannel:
         self._write(f"broadcast/{number}", self._signed_name("broadcast", number), body, MAX_BROADCAST_BYTES)
 
     def read_broadcasts(self) -> list[MessageToAll]:
-        """Return the messages that the leader has sent to all nodes since the last call.
+        """Return the messages that the leader has sent to all nodes since this method was last called.
 
         If an entry is invalid, read no further entries now. If another program has written the invalid entry, the leader
         will overwrite it.
@@ -133,19 +133,19 @@ class StoreChannel:
             found += message
 
     def publish_assignments(self, assignments: Iterable[RankAssignment]) -> None:
-        """Write the ranks of each node in the attempt that starts."""
+        """Write into the store which ranks each node has in the attempt that starts."""
         for assignment in assignments:
             key = f"assignment/{assignment.attempt}/{assignment.group_rank}"
             self._write(key, self._signed_name("assignment", assignment.group_rank), encode_message(assignment))
 
     def read_assignment(self, attempt: int) -> RankAssignment | None:
-        """Return the ranks of this node in this attempt, or None if they have not been written."""
+        """Return the ranks of this node in this attempt, or None if the leader has not written them yet."""
         key = f"assignment/{attempt}/{self.group_rank}"
         found = self._read_message(key, self._signed_name("assignment", self.group_rank), RankAssignment, MAX_ENTRY_BYTES)
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name with which an entry is signed. The name is different in each round."""
+        """Return the name that the signature of an entry covers. The name is different in each round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:
@@ -167,7 +167,7 @@ class StoreChannel:
     def _read_entry(
         self, key: str, signed_name: str, decode: Callable[[dict[str, Any]], T], limit: int = MAX_ENTRY_BYTES
     ) -> T | None:
-        """Read and decode an entry. Return None if the entry is missing or invalid. Log an invalid entry once."""
+        """Read and decode an entry. Return None if the entry is missing or invalid. Log each invalid entry only once."""
         if not self._store.check([key]):
             return None
         try:

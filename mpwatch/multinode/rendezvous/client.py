@@ -158,9 +158,9 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 
 
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
-    """Keep the store open for nodes that are just leaving.
+    """Keep the store open for nodes that are still leaving.
 
-    If torch's server ended during a call of these nodes, torch would print a page of C++ frames.
+    If torch's server ended while a node still used the store, torch would print a page of C++ frames.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
     while has_other_nodes() and time.monotonic() < deadline:

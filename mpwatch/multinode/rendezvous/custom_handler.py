@@ -4,7 +4,7 @@ The user owns the handler. The handler numbers the nodes and gives them a store 
 say how many nodes must join and how long the handler waits. Where the public methods of handlers are not enough, comments in
 the code explain the workaround.
 
-Guarantee: this node waits for a round until the deadline at most. If the node leaves during a call of the handler, this call
+Guarantee: this node waits for a round at most until the deadline. If the node leaves during a call of the handler, this call
 goes on in a separate thread until the handler's own timeout. The result of a call that ends so late is undone.
 """
 
@@ -150,8 +150,8 @@ class CustomHandlerClient(RendezvousClient):
     def _leave_rendezvous(self) -> None:
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node in the next round.
 
-        torch has no public method that removes one node without closing the rendezvous for all nodes. If the handler is of
-        another class, the other nodes wait until the handler counts this node as lost.
+        torch has no public method that removes one node without closing the rendezvous for all nodes. If the handler is not
+        a DynamicRendezvousHandler, the other nodes wait until the handler counts this node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):

@@ -1,4 +1,4 @@
-"""The exceptions with which a node leaves the rendezvous. This module imports no modules."""
+"""The exceptions that end the rendezvous of a node. This module imports no other module."""
 
 
 class StoreLostError(Exception):

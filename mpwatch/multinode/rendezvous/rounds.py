@@ -53,7 +53,7 @@ class WaitReport:
     is_done: bool = False
 
     def check(self, count: int) -> None:
-        """If it is time, report that `count` nodes have joined."""
+        """If `due_at` has passed, report once that `count` nodes have joined."""
         if not self.is_done and time.monotonic() >= self.due_at:
             self.is_done = True
             self.report(count)
