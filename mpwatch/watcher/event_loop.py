@@ -809,7 +809,10 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """For each rank that did not return after a stop request, log where it is. The watcher is now stopping these ranks."""
+        """For each rank that did not return after a stop request, log where it is.
+
+        The watcher is now stopping these ranks.
+        """
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
