@@ -53,7 +53,7 @@ class _Handle(Future[RunResult[T]]):
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
     def interrupt(self, signum: int = signal.SIGINT, cause: InterruptCause = InterruptCause.STOP) -> None:
-        """Stop the call as `stop` does, or as a signal to this program does. Do not wait for the end of the call."""
+        """Begin to stop the call, and do not wait for its end. `cause` says why the call is stopped."""
         with self._lock:
             self._interrupt = self._interrupt or (signum, cause)
             if (call := self._call) is not None:
@@ -229,8 +229,8 @@ class RunHandle(_Handle[T]):
     def start(self) -> None:
         """Start the run. Raises LaunchError if Python cannot start a thread.
 
-        `mpwatch.submit` has already called this method. If an exception such as KeyboardInterrupt interrupts this method,
-        the run ends.
+        `mpwatch.submit` calls this method before it returns the handle. If an exception such as KeyboardInterrupt interrupts
+        this method, the run ends.
         """
         try:
             self._thread.start()
@@ -330,7 +330,7 @@ class CallHandle(_Handle[T]):
             raise
 
     def _start(self) -> None:
-        """Start the thread of the call, because its ranks are free. Do nothing if the thread was already started."""
+        """Start the thread of the call, whose ranks are now free. Do nothing if the thread was already started."""
         with self._start_lock:
             # a signal handler may come here while the thread is being started
             if self._is_starting or has_come_up(self._thread) or self._thread.native_id is not None:
@@ -346,7 +346,7 @@ class CallHandle(_Handle[T]):
         self._set_outcome(partial(self.set_exception, launch_error))
 
     def _decide(self) -> bool:
-        """Return True if the call may begin, or False if it was cancelled. After this method, nothing can cancel the call.
+        """Return True if the call can begin, or False if it was cancelled. After this method, nothing can cancel the call.
 
         This method also informs threads in `concurrent.futures.wait` that the future was cancelled.
         """

@@ -5,10 +5,10 @@ goes when a new version of torch does not have it. This information comes from t
 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
-`wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when a tensor may
-be pickled or unpickled, and collectives.py is imported when a rank makes a process group. The names of torch's rendezvous
-are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads the entry points of
-other packages.
+`wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when data that can
+contain a tensor is pickled or unpickled, and collectives.py is imported when a rank makes a process group. The names of
+torch's rendezvous are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads
+the entry points of other packages.
 """
 
 import os
@@ -160,9 +160,9 @@ def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> t
 def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", seconds: float) -> None:
     """Remove this node from the rendezvous state within `seconds`. The rendezvous stays open for the other nodes.
 
-    This function uses `_op_executor` and `_RendezvousExitOp`, because torch has no public way to leave a rendezvous. If one
-    of these names is missing, the other nodes wait until the heartbeat of this node expires. torch 2.4, 2.6, 2.9 and 2.13
-    have both names.
+    This function uses `_op_executor` and `_RendezvousExitOp`, because torch has no public way to leave a rendezvous. If
+    `_op_executor` or `_RendezvousExitOp` is missing, the other nodes wait until the heartbeat of this node expires. torch
+    2.4, 2.6, 2.9 and 2.13 have both names.
 
     Raises RendezvousTimeoutError when the time is over. This function also raises the exceptions of the rendezvous backend.
     """
@@ -199,7 +199,7 @@ def has_flight_recorder() -> bool:
 def get_group_names() -> dict[Any, str]:
     """Return a dict from each process group of this process to torch's name for the group.
 
-    This function reads `_world.pg_names`, because torch has no public list of process groups. If one of these names is
+    This function reads `_world.pg_names`, because torch has no public list of process groups. If `_world` or `pg_names` is
     missing, mpwatch does not know which ranks belong to a collective, and cannot find a missing rank. torch 2.4, 2.6, 2.9
     and 2.13 have both names.
     """
@@ -233,12 +233,12 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return a text that names the store of the default process group, and the rank of this process in that group.
 
-    All members of the group have the same text. The default groups of two worlds may also have the same text, because the
-    user may divide one store between them.
+    All members of the group have the same text. If the user divides one store between two worlds, the default groups of
+    these worlds have the same text, too.
 
     This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
-    store of a group. If one of these names is missing, mpwatch may confuse the ranks of two worlds in one run. torch 2.4,
-    2.6, 2.9 and 2.13 have these names.
+    store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two worlds in one run.
+    torch 2.4, 2.6, 2.9 and 2.13 have these names.
     """
     module = import_module("torch.distributed.distributed_c10d")
     group = module._world.default_pg
@@ -249,7 +249,7 @@ def describe_world() -> tuple[str, int]:
 
 
 def is_of_torch(code: CodeType) -> bool:
-    """Return whether this is code of torch that may wait in a collective.
+    """Return whether this is code of torch that can wait in a collective.
 
     Code of torch.utils does not count, because DataLoaders use it.
     """

@@ -50,7 +50,7 @@ def seal(fd: int) -> None:
     """Prevent all processes from shortening this anonymous file.
 
     If a process shortened the file, SIGBUS would kill each process that reads the missing part through a mapping. Raises
-    OSError, for example if the descriptor is no anonymous file. If the system cannot seal files, do nothing.
+    OSError, for example if `fd` does not belong to an anonymous file. If the system cannot seal files, do nothing.
     """
     import fcntl
 
@@ -59,7 +59,7 @@ def seal(fd: int) -> None:
 
 
 def is_used_elsewhere(fd: int) -> bool:
-    """Return whether any process has the file open or mapped, apart from this descriptor. If this is unknown, return True.
+    """Return whether the file is also open or mapped elsewhere, in any process. If this is unknown, return True.
 
     The kernel checks all processes of the machine, even those of other users and in other containers. The descriptor must be
     read-only.
@@ -81,10 +81,10 @@ def is_used_elsewhere(fd: int) -> bool:
 
 
 def map_private(fd: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a file into writable memory. A write changes only this process's own copy of the page.
+    """Map the first `size` bytes of a file into writable memory. Writing to this memory does not change the file.
 
-    The mapping exists until its last memoryview is deleted. The mapping keeps a descriptor only in a Python before 3.13 that
-    has no ctypes. Raises OSError.
+    The mapping exists until its last memoryview is deleted. The mapping keeps a descriptor open only if Python is older than
+    3.13 and has no ctypes. Raises OSError.
     """
     import mmap
 
@@ -180,7 +180,7 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
     """Make the kernel close a TCP connection if the other end has not answered for this number of seconds (at least 1).
 
-    In a system without TCP_USER_TIMEOUT, a connection with unacknowledged data ends later. Raises OSError.
+    If the system has no TCP_USER_TIMEOUT, a connection that has unacknowledged data is closed later. Raises OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)

@@ -1,8 +1,8 @@
-"""Finds the GPUs that this process may use. This module needs neither CUDA nor ROCm, and runs in the watcher.
+"""Finds the GPUs that this process is allowed to use. This module needs neither CUDA nor ROCm, and runs in the watcher.
 
 This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. So this module initialises
 no GPU and uses no GPU memory. A container often has the driver's files of all GPUs, but the device files of only some GPUs.
-A batch system may forbid the use of a device file. `os.access` finds out both.
+A batch system can forbid the use of a device file. `os.access` finds out both.
 """
 
 import os
@@ -14,7 +14,7 @@ BUS_SHIFT, DEVICE_SHIFT = 8, 3  # the positions of the bus and the device in the
 
 
 class Gpu(NamedTuple):
-    """A GPU that this process may use."""
+    """A GPU that this process is allowed to use."""
 
     uuid: str = ""
     """The GPU's name for CUDA_VISIBLE_DEVICES, such as "GPU-8a5b...". It is empty if it is not known."""
@@ -43,7 +43,7 @@ def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
 
 
 def list_amd_gpus(root: str = "/") -> list[Gpu]:
-    """Return the AMD GPUs that ROCm can use, in the order of the driver's numbers."""
+    """Return the AMD GPUs that ROCm can use, in the order in which the driver numbers them."""
     if not _may_use(os.path.join(root, "dev/kfd")):
         return []
     folder = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
@@ -64,9 +64,9 @@ def list_amd_gpus(root: str = "/") -> list[Gpu]:
 
 
 def may_have_unlisted_gpus(root: str = "/") -> bool:
-    """Return whether there may be GPUs that this module cannot list.
+    """Return True if the machine possibly has GPUs that this module cannot list.
 
-    The Linux subsystem of Windows may have such GPUs.
+    The Windows Subsystem for Linux can have such GPUs.
     """
     return os.path.exists(os.path.join(root, "dev/dxg"))
 

@@ -1,4 +1,4 @@
-"""Counts the CPUs that this process may use, and finds out whether the machine can have a GPU.
+"""Counts the CPUs that this process is allowed to use, and finds out whether the machine possibly has a GPU.
 
 This module runs in the watcher.
 """
@@ -15,7 +15,7 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 
 def count_usable_cpus() -> int:
-    """Return the number of CPUs that this process may use.
+    """Return the number of CPUs that this process is allowed to use.
 
     Two things limit this number: the CPU affinity of the process, and the CPU quota of its cgroup (v2), which is rounded up.
     The number is at least 1.
@@ -25,7 +25,7 @@ def count_usable_cpus() -> int:
 
 
 def may_have_gpus() -> bool:
-    """Return whether the machine may have a GPU.
+    """Return False if the machine certainly has no GPU, and otherwise True.
 
     If the machine has no GPU, the caller does not import torch, which would take a second.
     """

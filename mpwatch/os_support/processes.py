@@ -1,4 +1,4 @@
-"""Finds the states of processes, process groups and threads with /proc, waitid and pidfds.
+"""Uses /proc, waitid and pidfds to find the states of processes, Unix process groups and threads.
 
 This module runs in the watcher.
 """
@@ -59,7 +59,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether `fd` in process `pid` and `of` in this process are descriptors of the same file or pipe.
+    """Return whether `fd` in process `pid` refers to the same file or pipe as this process's descriptor `of`.
 
     Return False if this is unknown.
     """
@@ -73,8 +73,8 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
 
-    Return None, too, if other code has reaped the child or SIGCHLD is ignored. The pid of a reaped child may already belong
-    to another process.
+    Also return None if other code has reaped the child or SIGCHLD is ignored. Another process can already have the pid of a
+    reaped child.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -89,8 +89,8 @@ def open_pidfd(pid: int) -> int | None:
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of a child that has ended, or None while it runs. The child stays a zombie.
 
-    If a signal has ended the child, the code is the negative number of the signal. If other code has reaped the child or
-    SIGCHLD is ignored, the exit code is lost, and this function raises ChildProcessError.
+    If a signal has ended the child, the exit code is the signal's number with a minus sign. If other code has reaped the
+    child or SIGCHLD is ignored, the exit code is lost, and this function raises ChildProcessError.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -102,7 +102,7 @@ def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
 
 
 def group_exists(pgid: int) -> bool:
-    """Return whether a process group has any members. Zombies count as members."""
+    """Return whether a Unix process group has any members. Zombies count as members."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:
@@ -113,12 +113,12 @@ def group_exists(pgid: int) -> bool:
 
 
 def group_members(pgid: int) -> list[int]:
-    """Find the pids of a process group in /proc. If there is no /proc, return an empty list. Raises OSError."""
+    """Find the pids of a Unix process group in /proc. If there is no /proc, return an empty list. Raises OSError."""
     return list_group_members([pgid])[pgid]
 
 
 def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
-    """Find the pids of several process groups in /proc at once. Return a dict from each group to the list of its pids."""
+    """Find the pids of several Unix process groups in /proc. Return a dict from each group to the list of its pids."""
     found: dict[int, list[int]] = {pgid: [] for pgid in pgids}
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():

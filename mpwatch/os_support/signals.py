@@ -51,7 +51,7 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from the given signals to their handlers. Signals without a handler in Python are left out.
+    """Return a dict from the given signals to their handlers. A signal is left out if its handler is not a Python function.
 
     This function is fast because it avoids the module signal, which would convert each number to an enum and back.
     """
@@ -90,11 +90,11 @@ def _load_libc() -> Any:
 
 
 def die_with_writer(pipe: int) -> None:
-    """Make the kernel kill the process group of this process when the last writing end of `pipe` is closed (Linux).
+    """Make the kernel kill the Unix process group of this process when the last writing end of `pipe` is closed (Linux).
 
     With PR_SET_PDEATHSIG, the kernel would send a signal when the thread that started this process ends. With this function,
-    the kernel sends the signal when the process with the writing end has ended. This function also kills the whole group,
-    and needs no ctypes. If the system does not support this, do nothing.
+    the kernel sends the signal when the process that has the writing end has ended. This function also kills the whole
+    group, and needs no ctypes. If the system does not support this, do nothing.
     """
     import fcntl
     import select

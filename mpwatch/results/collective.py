@@ -68,30 +68,30 @@ class Collective:
     seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
-        """Return the collective in words: `all_reduce #3 (float32[16], default group) at train.py:31 in step`."""
+        """Return the collective in words, such as `all_reduce #3 (float32[16], default group) at train.py:31 in step`."""
         place = f" at {self.place}" if self.place else ""
         return f"{self.title} ({', '.join(filter(None, (self.tensors, self.group_title)))}){place}"
 
     @property
     def title(self) -> str:
-        """The operation and its number: `all_reduce #3`."""
+        """The operation and its number, such as `all_reduce #3`."""
         return f"{self.name} #{self.sequence}"
 
     @property
     def group_title(self) -> str:
-        """The process group in words: `default group`, or `group 1`. A long hexadecimal name is shortened."""
+        """The process group in words, such as `default group` or `group 1`. A long hexadecimal name is shortened."""
         if self.group == DEFAULT_GROUP:
             return f"{DEFAULT_GROUP} group"
         return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else self.group}"
 
     @property
     def tensors(self) -> str:
-        """The tensors of the call: `float32[16]`. The text is empty if the call has no tensors."""
+        """The tensors of the call, such as `float32[16]`. The text is empty if the call has no tensors."""
         return format_tensors(self.input_dtypes, self.input_shapes) or format_tensors(self.output_dtypes, self.output_shapes)
 
 
 def format_tensors(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> str:
-    """Return the types and shapes of tensors as text: `float32[16, 4]`, or `3 x float32[16]`."""
+    """Return the types and shapes of tensors as text, such as `float32[16, 4]` or `3 x float32[16]`."""
     if not shapes:
         return ""
     dtype = dtypes[0] if dtypes else "tensor"

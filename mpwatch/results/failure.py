@@ -1,7 +1,7 @@
 """The failure of one rank, and the text that says what happened to this rank.
 
-The functions make this text only when a caller needs it, and do no I/O. `summarize_exception` runs user code: `__str__` of
-the exception. The watcher thread calls only `format_exit`, which runs no user code.
+The functions make this text only when a caller needs it, and do no I/O. `summarize_exception` runs user code, because it
+calls the exception's `__str__`. The watcher thread calls only `format_exit`, which runs no user code.
 """
 
 import signal
@@ -112,11 +112,11 @@ class ProcessFailure:
     elapsed: float = 0.0
 
     def __str__(self) -> str:
-        """Return the line of the report for this failure: `rank 3: was killed by SIGKILL (...)`."""
+        """Return the line of the report for this failure, such as `rank 3: was killed by SIGKILL (...)`."""
         return format_failure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the data to pickle. The exception is encoded, because many exceptions cannot be pickled directly."""
+        """Return the data that pickle stores. The exception is encoded, because many exceptions cannot be pickled."""
         state = dict(self.__dict__)
         if self.exception is not None:
             encoder = ExceptionEncoder(self.exception)
@@ -130,9 +130,9 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return the failure with a summary.
+    """Return the failure, or a copy with a summary if the failure has none.
 
-    If the failure has no summary, add the text that the report shows for the failure.
+    The added summary is the text that the report shows for the failure.
     """
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
@@ -143,7 +143,7 @@ def format_failure(failure: ProcessFailure) -> str:
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict of the report for this root cause."""
+    """Return the verdict of a report whose root cause is this failure."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:

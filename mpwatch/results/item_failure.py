@@ -28,7 +28,7 @@ class ItemFailure:
     def exception(self) -> BaseException | None:
         """The exception that the function raised for the item.
 
-        It is None if the function raised none, or if the exception could not be sent.
+        The property is None if the function raised no exception, or if the exception could not be sent.
         """
         return self.failure.exception
 
@@ -40,5 +40,5 @@ class ItemFailure:
 
 
 def name_item(index: int, item: str) -> str:
-    """Return the name that messages use for an item: `item number 17 ('a.txt')`. `item` is its `repr`."""
+    """Return the name that messages use for an item, such as `item number 17 ('a.txt')`. `item` is its `repr`."""
     return f"item number {index} ({item})"

@@ -69,8 +69,8 @@ class Progress:
 class Attempt:
     """The time from one start of ranks until these ranks have ended.
 
-    An attempt has all ranks, or one rank that starts alone. `str(attempt)` is a sentence: "first start, 1.2 s: rank 3 was
-    killed by SIGKILL".
+    An attempt has all ranks, or one rank that starts alone. `str(attempt)` is a sentence such as "first start, 1.2 s: rank 3
+    was killed by SIGKILL".
 
     Attributes:
         number: how often these ranks had been started before. It is 0 for the first attempt. In the ranks it is

@@ -36,7 +36,7 @@ ACTIVITIES_BY_FILE = {
 
 
 def format_location(stacks: str) -> str:
-    """Return a phrase that says where the first thread was: ` in all_reduce (train.py:88 in step: ...)`.
+    """Return a phrase that says where the first thread was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did:
@@ -87,7 +87,7 @@ def _cut_comment(line: str) -> str:
 
 
 def _cut_at_word(text: str) -> str:
-    """Return the text up to its last blank."""
+    """Return the text before its last space."""
     return text.rpartition(" ")[0].rstrip() or text
 
 

@@ -106,17 +106,17 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Return whether the report lists an attempt. The report lists only attempts that ended for a reason of their own.
+    """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
 
-    If each rank is restarted alone, one timeout or signal ends many attempts. The report mentions this timeout or signal
-    only once, for the whole run.
+    The report also lists an attempt of all ranks that has a reason, such as a timeout. If each rank is restarted alone, one
+    timeout or signal ends many attempts. The report mentions this timeout or signal only once, for the whole run.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
 
 
 def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
-    """Return a line for each attempt, which says what failed first."""
+    """For each attempt, return a line that says what failed first."""
     return [f"    {which}: {what}" if which else f"    {what}" for which, what in make_attempt_rows(attempts)]
 
 
@@ -178,7 +178,7 @@ def format_fates(result: RunData[Any]) -> list[str]:
 
 
 def format_last_steps(progress: Mapping[int, Progress]) -> str:
-    """Return the last reported steps of the ranks: `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
+    """Return the last reported steps of the ranks, such as `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
 
     Ranks that have reported no step are left out. If there are more than STEP_GROUPS different steps, the text has only the
     lowest and the highest step.
@@ -223,10 +223,10 @@ def format_signal(number: int) -> str:
 
 
 def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
-    """Return a phrase for a silent rank, with the time since its last heartbeat and its last reported step.
+    """Return a phrase for a silent rank, with its last reported step and the time since its last heartbeat.
 
-    If `heartbeat_timeout` is None, the phrase is shorter, because it is a part of the phrase for a victim:
-    `silent for 5.1 s at step 30 of 100`.
+    If `heartbeat_timeout` is None, the phrase is short, such as `silent for 5.1 s at step 30 of 100`. Such a phrase is a
+    part of the phrase for a victim.
     """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f" at step {progress.step}"
@@ -293,7 +293,7 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that names the out-of-memory killer as the likely cause of a death, with the evidence."""
+    """Return a phrase that names the out-of-memory killer as the likely cause of a death, and gives the evidence."""
     return f"likely the out-of-memory killer: {clue}"
 
 
@@ -308,7 +308,7 @@ def format_unloadable_value(kind: str, error: BaseException) -> str:
 def _name_first_user_function(error: BaseException) -> str:
     """Return the function that pickle called, such as `train.Model.__setstate__`.
 
-    The text is empty if pickle itself raised.
+    The text is empty if pickle itself raised the exception.
     """
     for frame, _ in walk_tb(get_builtin_attribute(error, "__traceback__")):
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code

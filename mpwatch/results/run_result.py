@@ -46,7 +46,7 @@ class RunResult(RunData[T]):
         write_chrome_trace(self.events, path)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write an HTML file that shows the result as a notebook does, with more details.
+        """Write an HTML file that shows the result as a notebook does, but with more details.
 
         You can attach this file to a ticket. The file has the table, the timeline of the ranks, the traceback of the root
         cause, the stacks of the other ranks and the whole report. The HTML file needs no other file, and no network.

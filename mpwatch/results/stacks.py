@@ -1,4 +1,7 @@
-"""The stacks of the ranks at one moment. Their text shows ranks with the same stacks as one group. Pure."""
+"""The stacks of the ranks at one moment. Pure.
+
+If several ranks have the same stacks, the text shows these ranks as one group.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ class Stacks(dict[int, str]):
     """The stacks of all threads, by global rank, as in `RunResult.stacks`.
 
     If a rank runs no function, or if its stacks did not come in time, its text is one line that gives this reason.
-    `print(stacks)` shows ranks with the same stacks together, and then the verdict.
+    `print(stacks)` groups ranks that have the same stacks, and then shows the verdict.
 
     Attributes:
         collectives: the collective in which each rank waited, or otherwise its last collective, as in
@@ -46,7 +49,7 @@ class Stacks(dict[int, str]):
 def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
     """Group the ranks that are at the same place.
 
-    Each group is a pair: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`.
+    Each group is a pair such as `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`.
     """
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(stacks.items()):

@@ -225,7 +225,7 @@ class CommandQueue:
         self.watcher_wakeup.wake()
 
     def take(self) -> list[Command]:
-        """Return the commands that were posted since the last call. The watcher thread calls this method."""
+        """Return the commands that were posted since the last call of `take`. The watcher thread calls this method."""
         self.watcher_wakeup.drain()
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
@@ -248,7 +248,7 @@ class CommandQueue:
         return bool(self._debugger_sockets)
 
     def take_debugger_sockets(self) -> list[DebuggerSocket]:
-        """Return the sockets that have come since the last call. The caller's thread calls this method."""
+        """Return the sockets that have come since the last call of this method. The caller's thread calls this method."""
         return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
 
     def close(self) -> None:

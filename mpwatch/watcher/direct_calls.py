@@ -15,7 +15,7 @@ Rules:
 2. For each message that the caller's thread sends or receives, it must first take a right (pending_call.py). A single call
    into C code takes the right, sends or receives the message, and records the message. So the records are correct, no matter
    where an exception interrupts the thread.
-3. Before the watcher thread handles events, it takes all remaining rights. The caller's thread may be in a signal handler,
+3. Before the watcher thread handles events, it takes all remaining rights. The caller's thread can be in a signal handler,
    so the watcher thread does not wait for that thread. The watcher thread waits only for a call into C code that has already
    taken a right.
 4. An unfinished call belongs to the watcher thread as soon as that thread has taken the rights of the call.
@@ -116,7 +116,7 @@ class DirectCalls:
         return stopped
 
     def reopen(self) -> None:
-        """Allow direct calls of the offered ranks again. Only the watcher thread calls this method and the methods below."""
+        """Allow direct calls to the offered ranks again. Only the watcher thread calls this method and the methods below."""
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:

@@ -1,8 +1,8 @@
 """Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
 
-The calls of `mpwatch.map` run in other threads, so HostSignals installs no signal handlers for them (host_signals.py). Here
-only those signals are deferred that would end the program without an exception. The waiting thread then stops the calls,
-logs the report and raises the signal again.
+The calls of `mpwatch.map` run in other threads, so HostSignals installs no signal handlers for them (host_signals.py). This
+module defers only signals that would end the program without an exception. The waiting thread then stops the calls, logs the
+report and raises the signal again.
 """
 
 import os
@@ -36,7 +36,10 @@ class EndSignals:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Defer the signals. Do nothing in other threads than the main thread, which cannot set signal handlers."""
+        """Defer the signals.
+
+        Do nothing in a thread other than the main thread, because only the main thread can set signal handlers.
+        """
         is_in_main_thread = threading.current_thread() is threading.main_thread()
         deferred = (
             [signum for signum in self._candidates if get_handler(signum) == signal.SIG_DFL] if is_in_main_thread else []

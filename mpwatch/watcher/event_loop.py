@@ -15,7 +15,7 @@ Guarantees:
 
 - Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks may remain, and are logged: a rank
   that SIGKILL does not end, and a dead rank that a debugger holds (process_pool.py).
-- A message is read before the death that followed it, because `_on_exit` first reads the rest of the rank's channel.
+- The loop handles a rank's last message before the rank's death, because `_on_exit` first reads the rest of the channel.
 - The loop waits in one place, `Selector.wait`. The wait lasts at most until the next deadline of a state machine, the next
   delayed restart or the next DelayedAction. Two other waits are short and bounded. Before a restart, the loop waits at most
   KILL_SECONDS for killed helpers, that is, for processes that earlier ranks had started. The loop also waits at most 50 ms
@@ -509,7 +509,7 @@ class EventLoop:
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
         """Ask a rank for its collectives.
 
-        With `again`, ask the rank even if it has already answered, because it may have called more collectives.
+        With `again`, ask the rank even if it has already answered, because the rank perhaps has called more collectives.
         """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
@@ -518,7 +518,7 @@ class EventLoop:
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read everything that the dead rank has sent, and then its exit code.
 
-        If the rank has sent no answer, its part of the shared memory may contain messages that the rank could not send.
+        If the rank has sent no answer, its part of the shared memory can contain messages that the rank could not send.
         """
         observed = handle.observations
         if observed.died_at is not None:
@@ -569,7 +569,7 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks, for a StacksRequest. Before that, store stacks that were dumped for the report."""
+        """Ask a rank for its stacks, for a StacksRequest. First store stacks that were dumped for the report."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -629,7 +629,7 @@ class EventLoop:
         return [group for group in self._unfinished_groups if group.call is event.call]
 
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return a list with the group of the idle ranks that a call needs. Split or merge groups if necessary.
+        """Return a list that has only the group of the idle ranks that a call needs. Split or merge groups if necessary.
 
         Return an empty list if the call comes too late, because ranks are lost. In this case, the remaining ranks also end
         soon, except independent ranks.
@@ -809,14 +809,17 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """Log where the ranks are that did not return after a stop request. The watcher is now stopping these ranks."""
+        """For each rank that did not return after a stop request, log where it is.
+
+        The watcher is now stopping these ranks.
+        """
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
         self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
-        """Answer a call whose independent ranks have ended together with the call. Other ranks stay alive."""
+        """Answer a call of independent ranks after these ranks have ended. Other ranks stay alive."""
         group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
         call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
         self._remove_group(group)

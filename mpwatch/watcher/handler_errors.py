@@ -3,7 +3,7 @@
 Before and after a run, the program's own handlers are installed. If a handler raises an exception, this exception appears in
 the code that is running. So the handler's exception could be mistaken for an exception of this code:
 
-- User code runs while arguments are pickled, return values and exceptions are rebuilt, and observers are called. An
+- User code runs when arguments are pickled, when return values and exceptions are rebuilt, and when observers are called. An
   exception of user code is reported as the failure of an argument, a rank or an observer.
 - The preparation of a run handles OSError in many places. The handler of an alarm usually raises TimeoutError, which is an
   OSError.

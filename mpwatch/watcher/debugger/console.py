@@ -4,8 +4,8 @@
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 
-The rank runs pdb. worker/debugger.py lists the messages. The console itself handles three commands: `ranks`, `rank N` and
-`all COMMAND`. The console passes all other lines to the rank.
+The rank runs pdb. worker/debugger.py lists the messages between the rank and the console. The console itself handles three
+commands: `ranks`, `rank N` and `all COMMAND`. The console passes all other lines to the rank.
 
 While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
 captured output of the ranks, and shows this output before the next prompt.
@@ -102,7 +102,7 @@ class RankSession:
         return output
 
     def answer(self, *message: object) -> None:
-        """Send the rank the user's answer to its prompt."""
+        """Send a message to the rank, for example the user's answer to the rank's prompt."""
         self.is_at_prompt = False
         self.left_at = math.inf
         with suppress(OSError):  # the rank has ended; `receive` notices it
@@ -229,7 +229,8 @@ class DebuggerConsole:
     def _choose(self) -> RankSession | None:
         """Return the session to show next, or None if no rank is at a prompt.
 
-        The current session has priority. The session of the lowest rank comes next.
+        The current session has priority. If the rank of the current session is not at a prompt, the session of the lowest
+        rank comes next.
         """
         if self._has_quit:
             return None
@@ -379,7 +380,7 @@ class DebuggerConsole:
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show the output of all ranks, and then the output of pdb in this session. It becomes the current session."""
+        """Show the output of all ranks, and then pdb's output in this session. Make this session the current one."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:

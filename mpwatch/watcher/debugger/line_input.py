@@ -3,7 +3,7 @@
 `input` works in a terminal and in a notebook, because IPython's kernel replaces this function. In a terminal, `input` uses
 the readline module if Python has it, for editing, history and completion. While `input` waits, a thread watches the rank's
 socket. If the rank ends, that thread sends SIGURG to the main thread, and the handler of SIGURG raises PromptClosedError.
-The signal may come after the handler of the calling program was restored. A late SIGURG does no harm, because the default
+The signal can come after the handler of the calling program was restored. A late SIGURG does no harm, because the default
 action of SIGURG is to do nothing.
 """
 

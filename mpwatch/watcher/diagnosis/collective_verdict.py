@@ -6,16 +6,16 @@ the same number. Three things can be wrong:
 - MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
   collective with a mismatch can never succeed.
 - ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If this other
-  rank has not returned, it may still call the collective.
-- CROSSED: ranks wait for one another in different collectives. Such crossed ranks may still continue if one of their calls
+  rank has not returned, it can still call the collective.
+- CROSSED: ranks wait for one another in different collectives. Such crossed ranks can still continue if one of their calls
   was asynchronous.
 
 The minority of the ranks is blamed. If it is not certain which ranks are the minority, the verdict names all ranks that
 differ, and blames no rank.
 
-torch and mpwatch may number the ranks differently, because a program may make several worlds or number its processes
-itself. So each rank reports its number in its torch world. If two ranks report the same number, there is no verdict on that
-world. There is also no verdict on process groups whose ranks are unknown.
+torch and mpwatch can number the ranks differently, because a program can make several worlds or number its processes itself.
+So each rank reports its number in its torch world. If two ranks report the same number, there is no verdict on that world.
+There is also no verdict on process groups whose ranks are unknown.
 
 torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But then the process that compares
 the dumps must import torch. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So
@@ -108,7 +108,7 @@ class CollectiveVerdict:
     def finding(self) -> Finding:
         """The kind of the verdict, and the process group and number of the collective.
 
-        Two verdicts with the same finding may blame different ranks.
+        Two verdicts with the same finding can blame different ranks.
         """
         return self.kind, self.group, self.sequence
 
@@ -221,7 +221,7 @@ class _GroupTable:
 
 
 class _RankCalls:
-    """The collectives of one rank by their keys, with the oldest first, and the highest number in each process group."""
+    """The collectives of one rank by key (oldest first), and the highest collective number in each process group."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, Collective] = {}
@@ -464,7 +464,7 @@ def _make_crossed(
     absent_from: Mapping[Key, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks that wait for other ranks in different collectives, or in send or recv.
+    """Return the verdict on ranks that wait in different collectives, or in send or recv, for other ranks.
 
     Ranks are blamed only if all of them wait for one another. Otherwise a rank that does not wait may be the cause.
     """

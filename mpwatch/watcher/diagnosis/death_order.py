@@ -1,4 +1,4 @@
-"""Estimates when a rank died. Runs in the watcher thread. Pure, except for reading the clock.
+"""Estimates when a rank died. Runs in the watcher thread. This module does no I/O, but reads the clock.
 
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
@@ -6,10 +6,10 @@ selector returns descriptors in the order in which they became ready. So two lim
 - A death is later than the time stamps of all messages that the watcher read before it noticed the death.
 - A death is earlier than the time stamps of the messages that the watcher read later in the same wake-up.
 
-Example: a rank raises because another rank died. The message of the rank that raises has a later time than the death, even
-if the watcher wakes up late.
+For example, a rank raises an exception because another rank died. The message of the rank that raised the exception has a
+later time than the death, even if the watcher wakes up late.
 
-A message may arrive much later than its time stamp. So the time of a death is never earlier than the first signal that the
+A message can arrive much later than its time stamp. So the time of a death is never earlier than the first signal that the
 watcher sent to the dead rank. Otherwise a rank that the watcher killed could look as if it had died first.
 """
 
@@ -31,7 +31,7 @@ class DeathClock:
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
-        """Set the time of a death to now. `record_message` may replace this time with an earlier time."""
+        """Set the time of a death to now. `record_message` can replace this time with an earlier time."""
         observed.died_at = time.monotonic()
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 

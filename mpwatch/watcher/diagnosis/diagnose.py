@@ -11,8 +11,7 @@ These rules choose the root cause among several failures. A rule decides only if
 
 If all failures only report that a peer was late, the missing rank is to blame: see stragglers.py.
 
-Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time. Apart from
-this unpickling, the diagnosis is pure.
+Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time.
 """
 
 import signal
@@ -134,7 +133,7 @@ class LoadedValue(NamedTuple):
 
 
 def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
-    """Rebuild a return value. This runs user code, which may raise any exception.
+    """Rebuild a return value. This runs user code, which can raise any exception.
 
     Args:
         content: the body of the RETURNED message, or the content of its file. It is an OSError if the file was unreadable.
@@ -225,7 +224,7 @@ def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that lost a connection which may have led to a peer.
+    """Return the ranks that lost a connection whose other end was perhaps a peer.
 
     Call this before `drop_payloads`.
     """
@@ -419,7 +418,7 @@ def _get_reason(
     states: Mapping[int, WorkerState],
     verdict: CollectiveVerdict | None,
 ) -> str:
-    """Return a sentence on what ended the attempt. The text is empty if the failure of a rank ended the attempt."""
+    """Return a sentence that says what ended the attempt. The text is empty if the failure of a rank ended the attempt."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:

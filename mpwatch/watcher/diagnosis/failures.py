@@ -44,7 +44,7 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether this rank returned in time.
+    """Return whether the function of this rank returned in time.
 
     If the function returned after the watcher began to stop the ranks, the value does not count, because a signal may have
     ended the function. After a timeout, a value that the watcher received too late does not count either.
@@ -87,7 +87,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
     """Return the kind of peer error that has ended a dead rank.
 
-    None means that the rank may have died for its own reason.
+    None means that no peer error is known to have ended the rank.
     """
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
@@ -147,9 +147,9 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 
 
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
-    """Return the death of a rank that had already returned, if other ranks were still running.
+    """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    Those ranks may have needed the dead rank.
+    Those ranks perhaps needed the dead rank.
     """
     if (
         observed.died_at is None

@@ -1,8 +1,7 @@
 """What the watcher observed of each rank and of an attempt. Data only.
 
-The event loop writes this data in the watcher thread. When the attempt has ended, the diagnosis reads it in the caller's
-thread.
-All times are seconds of CLOCK_MONOTONIC.
+The event loop writes this data in the watcher thread. When the attempt has ended, the diagnosis reads this data in the
+caller's thread. All times are seconds of CLOCK_MONOTONIC.
 """
 
 from collections.abc import Iterable, Mapping
@@ -79,8 +78,9 @@ class RankObservations:
     def add_collectives(self, answer: RankCollectives) -> None:
         """Store the rank's collectives.
 
-        If the rank has called no collective since its earlier answer, keep the earlier answer. The earlier answer may have
-        the source line that waits for a collective. When that collective has failed, no source line waits for it any more.
+        If the rank has called no collective since its earlier answer, keep the earlier answer. The earlier answer can name
+        the source line in which the rank waited for a collective. After the collective has failed, the rank's new answers do
+        not name this line.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -148,9 +148,9 @@ class AttemptObservations:
             observed.stderr = observed.stderr_tail.last_lines()
 
     def drop_payloads(self) -> None:
-        """Free the bodies of the ranks' answers, which may be large.
+        """Delete the contents of the ranks' answers, because these contents can be large.
 
-        The observations may live much longer than the attempt. The kind and the time of each answer stay, because the live
+        The observations can exist much longer than the attempt. The kind and the time of each answer stay, because the live
         view needs them.
         """
         for observed in self.ranks.values():

@@ -59,7 +59,7 @@ class OomDetector:
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
         """Record the suspects of one wake-up, and the present values of the counters.
 
-        Call this method right after the deaths. Then the rise of the counters belongs to these ranks.
+        Call this method right after the deaths, because later kills also increase the counters.
         """
         killed = list(suspects)
         if not killed:
@@ -78,8 +78,8 @@ class OomDetector:
     def resolve_suspects(self) -> str:
         """Look up the suspects in the kernel's log, if it can be read. Call this method when ranks have ended.
 
-        If processes other than the ranks were killed since the last call, return a text with the evidence. Otherwise the
-        text is empty.
+        If processes other than the ranks were killed since the last call of this method, return a text with the evidence.
+        Otherwise the text is empty.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)

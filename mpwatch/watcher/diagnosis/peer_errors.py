@@ -16,7 +16,7 @@ from mpwatch.wire.exceptions import decoder
 
 
 class PeerErrorKind(Enum):
-    """How a failure may be related to a peer, from certain to vague."""
+    """The kinds of failures that a peer perhaps caused, from certain to vague."""
 
     CONNECTION_LOST = auto()  # a connection to a peer broke
     PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang
@@ -31,7 +31,7 @@ class PeerErrorKind(Enum):
 
 
 class PeerErrorPattern(NamedTuple):
-    """A pattern for exceptions. An exception must match all fields that are given."""
+    """A pattern for exceptions. An exception must match all fields that are not empty."""
 
     kind: PeerErrorKind
     type_name: str  # the class name ends with this

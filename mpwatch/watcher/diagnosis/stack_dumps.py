@@ -9,7 +9,7 @@ The pipe is the rank's stderr while the interpreter starts. When the rank is rea
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME. Only the stack of a
-greenlet ends with another frame. worker/stack_dumps.py is the code in the rank.
+greenlet ends with another frame. The code in the rank is in worker/stack_dumps.py.
 
 Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
 """
@@ -112,7 +112,7 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames. A forked child of the rank may have written this stack.
+        """The stack of the last crash, without mpwatch's frames. Perhaps a forked child of the rank wrote this stack.
 
         Python 3.14 and newer add native frames. This text keeps only the native frames between the crash and the
         interpreter.
@@ -169,15 +169,15 @@ class StackDumpParser:
 
 
 def _reaches_outermost_frame(stack: str) -> bool:
-    """Return whether no other frame of the main thread follows."""
+    """Return whether the stack ends with OUTERMOST_FRAME, or has the maximum number of frames."""
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
 
 
 def _is_whole(stack: str) -> bool:
-    """Return whether the stack ends with a whole frame, which may be the outermost frame of a greenlet.
+    """Return whether the stack ends with a whole frame, for example with the outermost frame of a greenlet.
 
-    The rest of a stack is missing after half a line, and after a line such as "<invalid frame>" of faulthandler.
+    A stack is not complete if it ends with half a line, or with a line such as faulthandler's "<invalid frame>".
     """
     last_line = stack.rstrip("\n").rpartition("\n")[2]
     ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None
@@ -187,7 +187,7 @@ def _is_whole(stack: str) -> bool:
 def cut_frames_of_mpwatch(stacks: str) -> str:
     """Remove mpwatch's frames that called the user's function, and the frames of a signal handler that was writing stacks.
 
-    Threads without any other frames are left out. mpwatch's own threads are left out, too.
+    Threads that have only such frames are left out. mpwatch's own threads are left out, too.
     """
     blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
     # a head alone has no frames
