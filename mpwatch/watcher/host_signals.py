@@ -8,9 +8,9 @@ During a run no handler raises an exception in the caller's thread:
   program's own handler gets the signal when the run is over. In two cases, SIGINT raises KeyboardInterrupt at once: at the
   prompt of a debugger, and when SIGINT comes a second time while user code (an observer, `retry_if`, `env`) runs in the
   caller's thread.
-- A signal of the option `stop_signals` asks the ranks to save and return. The program's own handler does not get this
-  signal. If the signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run. SIGINT
-  then stops the run as Ctrl-C does, and every other signal as SIGTERM does.
+- A signal of the option `stop_signals` asks the ranks to save their state and return. The program's own handler does not get
+  this signal. If the signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run.
+  SIGINT then stops the run as Ctrl-C does, and every other signal as SIGTERM does.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it. A
   shell without job control starts a program in the background (`&`) with SIGQUIT ignored. In such a program, SIGQUIT asks
   for the stacks, too.
@@ -20,9 +20,10 @@ During a run no handler raises an exception in the caller's thread:
 - For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as SIGTERM
   would stop it, and the exception is raised when the run is over.
 
-mpwatch does not replace handlers of C code. A signal that the calling program ignores stays ignored, except SIGQUIT and the
-signals of these options. For a call outside the main thread, mpwatch changes no signal handler, because Python runs signal
-handlers only in the main thread. program_end.py interrupts such a call when Ctrl-C ends the program.
+mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
+except SIGQUIT and the signals of `stop_signals` and `forward_signals`. For a call outside the main thread, mpwatch changes
+no signal handler, because Python runs signal handlers only in the main thread. program_end.py interrupts such a call when
+Ctrl-C ends the program.
 
     kernel ---> C handler, in any thread ---> WakeupPipe: wakes up the caller's thread
                                                     |
@@ -31,7 +32,8 @@ handlers only in the main thread. program_end.py interrupts such a call when Ctr
 The caller's thread waits for a descriptor, not for a lock. A signal that comes just before a thread waits for a lock does
 not wake that thread.
 
-Before and after a run, the calling program has its own handlers. handler_errors.py handles their exceptions.
+Before and after a run, the calling program has its own handlers. handler_errors.py handles the exceptions that these
+handlers raise.
 """
 
 import os
@@ -61,13 +63,13 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class HostSignals:
     """The signals of the calling program during one blocking call.
 
-    An exception may interrupt any method between two bytecodes, and the method can then be called again.
+    An exception can interrupt any method between two bytecodes. The method can then be called again.
 
     Args:
         commands: the command queue to the watcher thread.
         is_run: whether this is a run. It is False for a call of a WorkerGroup, whose ranks persistent_ranks.py ends.
         suspension: suspends the calling program.
-        stop_signals: signals that ask the ranks of a run or a call to save and return. See `check_signal_options`.
+        stop_signals: signals that ask the ranks to save their state and return. See `check_signal_options`.
         forward_signals: signals to forward to the ranks.
     """
 
@@ -143,7 +145,7 @@ class HostSignals:
         self.is_taken_over = True
 
     def _find_host_handlers(self, signals: Collection[int], python_handlers: Mapping[int, Any]) -> dict[int, Any]:
-        """Return a dict from each signal that the option names to the handler that the calling program has installed.
+        """Return a dict with the calling program's handler for each of these signals.
 
         The dict is empty while a WorkerGroup starts or ends.
         """
@@ -155,7 +157,7 @@ class HostSignals:
     def start_posting(self) -> None:
         """Post an event for each signal and each request that has come. From now on, post each event when it comes.
 
-        Call this method only when the command that starts the work was posted. Otherwise a signal would interrupt idle
+        Call this method only after the command that starts the work was posted. Otherwise a signal would interrupt idle
         ranks, and the work would start afterwards.
         """
         self._may_post = True
@@ -170,7 +172,7 @@ class HostSignals:
             self._post(Interrupted(signum, cause))
 
     def request_stop(self, cause: str, signum: int | None = None) -> bool:
-        """Make the watcher thread ask the ranks to save and return. Any thread may call this method.
+        """Make the watcher thread ask the ranks to save their state and return. Any thread may call this method.
 
         Args:
             cause: the text that names the origin of the request.
@@ -212,7 +214,7 @@ class HostSignals:
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
         """Wait until a signal or the watcher thread wakes up this thread, but at most `seconds`. None means no limit.
 
-        The wait also ends if one of `others` can be read.
+        The wait also ends if one of the connections in `others` can be read.
         """
         wait([self._caller_wakeup.fileno(), *others], seconds)
         self._forward_wakeups()
@@ -246,14 +248,17 @@ class HostSignals:
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def will_end_program(self) -> bool:
-        """Return whether a deferred signal ends the program without an exception. Ctrl-C does not count: its user knows."""
+        """Return whether a deferred signal ends the program without an exception.
+
+        Ctrl-C does not count, because the user knows that Ctrl-C ends the program.
+        """
         return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
 
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
-        The delivery is the last step of every call. Outside the main thread, raise KeyboardInterrupt if the call was
-        interrupted.
+        This delivery is the last step of every blocking call. Outside the main thread, raise KeyboardInterrupt if the call
+        was interrupted.
         """
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:
@@ -337,7 +342,10 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _call_host_handler(self, signum: int, frame: object) -> None:
-        """Call the calling program's own handler. This is the handler of all other signals."""
+        """Call the calling program's own handler.
+
+        This method handles each signal that no other method of this class handles.
+        """
         try:
             self._host_handlers[signum](signum, frame)
         except BaseException as error:
@@ -360,10 +368,10 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return the signals to take over that have no handler in the calling program, each with SIG_DFL or SIG_IGN.
+    """Return a dict of the signals that have no handler, but must be taken over. The values are SIG_DFL or SIG_IGN.
 
-    These are the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the calling program, and a
-    SIGQUIT that the calling program ignores.
+    Each of these signals is one of DEFERRED_SIGNALS, SIGQUIT or SIGTSTP, and would end or stop the calling program. The dict
+    also has SIGQUIT if the calling program ignores this signal.
 
     `signal.getsignal` also returns SIG_DFL for a signal that C code handles. Only the kernel knows which signals are caught.
     """

@@ -1,8 +1,8 @@
 """Refuse to start ranks during the import of a module that the ranks would import, too. Runs in the caller's thread.
 
-A rank imports the module of its function to unpack the call. If that module starts ranks at its import, each new rank
-imports the module again, and the number of processes grows without end. The same happens with `__main__` in a process that
-multiprocessing has spawned.
+To unpack its call, a rank imports the module of the called function. If the import of that module starts ranks, each new
+rank imports the module again, and the number of processes grows without end. The same happens with `__main__` in a process
+that multiprocessing has spawned.
 """
 
 import sys

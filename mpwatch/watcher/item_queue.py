@@ -1,4 +1,4 @@
-"""Decides which items of `mpwatch.map` a rank gets next. This module does no I/O, but it iterates the user's items.
+"""Decides which items of `mpwatch.map` a rank gets next. This module does no I/O, but it iterates over the user's items.
 
     items of the user --> take_chunk --> a rank --> a value of each item
                              ^             |
@@ -138,5 +138,5 @@ class ItemQueue:
 
     @property
     def due_at(self) -> float | None:
-        """When the next failed item may be tried again, or None if there is no such item."""
+        """The time from which the next failed item can be tried again, or None if there is no such item."""
         return self._delayed[0][0] if self._delayed else None

@@ -26,7 +26,7 @@ def pack_items(items: Mapping[str, Any]) -> Payload:
 
 
 def _split_call(call: Call) -> Call:
-    """Return the call with the values of PerRank arguments in `parts`, a list with one dict for each rank."""
+    """Return a call whose `parts` is a list of dicts, one for each rank, with the values of the PerRank arguments."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call
@@ -38,7 +38,7 @@ def _split_call(call: Call) -> Call:
 
 
 def _name_parts(call: Call) -> list[tuple[str, Any]]:
-    """Return the parts of a call, each with its name for an error."""
+    """Return the parts of a call, each with the name that an error message uses."""
     parts: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
     parts += [(format_argument(position), value) for position, value in enumerate(call.args)]
     parts += [(format_argument(name), value) for name, value in call.kwargs.items()]

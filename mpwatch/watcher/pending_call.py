@@ -1,4 +1,4 @@
-"""The data of one call of ranks: the request, the messages that the caller's own thread has exchanged, and the answer.
+"""The data of one call to ranks: the request, the answer, and the messages that the caller's thread has sent or received.
 
 The caller's thread makes a PendingCall. direct_calls.py and commands.py show the two ways in which a call reaches the ranks.
 """
@@ -76,8 +76,8 @@ class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
     The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. A single
-    call into C code takes the channel from the list, sends or receives the message, and records it. To stop the caller's
-    thread, the watcher thread takes all rights that are left.
+    call into C code takes the channel from the list, sends or receives the message, and records the message. To stop the
+    caller's thread, the watcher thread takes all rights that are left.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -146,11 +146,14 @@ class DirectCall:
         return self._has_returned
 
     def get_bodies(self) -> list[bytes]:
-        """Return the body of each rank's return message. Call this only when all ranks have returned."""
+        """Return each rank's return value in pickled form. Call this only when all ranks have returned."""
         return [data[HEADER.size :] for data, *_ in self.received]
 
     def get_progress(self, started_at: float) -> dict[int, Progress]:
-        """Return a dict from each rank to its last progress report. The time of a report counts from `started_at`."""
+        """Return a dict from each rank to its last progress report.
+
+        The time of a report is in seconds since `started_at`.
+        """
         return {
             worker.rank: progress
             for worker, heartbeat in zip(self.idle_ranks.workers, self.heartbeats, strict=True)

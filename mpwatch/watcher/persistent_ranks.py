@@ -107,7 +107,7 @@ class PersistentRanks:
 
     @property
     def lacks_process_group(self) -> bool:
-        """Whether a call of all ranks has to make the process group of `backend` before only some ranks can be called."""
+        """Whether torch's process group of `backend` does not exist yet. Only a call of all ranks can make this group."""
         watcher_thread = self._watcher_thread
         is_joined = watcher_thread is not None and self._joined == (watcher_thread, self._process_group_version)
         return self._spec.backend is not None and not is_joined
@@ -130,7 +130,7 @@ class PersistentRanks:
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         runs in the background, so it has no live view.
 
-        Return None if `ranks` is set and the process group is gone, because a rank was lost. See `lacks_process_group`.
+        Return None if `ranks` is set and torch's process group is gone, because a rank was lost. See `lacks_process_group`.
 
         Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal of the options. If a signal
         came during the call and the calling program's handler raises an exception, this method raises the same exception.
@@ -322,7 +322,7 @@ class PersistentRanks:
         return result
 
     def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
-        """Return the ranks that have ended with this call, and that a later call would start again."""
+        """Return the ranks that have ended together with this call. A later call would start these ranks again."""
         if self._is_at_exit:
             return ()
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)

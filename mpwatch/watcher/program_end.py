@@ -12,8 +12,8 @@ while another thread waits for a call:
 Python does not wait for daemon threads. At the end of any program, `_interrupt_and_wait` ends the runs of daemon threads.
 After that, the ranks of WorkerGroups are ended (persistent_ranks.py).
 
-The first call of a thread registers `_interrupt_after_script` and `_interrupt_and_wait`. Both functions do nothing if no
-call is running.
+The first call outside the main thread registers `_interrupt_after_script` and `_interrupt_and_wait`. Both functions do
+nothing if no call is running.
 """
 
 import atexit
@@ -41,7 +41,7 @@ class CallOfThread(Protocol):
     ends_with_program: bool
 
     def interrupt(self) -> None:
-        """Do what Ctrl-C does to a call of the main thread."""
+        """Interrupt this call as Ctrl-C interrupts a call in the main thread."""
 
     def end_with_program(self) -> None:
         """Stop the ranks, because the program ends and does not wait for the thread."""

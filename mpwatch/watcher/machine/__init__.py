@@ -1,1 +1,1 @@
-"""The state machine of a restart group. Pure: it has no clock, process, pipe or signal. Begin with transitions.py."""
+"""The state machine of a restart group. The machine has no clock, process, pipe or signal. Begin with transitions.py."""

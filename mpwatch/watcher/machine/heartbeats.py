@@ -1,14 +1,14 @@
 """The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
 All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. The
-next reading is due when a rank may have been silent for half of `heartbeat_timeout`. Readings are more frequent while a rank
-is late.
+next reading is due at the earliest time at which a rank can have been silent for half of `heartbeat_timeout`. Readings are
+more frequent while a rank is late.
 
-A rank that was silent for the whole limit does not fail at once. A little later, all heartbeats are read a second time.
-Before this second reading, a rank that was only suspended has sent a heartbeat. If a rank hangs, the ranks that wait for it
-have become silent, too.
+If a rank was silent for the whole limit, all heartbeats are read a second time a little later. A rank has failed only if it
+is also silent at the second reading. A rank that was only suspended has sent a heartbeat before the second reading. If a
+rank hangs, the ranks that wait for this rank are also silent at the second reading.
 
-A rank that has never sent a heartbeat has no limit.
+There is no limit for a rank that has never sent a heartbeat.
 """
 
 import math
@@ -38,7 +38,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Count the silence of all ranks from now on, because a debugger or Ctrl-Z has stopped some ranks."""
+        """Set the silence of all ranks to 0, because a debugger or Ctrl-Z has stopped some ranks."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False
@@ -72,7 +72,7 @@ class Heartbeats:
         return False
 
     def remove(self, rank: int) -> None:
-        """Remove a rank that is no longer running from `late_ranks`."""
+        """Remove a rank from `late_ranks`, because the rank is no longer running."""
         self.late_ranks.pop(rank, None)
 
     def _update(self, rank: int, beat_at: float, now: float) -> None:

@@ -9,7 +9,7 @@ The machine does not decide whether failed ranks are restarted. run_controller.p
 Guarantees:
 
 - IDLE has a deadline only while ranks start or while the node has a lease. RUNNING also has deadlines for the limits of the
-  call and for heartbeats. AWAITING_DECISION has no deadline, because it lasts as long as the user code that decides.
+  call and for heartbeats. AWAITING_DECISION has no deadline, because the user code that decides can take any time.
   DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. AWAITING_ROOT_CAUSE has a deadline except while a
   debugger's prompt is open.
 - In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
@@ -101,7 +101,7 @@ class StateMachine:
 
     @property
     def state(self) -> WorkerState:
-        """One state that describes all ranks of this machine. The diagnosis, not this property, finds the final states."""
+        """One state for all ranks of this state machine. The diagnosis, not this property, finds the final states."""
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
                 return WorkerState.INIT
@@ -249,7 +249,7 @@ class StateMachine:
     # --- starting calls and generations
 
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
-        """Move ranks of a WorkerGroup to another state machine. Each of the two machines must be idle or without ranks."""
+        """Move ranks of a WorkerGroup to another state machine. Each of the two machines must be idle or have no ranks."""
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
         other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at
@@ -328,7 +328,7 @@ class StateMachine:
         return actions
 
     def _on_rank_lost(self, now: float) -> list[Action]:
-        """Stop the other ranks, because a rank has exited without having returned or reported a failure."""
+        """Stop the other ranks, because a rank has exited, and has neither returned nor reported a failure."""
         if self.stop_reason is None:
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         return self._terminate(now, self.stop_reason)
@@ -432,8 +432,8 @@ class StateMachine:
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
         """Record that the ranks are asked to return. The ranks will not be restarted.
 
-        If there are no ranks, a request of this node moves the machine to FINISHED. A request of the leader has no effect
-        then, because all nodes together decide what follows.
+        If there are no ranks, a request of this node moves the machine to FINISHED. A request of the leader has no effect if
+        there are no ranks, because all nodes together decide what follows.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -446,7 +446,7 @@ class StateMachine:
     def _on_stop_timeout(self, now: float) -> list[Action]:
         """Stop ranks that have not returned in time.
 
-        If a signal has requested the stop, the call counts as interrupted. Otherwise it counts as timed out.
+        If a signal has requested the stop, the call counts as interrupted. Otherwise the call counts as timed out.
         """
         assert self.stop_request is not None
         self.is_stop_overdue = True
@@ -456,7 +456,10 @@ class StateMachine:
         return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
 
     def _interrupt_calls(self, now: float) -> list[Action]:
-        """Interrupt the functions of all ranks of a WorkerGroup. Ranks that answer within the grace period stay alive."""
+        """Interrupt the functions of all ranks of a WorkerGroup.
+
+        Ranks that return or raise within the grace period stay alive.
+        """
         self.stage = RunStage.AWAITING_ROOT_CAUSE
         self._stage_deadline = now + max(self._grace_period, m.MIN_GRACE_SECONDS)
         ranks = self.phase_table.ranks_in(RankPhase.RUNNING)
@@ -475,8 +478,8 @@ class StateMachine:
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
 
-        If the run is not interrupted, ranks that have returned are asked for their collectives. Other ranks may have failed
-        because they waited for a rank that has returned.
+        If the run is not interrupted, ranks that have returned are asked for their collectives. It is possible that other
+        ranks have failed because they waited for a rank that has returned.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
@@ -511,7 +514,7 @@ class StateMachine:
     def _terminate(
         self, now: float, stop_reason: StopReason | None, signum_for_running: int = signal.SIGTERM
     ) -> list[Action]:
-        """Send SIGTERM to all ranks that are alive. Running ranks get `signum_for_running` instead.
+        """Send SIGTERM to all ranks that are alive. Running ranks get the signal `signum_for_running` instead of SIGTERM.
 
         SIGCONT follows, because a process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
         """

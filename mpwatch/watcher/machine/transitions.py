@@ -5,7 +5,8 @@ Read this file first. state_machine.py applies these tables, and no other module
 Rules:
 
 1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
-2. An event that is not in the table raises IllegalEventError with the event and the phase. This error is a bug in mpwatch.
+2. An event that is not in the table raises IllegalEventError with the event and the phase. Such an error shows that mpwatch
+   has a bug.
 3. Each restart group has one StateMachine, and is in one `RunStage`. The second drawing shows how the methods of the
    StateMachine change the stage.
 4. Each event of a rank carries a `generation`, which counts the starts of the rank from zero. The machine ignores events of
@@ -55,7 +56,7 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
 
 A WorkerGroup has one machine for the ranks of each running call, and another machine for all ranks without a call.
 
-The event Resumed changes no stage. It shifts the deadline of every stage, but not the times of a Lease.
+The event Resumed changes no stage. Resumed shifts the deadline of every stage, but not the times of a Lease.
 
 In a job of several nodes, the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
 """
@@ -92,7 +93,7 @@ class RankPhase(Enum):
 
 
 class RunStage(Enum):
-    """The stage of one restart group, which applies to all its ranks."""
+    """The stage that all ranks of one restart group share."""
 
     IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()
@@ -136,7 +137,7 @@ class Returned(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Failing(RankEvent):
-    """The rank's function has raised. The report of the exception follows."""
+    """The rank's function has raised an exception. The report of the exception follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The ranks are asked to save and return. `should_stop` becomes True at a step that all ranks agree on."""
+    """The ranks are asked to save their state and return. `should_stop` becomes True at a step that all ranks agree on."""
 
     cause: str  # such as "SIGUSR1"
     signum: int | None = None  # the signal to the calling program that has caused the request; None if there was no signal
@@ -342,7 +343,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event is not legal in the present phase or stage. Such an event is a bug in mpwatch."""
+    """An event is not legal in the present phase or stage. Such an event shows that mpwatch has a bug."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

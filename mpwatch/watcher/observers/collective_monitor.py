@@ -6,14 +6,14 @@
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
 A mismatch must be found twice, because a collective may succeed even if its ranks use different data types. The length of a
-wait is the time between the checks that have found it. Time in which the program was stopped, or a debugger's prompt was
-open, does not count.
+wait is the time from the first check to the last check that found this wait. Time in which the program was stopped, or a
+debugger's prompt was open, does not count.
 
 On several nodes, this module finds only a mismatch among ranks of its own node. The leader compares the ranks of all nodes.
 If a rank has called no collective for `stall_after` seconds, the leader gets the collectives of all ranks of this node.
 
-The checks begin when two ranks have a process group (on several nodes, one rank). They run only during a call, and pause
-while a debugger's prompt is open.
+On a single node, the checks begin when two ranks have a torch process group. On several nodes, the checks begin when one
+rank has a torch process group. The checks run only during a call, and pause while a debugger's prompt is open.
 """
 
 import time
@@ -102,7 +102,7 @@ class CollectiveMonitor:
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
-        """Begin the checks, because a rank has a process group now."""
+        """Begin the checks, because a rank has a torch process group now."""
         if not self._is_started and self._stall_after is not None:
             self._is_started = True
             self._check_later()
@@ -182,7 +182,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute the length of each wait: the time between the checks that have found it."""
+        """Compute the length of each wait: the time from the first check to the last check that found this wait."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -222,8 +222,8 @@ class CollectiveMonitor:
             self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return whether this collective can never end, because ranks have returned that should have called it.
+        """Return whether this collective can never end, because some of its ranks have returned and did not call it.
 
-        In a WorkerGroup, a later call can complete a collective that blocks no main thread.
+        In a WorkerGroup, a later call can complete the collective if no rank's main thread waits for it.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

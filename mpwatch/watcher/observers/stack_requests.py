@@ -1,4 +1,4 @@
-"""Answers requests for the stacks and collectives of all ranks while the ranks go on. Runs in the watcher thread.
+"""Answers requests for the stacks and collectives of all ranks, and does not stop the ranks. Runs in the watcher thread.
 
     any thread --- StacksRequest ---> `begin` asks each rank by a signal (rank_handle.py), and over its request socket
                                       `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
@@ -40,7 +40,7 @@ WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, Ran
 
 
 class StackRequests:
-    """The requests for stacks that are not answered yet.
+    """The unanswered requests for stacks.
 
     Args:
         pool: the processes of the ranks.

@@ -7,8 +7,8 @@ A view in a terminal reserves some rows. If the watcher is killed, the guardian 
 rows.
 
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
-exception, the exception is logged and the view is removed. A view never makes a run fail. Without a view there are no
-requests and no wake-ups.
+exception, the exception is logged and the view is removed. A view never makes a run fail. Without a view, the driver makes
+no requests and needs no wake-ups.
 """
 
 import logging
@@ -56,7 +56,7 @@ MakeView = Callable[[], View | None]
 
 
 def no_view() -> None:
-    """Return None. This is the MakeView for calls without a view."""
+    """Return None. Calls without a view use this function as their MakeView."""
 
 
 class ViewDriver:
@@ -110,9 +110,9 @@ class ViewDriver:
     def close(self) -> None:
         """Close the view, because the call is over or an exception has ended the call.
 
-        After an exception such as KeyboardInterrupt has interrupted `close`, the driver calls `close` again. The second call
-        closes the view once more, because the terminal must be restored. A third call does not close the view, because the
-        view itself may have raised.
+        If an exception such as KeyboardInterrupt has interrupted `close`, the BlockingCall calls `close` again. The second
+        call closes the view once more, because the terminal must be restored. A third call does not close the view, because
+        perhaps the view itself has raised the exception.
         """
         view = self._view
         self._close_count += 1

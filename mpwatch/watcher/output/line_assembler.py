@@ -51,7 +51,7 @@ def add_prefix(lines: bytes, prefix: bytes) -> bytes:
 
 
 def _remove_overwritten(text: bytes) -> bytes:
-    """Keep only the text that stays visible. Search for single bytes first: regular expressions are much slower."""
+    """Keep only the text that stays visible. Search for single bytes first, because regular expressions are much slower."""
     if b"\x1b" in text:
         text = CURSOR_CONTROLS.sub(b"", text)
     if b"\r" in text:

@@ -5,7 +5,7 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-A call may start without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints in this time,
+A call can begin without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints in this time,
 line mode begins. Otherwise passthrough mode begins. When a second rank prints later, passthrough mode changes to line mode.
 Line mode stays until the end of the call.
 
@@ -137,7 +137,7 @@ class OutputMultiplexer:
             self._choose_mode(now)
 
     def _choose_mode(self, now: float) -> None:
-        """Choose a mode by the ranks that have printed so far, and write the output that was held back."""
+        """Choose the mode by the number of ranks that have printed so far, and write the output that was held back."""
         held_back, self._held_back, self._choose_mode_at = self._held_back, [], math.inf
         if len({rank_stream.rank for rank_stream, data in held_back if data}) > 1:
             self._is_line_mode = True

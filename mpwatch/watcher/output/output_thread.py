@@ -39,7 +39,7 @@ class OutputThread:
 
     Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. All other methods
     run in the output thread, most of them as posted jobs. After `stop_when_drained`, the thread ends and releases its
-    resources by itself, because a Ctrl-C may prevent the call of `close`. The constructor raises LaunchError.
+    resources by itself, because Ctrl-C can prevent the call of `close`. The constructor raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -98,7 +98,7 @@ class OutputThread:
         )
 
     def has_output(self) -> bool:
-        """Return whether there may be output that is still in a pipe, or that was read but not written yet."""
+        """Return False only if all output has been read from the pipes and written."""
         poll = select.poll()
         for pipe in list(self._pipes.values()):
             if pipe.is_polled:
@@ -249,7 +249,7 @@ class OutputThread:
             self._jobs.popleft()()
 
     def _drain(self, pipe: OutputPipe) -> None:
-        """Read the bytes that are in the pipe now, up to a limit, because a child of the rank may never stop writing."""
+        """Read the bytes that are in the pipe now, up to a limit, because a child of the rank can write without end."""
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(pipe):
                 break

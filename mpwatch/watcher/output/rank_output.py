@@ -11,7 +11,7 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-A stream that the watcher need not read has no pipe. The rank writes such a stream directly to its log file or to the
+A stream that the watcher does not have to read has no pipe. The rank writes such a stream directly to its log file or to the
 caller's own descriptor (StreamRoute in log_spec.py).
 
 Owners:
@@ -24,7 +24,7 @@ Guarantees:
     - A slow reader of the caller's stdout or stderr delays the output thread, and then the ranks. It never delays the
       watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
     - When `drain_all` has returned True, everything that a rank wrote before it answered or died has arrived.
-    - No thread waits for the end of a pipe, because a child process of a rank may keep the pipe open.
+    - No thread waits for the end of a pipe, because a child process of a rank can keep the pipe open.
     - The use of memory is bounded, because bytes are written before more bytes are read.
 """
 
@@ -112,7 +112,7 @@ class RankOutput:
     def hold(self, *, is_held: bool) -> None:
         """If `is_held`, write output only in `drain_all`, because a debugger's prompt is open.
 
-        The ranks may have to wait.
+        When the pipe of a rank is full, the rank has to wait.
         """
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))

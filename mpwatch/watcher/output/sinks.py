@@ -63,8 +63,9 @@ def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
 class _FileSink:
     """Writes bytes to the file, pipe or terminal behind the caller's stream.
 
-    The caller may also write to the file at any time. To keep lines whole, each write ends at the end of a line and is small
-    enough to be atomic. A pipe guarantees atomic writes of PIPE_BUF bytes. An empty pipe takes more bytes in one piece.
+    The caller can also write to the file at any time. To keep lines whole, each write ends at the end of a line and is small
+    enough to be atomic. A pipe guarantees atomic writes of PIPE_BUF bytes. An empty pipe accepts more than PIPE_BUF bytes in
+    one piece.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -113,7 +114,8 @@ def _reopen(fd: int) -> tuple[FileIO, bool, int]:
     """Return a second descriptor of the same file, whether writing to it can block, and how many bytes are written at once.
 
     The caller's descriptor may be in blocking mode. This mode is not changed, because other processes share the open file.
-    Where there is /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
+    If the system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be
+    reopened.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
     # exception cannot leak the descriptor.

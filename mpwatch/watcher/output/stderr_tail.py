@@ -1,4 +1,4 @@
-"""Keep the last lines of a rank's stderr for the report of a failure, and the paths of its log files."""
+"""Keep the last lines of a rank's stderr, and the paths of its log files, for the report of a failure."""
 
 import os
 from contextlib import suppress

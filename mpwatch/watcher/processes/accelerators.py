@@ -1,8 +1,9 @@
-"""Finds out whether torch may find a GPU or another accelerator in a rank. Runs in the watcher.
+"""Finds out whether it is possible that torch finds a GPU or another accelerator in a rank. Runs in the watcher.
 
-This module reads files and does not import torch, because the import takes a second. This module may find an accelerator
+This module reads files and does not import torch, because the import takes a second. This module can find an accelerator
 that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count,
-because no backend of torch.distributed supports it. Also, accelerate does not use this GPU with several processes.
+because no backend of torch.distributed supports it. Also, the package accelerate does not use this GPU if there are several
+processes.
 """
 
 import os
@@ -23,7 +24,7 @@ DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
 def find_torch_accelerators() -> set[str]:
-    """Return the kinds of accelerators ("gpu", "other") that this machine may have and the installed torch can use."""
+    """Return the kinds of accelerators ("gpu", "other") that this machine possibly has and the installed torch can use."""
     builds = read_torch_builds()
     found = {"gpu"} if builds - {"xpu"} and may_have_gpus() else set()
     return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, DEVICE_PLUGINS)) else set())

@@ -3,7 +3,7 @@
     watcher --- one byte ---> request socket ---> rank --- one line of JSON ---> watcher
     rank --- the stack of a crash ---> crash socket: held back until the rank has answered
 
-The rank opens both sockets with its first process group. See worker/collectives.py.
+The rank opens both sockets when it makes its first torch process group. See worker/collectives.py.
 """
 
 import socket

@@ -9,7 +9,8 @@ itself (`ProcessPool.interrupt_call`).
 A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
 thread may call its `join`. The start of a rank differs from the start of other such processes in three points:
 
-- The child does not import `__main__` again. The start does not set the start method of the calling program.
+- The child does not import `__main__` again. The start of a rank does not set multiprocessing's start method in the calling
+  program.
 - Before its first instruction, the child already leads its own process group, so a signal also reaches the processes that it
   starts. The child also already has its CPUs, its environment, an empty stdin, and its stdout and stderr.
 - The sentinel of a rank is a pidfd where the system has pidfds. The sentinel of multiprocessing is a pipe, which a forked
@@ -279,7 +280,7 @@ class RankPopen(Popen):
         return ended
 
     def abandon(self) -> None:
-        """Leave a rank behind that cannot be killed or reaped. The calling program does not wait for this rank at its end.
+        """Leave behind a rank that cannot be killed or reaped. At its end, the calling program does not wait for this rank.
 
         When the rank is dead, the subprocess module reaps the rank before the next start of a process.
         """

@@ -205,7 +205,10 @@ class ProcessPool:
             return []
 
     def interrupt_call(self, handle: RankHandle, number: int) -> None:
-        """Send SIGINT for the call with this number. The rank ignores the signal if it arrives during another call."""
+        """Send SIGINT to the rank, to interrupt the call with this number.
+
+        During a different call, the rank ignores this signal.
+        """
         record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], number)
         handle.process.send_signal(signal.SIGINT)
 
@@ -218,7 +221,7 @@ class ProcessPool:
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def get_stop_memory(self, rank: int) -> StopMemory:
-        """Return the StopMemory of a rank that was started. The rank may be dead."""
+        """Return the StopMemory of a rank that was started. This also works if the rank is dead."""
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def map_slots(self) -> None:
@@ -253,7 +256,7 @@ class ProcessPool:
                 group.remove_torch_files()
 
     def abandon(self, handle: RankHandle) -> None:
-        """Leave a rank behind that cannot be killed, and close the connections to it."""
+        """Leave behind a rank that cannot be killed, and close the connections to it."""
         handle.close()
         handle.process.abandon()
         self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)

@@ -7,8 +7,8 @@ A rank's environment has five parts. Parts 2 to 4 replace variables of earlier p
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
-4. With visible_devices="own", the variables that list visible GPUs. This part is left out if the user's `env` lists only
-   one GPU.
+4. The variables that list visible GPUs, if visible_devices="own" is set. This part is left out if the user's `env` lists
+   only one GPU.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 

@@ -92,7 +92,7 @@ class RankHandle:
         on_stack_data: Callable[[], Any],
         on_exit: Callable[[], Any],
     ) -> None:
-        """Register the handlers for messages, for stack data and for the rank's exit in the selector. Raises OSError."""
+        """In the selector, register the handlers for messages, for stack data and for the rank's exit. Raises OSError."""
         self._selector, self._on_message = selector, on_message
         self._register(self.channel.fileno(), on_message)
         self._register(self._stack_pipe, on_stack_data)
@@ -146,7 +146,7 @@ class RankHandle:
             _close(self._files.pop())
 
     def send(self, kind: MessageKind, fds: Sequence[int] = ()) -> None:
-        """Send a message without a body, and these descriptors. Raises OSError."""
+        """Send these descriptors in a message that has no body. Raises OSError."""
         self.send_frame(encode_frame(kind), fds)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
@@ -244,7 +244,7 @@ class RankHandle:
         self.stack_parser.mark_ready(main_thread)
 
     def request_stack_dump(self) -> bool:
-        """Ask the rank for the stacks of its threads, by a signal. Return False if the rank cannot write stacks."""
+        """Send the rank a signal that asks for the stacks of its threads. Return False if the rank cannot write stacks."""
         signum = next(filter(self._can_dump_stacks, (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL)), None)
         if signum is None:
             return False

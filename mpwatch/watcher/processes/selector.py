@@ -5,7 +5,8 @@
 - A poll set that is built for each wake-up costs time for every descriptor, even if only one descriptor is ready.
 - The kernel's own set (epoll) lists descriptors in the order in which they became ready. If a rank dies before another rank
   sends a message, the death comes first in this list. This is true even if the watcher reads both late. A listed descriptor
-  that becomes ready again before it is read keeps its place. So a descriptor may come too early, but never too late.
+  that becomes ready again before it is read keeps its place. So a descriptor can come too early in the list, but never too
+  late.
 """
 
 import selectors

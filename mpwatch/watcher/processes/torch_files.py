@@ -19,10 +19,11 @@ A killed process leaves no other kind of file in /dev/shm. multiprocessing's res
 4. No process of this machine has opened or mapped the file (`is_used_elsewhere`).
 5. The file's count of users is 0.
 
-The first three rules show which process made the file. These rules are wrong in two cases. A later process may have the same
-pid. A process of another container may also have the same pid, and share /dev/shm. For these cases, the last two rules keep
-a file while any process can need it. With the strategy file_descriptor, only the process that makes a file opens it by name,
-and keeps it open until it is unlinked. With the strategy file_system, a file in use has a count of users above 0.
+The first three rules show which process made the file. These rules are wrong in two cases. A later process can have the same
+pid. A process of another container can also have the same pid, and share /dev/shm. For these cases, the last two rules keep
+a file while any process can need it. With the strategy file_descriptor, only the process that makes a file opens the file by
+name. This process keeps the file open until the file is unlinked. With the strategy file_system, a file in use has a count
+of users above 0.
 
 If one of these facts is unknown, the file stays. The file also stays if the watcher is killed.
 """
@@ -41,7 +42,7 @@ COUNT_SIZE = 4  # bytes of the count of users, an int
 
 
 def find_makers(pgid: int) -> set[int]:
-    """Return the pids of those processes in this group that have made a file of torch which still exists."""
+    """Return the pid of each process in this group that has made a file of torch, if the file still exists."""
     return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
 
 
@@ -59,7 +60,7 @@ def remove_left_files(makers: Collection[int], since: float) -> None:
 
 
 def _list_files() -> Iterator[tuple[int, str]]:
-    """Yield the pid in the name of each file of torch, with the path of the file."""
+    """Yield a pair for each file of torch: the pid that is in the file's name, and the path of the file."""
     try:
         names = os.listdir(FOLDER)
     except OSError:  # another system than Linux, or no descriptor is left

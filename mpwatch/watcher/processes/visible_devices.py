@@ -138,7 +138,7 @@ def _count_up(devices: Sequence[object]) -> list[str]:
 
 
 def _parse_list(value: str, count: int | None) -> list[str]:
-    """Return the entries of a list of devices that CUDA and ROCm use. The result is empty if two entries are equal.
+    """Return the entries of a list of devices, as CUDA and ROCm read it. The result is empty if two entries are equal.
 
     CUDA, ROCm and torch (`_parse_visible_devices` in torch/cuda) ignore everything after a wrong entry.
 
@@ -164,7 +164,7 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 
 
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU of an entry, or None if the GPU is unknown. An entry may be the beginning of a GPU's name.
+    """Return the GPU of an entry, or None if the GPU is unknown. An entry can be the beginning of a GPU's name.
 
     The GPU is unknown if several names begin with the entry.
     """

@@ -27,7 +27,7 @@ def merge_results(
     """Merge the results of all restart groups into the result of the run.
 
     Without `keep_going`, there are return values only if all ranks have returned. The root cause of the run is the earliest
-    root cause of a group. `restartable_groups` has the lowest rank of each group whose failure did not end the run. The
+    of the groups' root causes. `restartable_groups` has the lowest rank of each group whose failure did not end the run. The
     root cause of such a group counts only if there is no other root cause.
     """
     results = [result for _, result in parts]
@@ -47,7 +47,7 @@ def merge_results(
 
 
 def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
-    """Merge the results of calls of different ranks. There is at least one result."""
+    """Merge the results of calls of different ranks. `results` has at least one element."""
     return RunResult(
         state=_merge_states(results),
         return_values=_merge_dicts(result.return_values for result in results),

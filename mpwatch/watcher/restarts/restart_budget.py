@@ -149,7 +149,7 @@ def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt)
 
 
 def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
-    """Return why the failure would occur again: the rank did not start, or its code is wrong.
+    """If the failure would occur again because the rank cannot start or its code is wrong, return this reason.
 
     This rule applies if `retry_if` is not set.
     """

@@ -83,7 +83,7 @@ class RestartGroup:
 
     @property
     def workers(self) -> list[Worker]:
-        """The Worker of each rank, as of the latest start."""
+        """The Worker that each rank got at its latest start."""
         return [setup.worker for setup in self.setups.values()]
 
     def is_idle(self) -> bool:

@@ -7,8 +7,8 @@
 `schedule_restart` is the only place where a restart is delayed, on one node and on several. restart_budget.py computes the
 delay. The watcher thread waits until the delay is over, so a slow observer does not make the delay longer.
 
-User code runs here. Exceptions and return values are unpickled. If their classes raise an error, the error becomes part of
-the diagnosis. `retry_if` and `env` are called. If `retry_if` or `env` raises, the exception ends the run.
+User code runs here. Exceptions and return values are unpickled. An error during the unpickling becomes part of the
+diagnosis. This module also calls `retry_if` and `env`. If `retry_if` or `env` raises, the exception ends the run.
 """
 
 import logging
@@ -76,7 +76,7 @@ class RunController(Generic[T]):
         return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - time.monotonic()
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
-        """Decide about the attempts that have failed since the last call.
+        """Decide about the attempts that have failed since the previous call of this method.
 
         Raises LaunchError, and any exception of `retry_if` and `env`.
         """
