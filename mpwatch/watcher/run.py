@@ -15,10 +15,10 @@ While the caller's thread waits, it runs the code that must not run in the watch
 decisions about restarts, and the live view.
 
 In the first 2 ms of a call, the calling program's own signal handlers can raise exceptions. After that, no signal handler
-raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. An
-exception that does not come from Ctrl-C stops the ranks in the same way as SIGTERM. A second exception stops the ranks at
-once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks. A rank is idle
-before its call begins, and again after its answer. If the caller's thread is not the main thread,
+raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. If an
+exception in the caller's thread does not come from Ctrl-C, it stops the ranks in the same way as SIGTERM. A second exception
+stops the ranks at once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks.
+A rank is idle before its call begins, and again after its answer. If the caller's thread is not the main thread,
 `PyThreadState_SetAsyncExc` raises an exception in this thread only when the wait is over.
 """
 

@@ -128,7 +128,7 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
     """Stop all processes in the Unix process groups of the ranks.
 
-    At the end of the context, continue these processes, except those that were already stopped before.
+    At the end of the context, continue these processes. A process that was already stopped before stays stopped.
     """
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:
