@@ -14,12 +14,12 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-In the first 2 ms of a call, the calling program's own signal handlers may raise exceptions. After that, no signal handler
-raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. Any
-other exception in the caller's thread stops the ranks in the same way as SIGTERM. A second exception stops the ranks at
-once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks. A rank is idle
-before its call begins, and again after its answer. If the caller's thread is not the main thread, an exception of
-`PyThreadState_SetAsyncExc` comes only when the wait is over.
+In the first 2 ms of a call, the calling program's own signal handlers can raise exceptions. After that, no signal handler
+raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. If an
+exception in the caller's thread does not come from Ctrl-C, it stops the ranks in the same way as SIGTERM. A second exception
+stops the ranks at once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks.
+A rank is idle before its call begins, and again after its answer. If the caller's thread is not the main thread,
+`PyThreadState_SetAsyncExc` raises an exception in this thread only when the wait is over.
 """
 
 import logging
@@ -81,8 +81,8 @@ def run_single_node(
         payload: the packed call, which this function closes. If `payload` is None, this function packs the call.
         on_start: is called with the BlockingCall before the ranks are started.
 
-    Raises LaunchError. If a signal comes during the run, the calling program's handler may raise an exception at the end,
-    such as KeyboardInterrupt.
+    Raises LaunchError. If a signal comes during the run, the calling program's handler runs at the end of the run, and can
+    raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_signal_options(spec)
@@ -115,7 +115,7 @@ def pack_spec(spec: WorkerSpec[Any]) -> Payload:
 def _prepare(
     spec: WorkerSpec[Any], controller: RunController[Any], payload: Payload | None, resources: ExitStack
 ) -> tuple[WatcherThread, PendingCall]:
-    """Do everything that comes before the start of the watcher thread.
+    """Do everything that must be done before the watcher thread starts.
 
     The ExitStack `resources` closes the objects that this function creates.
     """
@@ -130,7 +130,7 @@ def _prepare(
 
 
 def log_last_report(result: RunResult[Any]) -> None:
-    """Log the report before a signal ends the program."""
+    """Log the report of the run, because a signal is about to end the program."""
     log_now(logging.WARNING, "%s", format_report(replace(result, ended_ranks=())))  # there will be no next call
 
 
@@ -208,11 +208,11 @@ class BlockingCall:
             self.signals.release_wakeup()
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save and return. Return False if the call is over. Any thread may call this method."""
+        """Ask the ranks to save their state and return. Return False if the call is over. Any thread may call this."""
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
-        """Return how many seconds to wait until the ranks' output has been read, or None for no limit.
+        """Return the longest time in seconds to wait for the ranks' output, or None if there is no limit.
 
         There is a limit if the run has a timeout, or if a signal has come. `seconds_left` is the time until the timeout of
         the run.
@@ -236,7 +236,7 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
+        """Return the result of `make`. `make` rebuilds return values and exceptions, and calls observers.
 
         If `make` raises an exception, deliver the deferred signals and re-raise the exception. If a signal handler of the
         calling program raises an exception, `make` ends at once. So one Ctrl-C is enough to end `make`.
@@ -252,10 +252,10 @@ class BlockingCall:
     def deliver_signals(self, result: RunResult[Any]) -> None:
         """Deliver the deferred signals to the calling program's handlers. For SIGINT, this usually raises KeyboardInterrupt.
 
-        Call this method last, after all cleanup, and outside an `except` block. Then only the failure of the run can be the
-        cause or context of a KeyboardInterrupt. If the signal has stopped the run, a note of the KeyboardInterrupt reports
-        where the ranks were. If a signal will end the program without an exception, this method first logs the report of the
-        run.
+        Call this method last, after all cleanup, and outside an `except` block. Otherwise, the context of a
+        KeyboardInterrupt could be an unrelated exception. If the signal has stopped the run, the KeyboardInterrupt gets a
+        note that says where the ranks were. If a signal will end the program without an exception, this method first logs
+        the report of the run.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -280,7 +280,7 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether the call may end before mpwatch has installed its signal handlers.
+        """Return whether the call can end before mpwatch installs its signal handlers.
 
         With `stop_signals` or `forward_signals`, the handlers are installed before the call begins.
         """
@@ -292,8 +292,8 @@ class BlockingCall:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
         During this wait, the calling program's own signal handlers stay installed. For a short call, installing and
-        restoring mpwatch's handlers would take a quarter of the time. If a signal comes, its handler runs at once or at the
-        deadline.
+        restoring mpwatch's handlers would take a quarter of the call's time. If a signal comes, its handler runs at once or
+        at the deadline.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -301,7 +301,7 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for wake-ups. `Thread.join` cannot be used, because it waits for a lock: see host_signals.py."""
+        """Wait for wake-ups. Do not use `Thread.join` here, because `join` waits for a lock (see host_signals.py)."""
         self._run_callbacks()  # for what has come before the signal handlers were installed
         while not (until() or self.watcher_thread.is_finished):
             seconds = min((s for d in self._drivers if (s := d.seconds_to_next_update()) is not None), default=None)

@@ -25,7 +25,7 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    Log a warning about running ranks that do not catch the signal. Most signals would end such a rank.
+    Log a warning about running ranks that do not catch the signal. Most signals would end a rank that does not catch them.
     """
     running = [
         rank

@@ -1,6 +1,6 @@
 """Checks whether mpwatch can install its handlers for the signals in the options `stop_signals` and `forward_signals`.
 
-Runs in the caller's thread.
+This module runs in the caller's thread.
 """
 
 import os
@@ -44,9 +44,9 @@ def refuse_signals(spec: GroupSpec) -> None:
 
 
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
-    """Return a dict that maps each signal to its handler, which may be SIG_DFL or SIG_IGN.
+    """Return a dict that maps each signal to its handler, which can be SIG_DFL or SIG_IGN.
 
-    Signals that C code handles are left out. Python knows only handlers that Python itself has set. The kernel knows every
+    Leave out signals that C code handles. Python knows only handlers that Python itself has set. The kernel knows every
     signal that this process catches.
     """
     handlers = {signum: handler for signum in signals if (handler := get_handler(signum)) is not None}

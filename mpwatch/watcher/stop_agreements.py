@@ -1,6 +1,6 @@
-"""When a stop is requested, make the ranks agree on the step at which all of them stop. Runs in the watcher thread.
+"""When a stop is requested, make the ranks agree on the step at which all of them stop.
 
-Log which ranks have not returned within `stop_timeout`.
+This module runs in the watcher thread. It also logs which ranks have not returned within `stop_timeout`.
 
     StopRequested --> begin: hold the ranks --- HOLD_SECONDS later ---> read the steps that they have passed
     one node                   '--> agree on the highest step
@@ -28,7 +28,7 @@ StepsHeldCallback = Callable[[int | None], object]
 
 
 class StopAgreements:
-    """The agreements of one event loop.
+    """Makes the ranks of one event loop agree on the step at which they stop.
 
     Args:
         pool: the ranks.
@@ -57,7 +57,7 @@ class StopAgreements:
     def begin(self, group: RestartGroup, cause: str) -> None:
         """Make the ranks of a group wait at their next call of `should_stop`.
 
-        HOLD_SECONDS later, read the last step that each rank has passed.
+        After HOLD_SECONDS, read the last step that each rank has passed.
         """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()

@@ -21,9 +21,9 @@ Guarantees:
 - The watcher thread's wait always ends, because the caller's thread releases the lock `is_over` even after an exception.
 - A process that was already stopped before the suspension stays stopped.
 
-To stop itself, the program raises SIGTSTP with the default action. In an orphaned process group, the kernel ignores SIGTSTP,
-because no shell could continue the program. For example, `ssh -t host python x.py` creates an orphaned process group. After
-an ignored SIGTSTP, the ranks continue at once.
+To stop itself, the program restores the default action of SIGTSTP, and then raises SIGTSTP. In an orphaned Unix process
+group, the kernel ignores SIGTSTP, because no shell could continue the program. For example, `ssh -t host python x.py`
+creates an orphaned process group. After an ignored SIGTSTP, the ranks continue at once.
 """
 
 import os
@@ -126,9 +126,9 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 
 @contextmanager
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
-    """Stop the process groups of the ranks.
+    """Stop all processes in the Unix process groups of the ranks.
 
-    At the end of the context, continue the processes that had not been stopped before.
+    At the end of the context, continue these processes. A process that was already stopped before stays stopped.
     """
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:

@@ -4,8 +4,8 @@
                                      |            |            ^                          ^
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-The event loop needs a separate thread, because Python may raise an exception in a thread between any two bytecodes. In the
-main thread, a signal handler may raise an exception. In any thread of the calling program, `PyThreadState_SetAsyncExc` may
+The event loop needs a separate thread, because Python can raise an exception in a thread between any two bytecodes. In the
+main thread, a signal handler can raise an exception. In any thread of the calling program, `PyThreadState_SetAsyncExc` can
 raise an exception, too. If an exception interrupted the start or the reaping of a rank, the rank could be left behind. No
 other code knows the watcher thread, so no other code raises an exception in this thread.
 
@@ -72,8 +72,8 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. At any time, only one of the caller's
-    threads may call a method of this class. The docstrings of some methods allow calls from any thread. If an exception
+    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two of the caller's threads must not call
+    methods of this class at the same time. But any thread may call a method whose docstring says so. If an exception
     interrupts a method, the method can be called again.
 
     Args:
@@ -164,9 +164,9 @@ class WatcherThread:
     def start(self) -> None:
         """Start the thread, which starts the ranks. Do nothing if the thread was started before.
 
-        Any thread may call this method. If Python cannot start a thread, the event loop runs in the caller's thread. But
-        some runs need both threads: a run that may go on after a failure, a WorkerGroup, and a run of several nodes. These
-        runs raise LaunchError.
+        Any thread may call this method. If Python cannot start a thread, the event loop runs in the caller's thread. But a
+        WorkerGroup, a run of several nodes, and a run that can go on after a failure need a separate thread. Without this
+        thread, they raise LaunchError.
         """
         with self._start_lock:
             if self._thread is None:
@@ -212,7 +212,7 @@ class WatcherThread:
                 self.close()
 
     def emit_logs_and_events(self) -> None:
-        """Emit the deferred log records and call the observers. Logging handlers and observers may be user code.
+        """Emit the deferred log records and call the observers. Logging handlers and observers can be user code.
 
         Several threads may call this method at the same time. One of these threads does the work for all of them.
         """
@@ -244,8 +244,9 @@ class WatcherThread:
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
         """Return the debugger's console.
 
-        Return None if no rank has been at a breakpoint, or if a different call serves the console. Only the main thread can
-        open prompts. So if the main thread waits for a call, this call serves the ranks of all calls.
+        Return None if no rank has reached a breakpoint, or if a different call uses the console. Only the main thread can
+        open prompts. So while a call of the main thread is unfinished, this call opens the prompts for the ranks of all
+        calls.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None

@@ -54,7 +54,7 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The pipe with the tokens of one rank's items. Both the caller and the rank may read from the pipe.
+    """The pipe with the tokens of one rank's items. Both the caller and the rank can read from the pipe.
 
     Each token is read only once. A TokenPipe can be pickled as an argument of a call. The rank gets only the reading end of
     the pipe.

@@ -1,7 +1,7 @@
 """The class of a rank's multiprocessing.Process, and the data with which the watcher starts a rank.
 
-The watcher pickles a RankProcess and starts it (watcher/processes/process.py). In the child, spawn's `_bootstrap` calls
-`run`.
+The watcher pickles a RankProcess and starts it (watcher/processes/process.py). In the new process, multiprocessing's method
+`_bootstrap` calls `RankProcess.run`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,10 @@ class FrameDecoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Return the messages that these bytes complete. Raises ValueError if mpwatch has not written the bytes."""
+        """Add bytes of the stream, and return the messages that are now complete.
+
+        Raises ValueError if mpwatch has not written the bytes.
+        """
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:

@@ -1,4 +1,4 @@
-"""Recognise errors that say that a resource has run out, and name a remedy.
+"""Recognise errors about a resource that has run out, and add a remedy to their text.
 
 This module runs in the watcher and in the ranks.
 """

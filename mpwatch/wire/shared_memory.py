@@ -176,7 +176,7 @@ def read_black_box(fd: int, slot: int) -> list[Message]:
 class HeartbeatSample:
     """The content of a rank's heartbeat memory: the time of the last heartbeat, and the last report.
 
-    Each of the two may be None.
+    Each of the two can be None.
     """
 
     __slots__ = ("beat_at", "report")

@@ -13,8 +13,8 @@
        |                                               |   step > agreed: stopped = step; True
 
 `asked` is the last step for which `should_stop` has returned False, or is about to return False. A rank writes `asked`
-before it reads the state. So when the watcher reads `asked` after HOLD_SECONDS, it sees every step that the rank has passed.
-While the state is HOLD, no rank passes a further step. The rank's processor may read `state` before other processors see the
+before it reads `state`. So when the watcher reads `asked` after HOLD_SECONDS, it sees every step that the rank has passed.
+While the state is HOLD, no rank passes a further step. The rank's processor can read `state` before other processors see the
 new `asked`. This delay is much shorter than HOLD_SECONDS.
 
 On several nodes the watchers agree on the highest step of all nodes. The ranks wait until this step is known

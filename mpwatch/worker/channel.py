@@ -65,7 +65,7 @@ class Channel:
         return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
 
     def send_socket(self, kind: MessageKind, fd: int, body: bytes) -> bool:
-        """Send a message of the kind DEBUGGER or COLLECTIVES with this descriptor. Return False on failure.
+        """Send this descriptor in a message of the kind DEBUGGER or COLLECTIVES. Return False on failure.
 
         Any thread may call this method.
         """
@@ -153,7 +153,7 @@ class Channel:
     def detach(self) -> None:
         """Leave the descriptor open until the kernel closes it at exit.
 
-        If user code has closed the descriptor, its number may now belong to another file, which must stay open.
+        If user code has closed the descriptor, its number might now belong to another file, which must stay open.
         """
         self._socket.detach()
 
@@ -165,7 +165,7 @@ class Channel:
     def release_reserved_fd(self) -> None:
         """Close the spare descriptor.
 
-        Do nothing if user code has already closed the spare descriptor, because its number may now belong to another file.
+        Do nothing if user code has already closed the spare descriptor, because its number might now belong to another file.
         """
         if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
             os.close(self._reserved_fd)
@@ -188,9 +188,9 @@ def _read_identity(fd: int) -> tuple[int, int]:
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write the early output of the interpreter to the rank's stderr: the output from before this stderr was set up.
+    """Write to the rank's stderr what the interpreter has printed before this stderr was set up.
 
-    The rank writes this output, because the write may block, and the watcher must not block.
+    The rank writes this output, because the write can block, and the watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

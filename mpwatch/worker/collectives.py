@@ -7,7 +7,7 @@ The thread that answers is started when the rank creates its first process group
 thread waits in C++ code. It cannot answer while another thread holds the GIL.
 
 torch can give a new process group the name of a destroyed group. torch then numbers the collectives of the new group from 1
-again. So when a group is created, this module notes the number of the flight recorder's next record. The module ignores
+again. So when a group is created, this module stores the number of the flight recorder's next record. The module ignores
 older records with the name of the new group. A "world" is what `init_process_group` creates: the ranks of the default group,
 and all groups of these ranks.
 
@@ -74,7 +74,7 @@ LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the othe
 
 @dataclass(frozen=True)
 class _Group:
-    """Facts about a process group, which were noted when the group was created."""
+    """Facts about a process group. They are stored when the group is created."""
 
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
@@ -93,7 +93,7 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
     """Replace the functions of torch.distributed that create process groups. The new functions call the original functions.
 
-    They also start the thread that answers, and note each new group.
+    They also start the thread that answers the watcher, and store facts about each new group.
     """
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
@@ -172,7 +172,7 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
 def send_before_failure(channel: Channel) -> None:
     """Send this rank's collectives to the watcher, before the rank reports its failure.
 
-    After that report, the watcher may stop the rank at once. The main thread calls this function.
+    After that report, the watcher can stop the rank at any time. The main thread calls this function.
     """
     with suppress(Exception):  # another version of torch may record something else
         if _has_started:
@@ -200,7 +200,7 @@ def _answer_requests(requests: socket.socket) -> None:
 
 
 def _answer_one(requests: socket.socket) -> None:
-    """Take a request and answer it.
+    """Receive a request and answer it.
 
     Raises:
         BlockingIOError: there is no request.
@@ -243,7 +243,7 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
 
 
 def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether the flight recorder has overwritten records that may belong to calls of the noted groups."""
+    """Return True if the flight recorder has perhaps overwritten records of groups that this module knows."""
     oldest: dict[str, int] = {}
     for entry in recorded:
         oldest.setdefault(_get_backend(entry), entry["record_id"])
@@ -254,7 +254,7 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
     """Return the index of the collective in which the main thread waits. Return None if there is no such collective.
 
-    Other threads may have called some of these collectives.
+    Some of these collectives can be calls of other threads.
     """
     if not frames or not torch_private.is_of_torch(frames[0].f_code):
         return None
@@ -294,7 +294,7 @@ def _get_number(entry: Mapping[str, Any]) -> int:
 
 
 def _select_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the latest entries, and the latest entry of each process group."""
+    """Return the latest MAX_COLLECTIVES entries, and the latest entry of each process group."""
     last_of_group = {entry["process_group"]: number for number, entry in enumerate(entries)}.values()
     latest = range(max(0, len(entries) - MAX_COLLECTIVES), len(entries))
     return [entries[number] for number in sorted({*last_of_group, *latest})]
@@ -355,7 +355,7 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root, which the flight recorder lacks, to the collective in which the main thread is."""
+    """Add the reduction and the root rank to the main thread's collective. The flight recorder lacks these two facts."""
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

@@ -67,7 +67,7 @@ def stop_heartbeats() -> None:
 def current_worker() -> Worker:
     """Return the Worker of the rank in which this code runs: its rank, local_rank, world_size and so on.
 
-    The Worker's `state` is a dict in which the function may keep anything. Every call of `current_worker` returns the same
+    The Worker's `state` is a dict in which the function can store anything. Every call of `current_worker` returns the same
     Worker, in every thread. `current_worker` raises RuntimeError outside a rank.
     """
     global _worker
@@ -142,12 +142,12 @@ def should_stop(step: int) -> bool:
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
     for a rank that has returned, or that never calls `should_stop`. If a rank has returned after its last step, the other
-    ranks continue up to that step. In this case, the other ranks may end before `should_stop` has returned True. With
-    scope="worker" ranks do not communicate, so each rank stops at its own next step.
+    ranks continue up to that step. In this case, the other ranks can end before `should_stop` has returned True. With
+    scope="worker", ranks do not communicate, so each rank stops at its own next step.
 
     A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds
     until the ranks agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank
-    waits for `node_timeout`. Outside a rank, and in a process that a rank has forked, `should_stop` returns False.
+    waits as long as `node_timeout`. Outside a rank, and in a process that a rank has forked, `should_stop` returns False.
 
     Args:
         step: the number of the step that comes next.
@@ -162,7 +162,7 @@ def should_stop(step: int) -> bool:
 
 
 def request_stop() -> bool:
-    """Ask all ranks to save their state and return: `should_stop` becomes True on all ranks at the same step.
+    """Ask all ranks to save their state and return. `should_stop` then returns True on all ranks at the same step.
 
     If a rank calls this function, the request is for all ranks of the same run, on all nodes. In a call of a WorkerGroup,
     the request is for all ranks of this call. The request is not for ranks that the rank itself has started. If the program

@@ -57,7 +57,7 @@ _last_debugger: Any = None  # the Pdb that was used last
 
 
 def finish_stepping() -> None:
-    """End the user's stepping, because the function has ended.
+    """End the user's stepping in pdb, because the function has ended.
 
     After that, pdb stops only at breakpoints that the user has set.
     """
@@ -143,7 +143,10 @@ class DebuggerClient:
         self._receive()
 
     def leave(self) -> None:
-        """Report to the watcher that pdb has left its prompt. If the user steps, pdb soon opens another prompt."""
+        """Report to the watcher that pdb has left its prompt.
+
+        If the user has entered a command such as `step`, pdb soon opens another prompt.
+        """
         self._send("left")
 
     def quit(self) -> None:
@@ -338,12 +341,12 @@ def open_post_mortem(error: Exception) -> None:
 
 
 class _StopError(BaseException):
-    """The watcher stops this rank while the user looks at its exception."""
+    """The watcher stops this rank while the user looks at the rank's exception."""
 
 
 @contextmanager
 def _raised_at_sigterm() -> Iterator[None]:
-    """Raise _StopError at SIGTERM, so that the rank reports its exception and ends.
+    """When SIGTERM comes, raise _StopError, so that the rank reports its exception and ends.
 
     If the user's function has set a handler for SIGTERM, do not replace this handler.
     """

@@ -45,7 +45,7 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 
 
 def finish_stepping() -> None:
-    """End the user's stepping, because the function has ended.
+    """End the user's stepping in pdb, because the function has ended.
 
     After that, pdb stops only at breakpoints that the user has set.
     """

@@ -1,6 +1,6 @@
 """Changes a module as soon as it has been imported. This module runs in a rank.
 
-This module is small, because every rank imports it. Most ranks never import the modules that would be changed.
+This module is small, because every rank imports it. Most ranks never import the modules that need a change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModuleFinder:
-    """Finds one module, and calls a function with the module when it has been loaded.
+    """Finds one module, and passes the module to a function when the module has been loaded.
 
     Args:
         name: full name of the module.

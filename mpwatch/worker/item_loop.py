@@ -61,7 +61,7 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
 def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
     """Return the next items with their tokens, or None if there are no more items.
 
-    If a single item cannot be unpickled, the exception of unpickling is raised.
+    If the message has a single item and this item cannot be unpickled, raise the exception from unpickling.
     """
     message = receive_message(channel)
     if message is None:

@@ -91,7 +91,7 @@ def _die_with_watcher() -> None:
     """Make the kernel kill this rank when the watcher dies.
 
     multiprocessing keeps a pipe open from the watcher to this rank. The kernel sends SIGKILL when the pipe closes. If the
-    kernel does not support that, only the guardian process kills the rank.
+    kernel does not have this feature, only the guardian process kills the rank.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
@@ -236,7 +236,7 @@ def _call_function(call: Call) -> object:
 
 
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    """Pickle the return value. If the value cannot be pickled, return a failure with the time `returned_at`."""
+    """Pickle the return value. If the value cannot be pickled, return a `_Failure` whose time is `returned_at`."""
     try:
         return pickle_value(value), returned_at
     except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
@@ -300,8 +300,9 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
 def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the exception's "plain" message, then its "details".
 
-    The code of an exception's class may raise, crash or hang in `__str__`. Pickling the exception is even less safe. So the
-    message FAILING comes first, and says when the call failed. The text and the traceback follow, and the pickles come last.
+    The code of an exception's class can raise an exception, crash or hang in `__str__`. Pickling the exception is even less
+    safe. So the message FAILING comes first, and says when the call failed. The text and the traceback follow, and the
+    pickles come last.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
@@ -321,7 +322,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """Send the text of the local variables.
+    """Send the local variables as text.
 
     If encoding fails, send an empty text, because the watcher waits for the message.
     """
@@ -399,12 +400,12 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 
 
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
-    """Destroy the torch process group of the option `backend`. Ignore exceptions, because the group may already be broken.
+    """Destroy the torch process group of the option `backend`. Ignore exceptions, because the group might already be broken.
 
     A group that is not kept for later calls is destroyed when the rank has sent its return value. When the group is
     destroyed, ranks that still wait for this rank fail at once. By then, the watcher already knows that this rank has
-    returned. After a failure, the group is destroyed only at the exit, because its destruction may wait for other ranks,
-    which may themselves wait for this rank.
+    returned. After a failure, the group is destroyed only when the rank exits. The destruction can wait for other ranks, and
+    these ranks can wait for this rank.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.

@@ -18,10 +18,10 @@ _group_number = 0  # the number of the last group within its version; equal in a
 
 
 def init(backend: str, version: int | None, timeout: float | None) -> None:
-    """Join the default process group. Do nothing if the group of this version still exists. Raises whatever torch raises.
+    """Join the default process group. Do nothing if a group with this version number exists. Raises whatever torch raises.
 
-    This function returns when all ranks have joined. With gloo, torch's own function returns earlier: when this rank is
-    connected. If this rank then left the group, the connections that other ranks are still opening would fail.
+    This function returns when all ranks have joined. With gloo, torch's own function returns earlier: as soon as this rank
+    is connected. If this rank then left the group, the connections that other ranks are still opening would fail.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.

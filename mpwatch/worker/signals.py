@@ -35,7 +35,10 @@ class DeferredSignals:
         self._deferred: set[int] = set()
 
     def defer(self) -> None:
-        """Defer signals from now on. A second call also defers signals whose handlers were set since the first call."""
+        """Defer signals from now on.
+
+        A second call of `defer` also defers signals whose handlers were set since the first call.
+        """
         handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
             if always not in handlers and (default := get_handler(always)) is not None:  # None: a handler in C
@@ -61,7 +64,7 @@ class DeferredSignals:
     def restore(self, call: int) -> None:
         """Restore the function's handlers.
 
-        If a SIGINT was deferred for this call, its handler runs here, and may raise an exception.
+        If a SIGINT was deferred for this call, the handler of SIGINT runs here, and can raise an exception.
 
         Args:
             call: the number of the call. A SIGINT that was sent for an earlier call is dropped.

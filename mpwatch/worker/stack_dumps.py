@@ -7,12 +7,12 @@ The watcher asks by one of two signals, because either signal works where the ot
   does not run while the main thread waits in C code, if a signal cannot interrupt this wait.
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The handler in C runs at once, even while a thread holds the
   GIL. This handler writes only the stack of the thread that gets the signal. The watcher sends the signal to the main
-  thread. If the main thread is just entering or leaving a function, its frame is invalid. Python 3.11 to 3.13 may crash when
+  thread. If the main thread is just entering or leaving a function, its frame is invalid. Python 3.11 to 3.13 can crash when
   the handler reads an invalid frame (with `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 does not crash,
   but leaves out the rest of the stack (in 4 % of the dumps).
 
-So the watcher sends PYTHON_DUMP_SIGNAL first. If no answer begins, the main thread is in C code, and the watcher sends
-NATIVE_DUMP_SIGNAL. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
+So the watcher sends PYTHON_DUMP_SIGNAL first. If the rank does not begin to write a dump, the main thread is in C code, and
+the watcher sends NATIVE_DUMP_SIGNAL. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
 
 The handler of PYTHON_DUMP_SIGNAL ends a system call early (EINTR), like any handler in Python. A tracer (`sys.settrace`)
 sees the handler's frames.

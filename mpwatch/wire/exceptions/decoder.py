@@ -1,6 +1,6 @@
 """Decode an exception that encoder.py has encoded. This module runs in the watcher.
 
-In the rank, the encoder tests its pickles with this module.
+In the rank, the encoder uses this module to test its pickles.
 
 An exception, its causes and the members of an exception group are the nodes of a graph. `decode_exception` rebuilds each
 node in the best way that works:
@@ -9,7 +9,8 @@ node in the best way that works:
     rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
     stand-in   create a class of the same name, derived from the same builtin classes, with the same text
 
-Then `decode_exception` sets the exception's cause, context, notes and traceback (tracebacks.py).
+When all nodes are rebuilt, `decode_exception` sets the cause, context, notes and traceback of each exception
+(tracebacks.py).
 
 The `read_...` functions read texts from the message "plain". These functions rebuild no exceptions, so they run no user
 code.
@@ -67,7 +68,7 @@ def add_note(error: BaseException, note: str) -> None:
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
     """Rebuild an exception from its messages.
 
-    Ignore exceptions that user code raises, except KeyboardInterrupt and HostHandlerError.
+    This runs user code. Ignore the exceptions of this code, except KeyboardInterrupt and HostHandlerError.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.
@@ -83,7 +84,7 @@ def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes 
 
 
 def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
-    """Build all exceptions of a graph, and return the first node's exception. A node without parts becomes a stand-in."""
+    """Build all exceptions of a graph, and return the first node's exception. A node without pickles becomes a stand-in."""
     built: dict[int, BaseException] = {}
     for number in _order_members_first(nodes):
         members = [built[member] for member in nodes[number]["members"] if member in built]
@@ -126,7 +127,7 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
 
 
 def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
-    """Create the exception from its own class, in the way "exact" or "rebuilt".
+    """Create the exception from its own class ("exact" or "rebuilt", see the top of this file).
 
     Raises whatever the code of the class raises.
     """

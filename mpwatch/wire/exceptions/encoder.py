@@ -10,9 +10,9 @@ makes a list of all nodes, and encodes it in three messages. The messages refer 
 
 The message `plain` is sent first. To make this message, the encoder runs no code of the exceptions' classes, except
 `__str__` and `__notes__`. The encoder catches every exception that these two raise. To make `details`, the encoder pickles
-each node and tries to rebuild it. This runs code of the exceptions' classes, which may raise, exit, crash or hang. At that
-time the watcher already has `plain`, so it knows where and why the rank failed. `locals` is sent last, because its encoding
-runs code of the classes of all local variables.
+each node and tries to rebuild it. This runs code of the exceptions' classes, which can raise an exception, exit, crash or
+hang. At that time the watcher already has `plain`, so it knows where and why the rank failed. `locals` is sent last, because
+its encoding runs code of the classes of all local variables.
 
 If a part cannot be pickled, only this part is left out.
 """
@@ -169,7 +169,7 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Return a pickle of the whole exception, and pickles of the attributes that this pickle lacks, such as slots.
+    """Return a pickle of the whole exception. Add pickles of the attributes that this pickle lacks, for example slots.
 
     Return None if the exception cannot be rebuilt from these pickles.
     """
@@ -201,7 +201,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Represent the value of a missing attribute. No attribute has this function as its value."""
+    """Mark a missing attribute. No real attribute has this function as its value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

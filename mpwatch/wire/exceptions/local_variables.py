@@ -1,8 +1,8 @@
-"""Makes texts of the local variables in a traceback, for the option `capture_locals`. This module runs in the rank.
+"""Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
 
-The texts come from `repr`, which runs code of the variables' classes. This code may raise, hang or return a very long text.
-So the number and the length of the texts are bounded. A daemon thread makes the texts, and the rank waits LIMIT_SECONDS for
-this thread. If a text is not ready by then, a fixed text takes its place.
+The text of a variable comes from `repr`, which runs code of the variable's class. This code can raise an exception, hang, or
+return a very long text. So the number and the length of the texts are limited. A daemon thread makes the texts, and the rank
+waits LIMIT_SECONDS for this thread. If a text is not ready by then, a fixed text takes its place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DEFINITIONS = (ModuleType, FunctionType, type)  # such values are left out of th
 
 
 class LocalText(str):
-    """The text of a local variable.
+    """The value of a local variable as text.
 
     Its `repr` is the text itself, so a debugger shows this text as the value of the variable.
     """
@@ -55,7 +55,7 @@ class LocalText(str):
 
 
 class BoundedRepr(Repr):
-    """Makes texts of bounded length. It reads only the beginning of containers, strings and bytes.
+    """Makes texts of limited length. It reads only the beginning of containers, strings and bytes.
 
     If a class is derived from a container such as `list`, its objects are shown as `Name([...])`. A dataclass or a named
     tuple is shown with its fields. The text of any other object is the object's own `repr`.
@@ -125,7 +125,7 @@ def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[
     """Return a dict for each traceback.
 
     The keys of this dict are the indices of the frames that have variables. The outermost frame has the index zero. Each
-    value is another dict, which maps the names of the frame's variables to their texts. Variables that Python itself has
+    value is another dict, which maps the name of each variable to its value as text. Variables that Python itself has
     created are left out. Raises RuntimeError if no thread can be started.
     """
     found: list[dict[int, dict[str, object]]] = [

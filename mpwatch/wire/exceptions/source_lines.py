@@ -83,7 +83,7 @@ def add_to_linecache(sources: Mapping[str, str]) -> None:
 
 
 def _read_program_on_stdin() -> str:
-    """Return the program if stdin is a file. Otherwise return an empty text, because a pipe cannot be read again."""
+    """Return the program's text if stdin is a file. Otherwise return an empty text, because a pipe cannot be read again."""
     try:
         size = os.fstat(0).st_size
         return os.pread(0, min(size, MAX_SIZE), 0).decode()

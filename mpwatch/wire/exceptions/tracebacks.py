@@ -4,16 +4,16 @@
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
 A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values: the qualified
-name, the first line of the code, and the position of the expression that raised the exception. The library tblib would nest
-the dictionaries of all entries. The traceback of a RecursionError is too deep for nested dictionaries, so each entry has a
-separate dictionary here.
+name, the first line of the code, and the position of the expression that raised the exception. By itself, tblib would nest
+the dictionary of each entry in the dictionary of the previous entry. The traceback of a RecursionError is too deep for
+nested dictionaries, so each entry has a separate dictionary here.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
 object. So `build_traceback` compiles a stub for each frame. A stub is a code object that begins at the function's first
-line, and has a `raise` at the frame's position. When the stub raises, the traceback contains a frame like the rank's frame,
-with the local variables of the `Frame`. If the rank's frame had the variable `__tracebackhide__ = True`, the new frame has
-it, too, so pytest and IPython hide the frame. With the option `capture_locals`, the other variables are texts of the rank's
-variables (local_variables.py).
+line, and has a `raise` at the frame's position. When the stub raises an exception, the traceback contains a frame like the
+rank's frame. This frame has the local variables that are in the `Frame`. If the rank's frame had the variable
+`__tracebackhide__ = True`, the new frame has it, too, so pytest and IPython hide the frame. With the option
+`capture_locals`, the other variables of the new frame contain the rank's values as text (local_variables.py).
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def make_frame(
 
 
 def add_local_variables(frames: list[Frame], texts: dict[int, dict[str, str]]) -> None:
-    """Add texts of local variables to the frames.
+    """Add the values of local variables, as text, to the frames.
 
-    `texts[i]` maps the names of the variables of frame i to their texts.
+    `texts[i]` maps the name of each variable of frame i to its value as text.
     """
     from mpwatch.wire.exceptions.local_variables import LocalText
 
@@ -129,7 +129,10 @@ def _get_hide_variable(frame: FrameType) -> dict[str, bool]:
 
 
 def _read_span(trace: TracebackType, line: int) -> Span | None:
-    """Return the position of the instruction that raised. Return None if the compiler would reject this position."""
+    """Return the position of the instruction that raised the exception.
+
+    Return None if the compiler would reject this position.
+    """
     unknown = (None, None, None, None)
     start, end, column, end_column = next(
         islice(trace.tb_frame.f_code.co_positions(), max(trace.tb_lasti, 0) // CODE_UNIT, None), unknown

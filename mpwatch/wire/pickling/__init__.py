@@ -1,1 +1,1 @@
-"""Pickle calls and return values, with large buffers beside the pickles."""
+"""Pickle calls and return values. Large buffers are stored beside the pickles, not in them."""

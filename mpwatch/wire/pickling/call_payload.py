@@ -4,9 +4,9 @@
     section:      [ object ][ definitions for __main__ ]...[ {} ][ sources ]
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
-All sections share one pickle memo. So an object that is in several sections is pickled only once. A rank loads the first
-section, and then its part. A part contains the values that one rank gets for arguments that differ between ranks. The memo
-for a part does not contain the objects of other parts.
+The pickle memo of the first section is also used for each part. So an object of the first section is not pickled again in a
+part. A rank loads the first section, and then its own part. A part contains one rank's values of the arguments that differ
+between ranks. The memo for a part does not contain the objects of other parts.
 
 A rank does not import `__main__`, so functions and classes of `__main__` are pickled by value (pickler.py). The rank adds
 these functions and classes to its own module `__main__`. The dictionary of that module also serves as the globals of these
@@ -104,7 +104,7 @@ class Payload:
     def duplicate_fd(self, fd: int) -> int:
         """Keep a duplicate of this descriptor, and return its index.
 
-        The duplicate is necessary, because the caller may close the original descriptor before the last rank has started.
+        The duplicate is necessary, because the caller can close the original descriptor before the last rank has started.
         """
         self._fds.extend(map(os.dup, [fd]))  # one call of C code, in which no signal handler can run and leak the descriptor
         return len(self._fds) - 1
@@ -237,7 +237,7 @@ def _collect_reducers() -> dict[type, Any]:
 
 
 def _can_try_plain_pickler(fn: object) -> bool:
-    """Return whether `PlainPickler` may be able to pickle a call of this function."""
+    """Return whether to try `PlainPickler` for a call of this function."""
     if getattr(fn, "__module__", None) == "__main__":
         return False
     cloudpickle = sys.modules.get("cloudpickle")

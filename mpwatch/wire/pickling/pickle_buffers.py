@@ -5,8 +5,8 @@ A large bundle is an anonymous file.
     [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
                                         `-- each buffer begins a new page
 
-All receivers read the pickles before the first part. A bundle can also have parts. A part consists of pickles for only one
-receiver. The trailer has the number of buffers, the number of parts, and a magic number.
+The pickles before the first part are for all receivers (the common pickles). A bundle can also have parts. A part consists
+of pickles for only one receiver. The trailer has the number of buffers, the number of parts, and a magic number.
 
 In the sender, pickle writes directly into the bundle. The receiver maps the file into memory. Unpickled arrays, tensors and
 memoryviews use the memory of that mapping. All receivers share the pages of the file. If a process writes to a page, the
@@ -71,7 +71,7 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether pickle has to write this buffer itself. Return False for a large buffer, which the bundle keeps.
+        """Return whether pickle must write this buffer. Return False for a large buffer, which the bundle keeps.
 
         pickle calls this method.
         """
@@ -146,7 +146,7 @@ class PickleBundle:
 
 
 def _get_address(buffer: memoryview) -> int:
-    """Return the address of the memory. If the memory is not writable, return a different number for each buffer."""
+    """Return the address of the buffer's memory. If the buffer is read-only, return the id of the buffer object instead."""
     import ctypes
 
     return id(buffer) if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -178,10 +178,10 @@ def map_bundle(fd: int) -> memoryview:
 
 
 class OpenBundle:
-    """A bundle to unpickle from: `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
+    """A bundle for an unpickler, for example `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
 
-    An unpickler first loads the common pickles. After `open_part` the same unpickler loads the pickles of one part. Raises
-    ValueError if the data are not a bundle.
+    An unpickler first loads the common pickles, which are for all receivers. After `open_part` the same unpickler loads the
+    pickles of one part. Raises ValueError if the data are not a bundle.
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:

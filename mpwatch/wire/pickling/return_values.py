@@ -133,8 +133,8 @@ def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
 class _AnswerUnpickler(pickle.Unpickler):
     """An unpickler that does not change the caller's classes.
 
-    If the rank sends back a class that was sent to it by value, cloudpickle finds the caller's original class. But then
-    cloudpickle would replace the attributes and methods of this class with those from the rank.
+    If the rank sends back a class that was sent to it by value, cloudpickle finds the caller's original class. Without this
+    unpickler, cloudpickle would then replace the attributes and methods of that class with those from the rank.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -72,7 +72,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace arguments that torch could not load again.
+    """Replace arguments from which torch could not rebuild the tensor.
 
     Only tensors of torch's newer dtypes, such as float8 and uint16, have such arguments.
     """
