@@ -31,8 +31,8 @@ T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
 OMP_THREADS = "OMP_NUM_THREADS"
 ROOM_SECONDS = 2.0  # after which a node that Ray has not placed has no room; Ray needs some hundredths of a second
-# For Ray to reserve resources, before the next look at whether a node is cancelled. Ray 2.60 rounds it down to a whole number,
-# and an answer hardly ever comes within 0 s.
+# For Ray to reserve resources, before the next look at whether a node is cancelled. Ray 2.60 rounds it down to a whole
+# number, and an answer hardly ever comes within 0 s.
 WAIT_SECONDS = 1
 log = logging.getLogger("mpwatch")
 
