@@ -1,6 +1,6 @@
 """Compare jobs on two Ray nodes on this machine: one call of `mpwatch.integrations.ray.run`, the same by hand, and Ray Train.
 
-    python ray_engine.py [times [launcher ...]]     medians of so many runs (default 7), in turns; ten minutes
+    python ray_engine.py [times [launcher ...]]     medians of so many runs (default 7), in random order; ten minutes
 
 The launcher "train" needs ray[train].
 
@@ -16,6 +16,7 @@ Ranks write the time of CLOCK_MONOTONIC to files.
 """
 
 import os
+import random
 import secrets
 import statistics
 import sys
@@ -158,7 +159,7 @@ def main(times, launchers):
         for measure, figures in FIGURES.items():
             found = {launcher: [] for launcher in launchers}
             for number in range(times + 1):
-                for launcher in launchers:
+                for launcher in random.Random(number).sample(launchers, len(launchers)):  # each may slow down the next one
                     seconds = measure_once(launcher, measure)
                     if number:  # the first one warms up
                         found[launcher].append(seconds)
