@@ -2,7 +2,7 @@
 
 
 class StoreLostError(Exception):
-    """The store cannot be reached any more, or contains data that no node writes.
+    """The store cannot be reached any more, or contains invalid data.
 
     The error text names the store and the cause.
     """
