@@ -9,9 +9,9 @@ Other threads put requests for the node thread into a queue. The node thread exe
 Requests that come during a rendezvous wait until the round begins.
 
 A call that cannot be interrupted, such as name resolution, runs on another thread, so that the node thread can stop waiting
-for the call (rendezvous/cancellable_wait.py). The node thread waits for other nodes only during a rendezvous, and before the
-first rendezvous, until the first node has published its JobConfig (job_config_check.py). If a store does not answer, the
-kernel ends the connection to the store (rendezvous/store.py).
+for the call (rendezvous/cancellable_wait.py). The node thread waits for other nodes during a rendezvous. Before its first
+rendezvous, the node thread also waits until the first node of the job has published its JobConfig (job_config_check.py). If
+a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
 
 Guarantee: when `NodeThread.close` has returned, the node thread has ended, and its sockets and its port are released.
 """
@@ -76,7 +76,9 @@ REJOIN_LAST_CALL_SECONDS = 2.0  # how long remaining nodes wait for more nodes, 
 
 
 class NodeThread:
-    """The thread that exchanges messages with the other nodes during one run. Other threads call its public methods.
+    """The thread that exchanges messages with the other nodes during one run.
+
+    Other threads call the public methods of NodeThread.
 
     Args:
         spec: the options of the run.
@@ -130,7 +132,7 @@ class NodeThread:
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Pass the data that start the ranks of this attempt, such as environment variables, to the node thread."""
+        """Pass the RankSetups of this attempt, which contain the environment variables of ranks, to the node thread."""
         self._post(lambda _: self._local_ranks.set_rank_setups(start, setups))
 
     def report_attempt(self, report: AttemptReport) -> None:
@@ -143,7 +145,7 @@ class NodeThread:
     def acknowledge_shutdown(self) -> None:
         """Report to the leader that this node knows the result of the job.
 
-        After this report, the other nodes do not wait for this node.
+        After `acknowledge_shutdown`, the other nodes do not wait for this node any more.
         """
         self._is_acknowledged = True
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
@@ -155,7 +157,7 @@ class NodeThread:
     def finish_within(self, seconds: float) -> None:
         """End the node thread when no other node needs this node any more, but at the latest after this number of seconds.
 
-        A rendezvous in progress is cancelled.
+        Cancel a rendezvous that is in progress.
         """
         self._is_leaving.set()
         self._client.cancel()
@@ -183,7 +185,7 @@ class NodeThread:
     # The next four methods are called in the watcher thread.
 
     def on_outcome_change(self, machine: StateMachine) -> None:
-        """Report to the leader that a signal came, that the attempt failed or timed out, or that all ranks here have exited.
+        """Report to the leader that a signal came, that the attempt failed or timed out, or that all ranks have exited.
 
         The argument `machine` is the state machine of this node's ranks.
         """
@@ -206,7 +208,7 @@ class NodeThread:
     def on_stop(self, cause: str) -> bool:
         """Report to the leader that a stop was requested on this node.
 
-        During a rendezvous there is no leader, so this method reports nothing and returns False. After a stop was requested,
+        During a rendezvous there is no leader, so `on_stop` reports nothing and returns False. After a stop was requested,
         this node joins no further round. If the leader is lost before it has read the request to stop, the other nodes go on
         without this node.
         """
@@ -312,7 +314,8 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Join the next round.
 
-        Raises LaunchError. If another node could not join because its options differ, the error text names that node.
+        Raises LaunchError. If another node could not join because its options differ from the options of the job, the error
+        text names that node.
         """
         try:
             return self._client.join(

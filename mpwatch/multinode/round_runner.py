@@ -156,7 +156,7 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check whether this node was silent, which means that it did not poll and so sent no heartbeats.
+        """Check whether this node was silent, which means that it did not poll the store and sent no heartbeats.
 
         For example, a node is silent while its process is suspended.
         """

@@ -230,10 +230,7 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """Return the decision, or another decision if the nodes could not meet again after a failed attempt.
-
-        The other decision ends the job with the root cause of the failed attempt.
-        """
+        """If the nodes cannot meet after a failed attempt, return a decision that ends the job because of this attempt."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
@@ -315,7 +312,7 @@ class MultiNodeRunController(RunController[T]):
         watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Keep the outcomes of ranks, and publish these outcomes only after the leader has decided about them."""
+        """Keep the outcomes of ranks until the leader has decided which rank failed first, and then publish them."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 

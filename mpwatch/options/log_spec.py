@@ -68,7 +68,7 @@ class LogSpec:
             thread of mpwatch. None means `sys.stdout`.
         stderr: where the shown lines of stderr are written, like `stdout`. None means `sys.stderr`.
 
-    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of this
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
     argument.
     """
 

@@ -47,8 +47,8 @@ class Rendezvous:
         options: more settings of the backend, with torch's names. "c10d" has the option `last_call_timeout`, the seconds to
             wait for more nodes after min nodes have joined (default 30). "static" has the option `rank`.
 
-    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of this
-    argument.
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
+    argument, but never the value of `secret`.
     """
 
     endpoint: str

@@ -38,7 +38,7 @@ class RestartPolicy:
         max_no_progress: the run ends after this many restarts in a row that reported no step above the highest earlier step.
             None means no limit.
 
-    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of this
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
     argument.
     """
 

@@ -116,7 +116,7 @@ class GroupSpec:
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether these ranks are part of a job of several nodes."""
+        """Whether the ranks are part of a job of several nodes."""
         return False
 
     @property
@@ -156,7 +156,7 @@ class PersistentGroupSpec(GroupSpec):
 class WorkerSpec(GroupSpec, Generic[T]):
     """All options of `mpwatch.run`. The docstring of `run` explains each option.
 
-    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of this
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
     argument.
     """
 
@@ -191,7 +191,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether these ranks are part of a job of several nodes."""
+        """Whether the ranks are part of a job of several nodes."""
         return self.rendezvous is not None
 
     @property
@@ -273,7 +273,7 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 def name_of(fn: object) -> str:
     """Return the name of a callable for messages.
 
-    A functools.partial gets the name of its function. A callable without a name gets the name of its class.
+    For a functools.partial, return the name of its function. For a callable without a name, return the name of its class.
     """
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)

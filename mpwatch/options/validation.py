@@ -1,7 +1,7 @@
 """Checks of option values.
 
-Each check raises TypeError or ValueError if a value is invalid. The error text contains the name and the value of the
-option.
+Each function that checks an option raises TypeError or ValueError if the value is invalid. The error text contains the name
+and the value of the option.
 """
 
 import inspect
@@ -64,7 +64,7 @@ def check_env_mapping(what: str, env: object) -> None:
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
-    """Check that a value is a number of seconds. The text `at_least` says what is allowed: "0 or more" or "more than 0"."""
+    """Check that a value is a number of seconds. `at_least` names the allowed values: "0 or more" or "more than 0"."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     seconds = _float(value)

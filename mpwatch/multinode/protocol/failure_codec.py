@@ -9,7 +9,7 @@ exception. A stand-in has the name, text, notes, cause, context, group members, 
 original exception. The receiver does not import or run any code that is named in the received data.
 
 If source lines are in no file, such as the lines of a notebook cell, the sender also sends these lines. The receiver gives
-source lines from another node a new file name, so that tracebacks do not show the receiver's own lines instead.
+source lines from another node a new file name, so that tracebacks do not show source lines of the receiver instead.
 """
 
 import builtins
@@ -115,7 +115,7 @@ def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -
 def decode_failure(data: object) -> ProcessFailure:
     """Decode a failure, and build a stand-in for the failure's exception.
 
-    Raises InvalidEntryError if the data are invalid. The error text names the invalid field.
+    If the data are invalid, raises InvalidEntryError with a text that names the invalid field.
     """
     if not isinstance(data, dict):
         raise InvalidEntryError(f"ProcessFailure must be a mapping, not {data!r:.80}")
@@ -145,7 +145,7 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _limit_value(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent, escape control characters, and limit the number and the length of keys."""
+    """Replace numbers that JSON cannot represent, escape control characters, and limit the keys of mappings."""
     if _is_text(value):
         return clean_text(value)
     if isinstance(value, float):
@@ -238,9 +238,9 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Encode frames from both ends of the traceback, as many as have together at most `bytes_left` bytes of JSON.
+    """Encode frames from both ends of a traceback as at most `bytes_left` bytes of JSON.
 
-    If not all frames fit, the frames in the middle are left out, because these frames usually belong to a recursion.
+    If the traceback is too long, leave out the frames in the middle, because these frames usually belong to a recursion.
     """
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):

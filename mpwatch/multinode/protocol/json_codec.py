@@ -1,9 +1,9 @@
 """The JSON codec for all data that nodes send to one another.
 
-`to_json` encodes a dataclass as a JSON object of its fields. `from_json` checks and decodes each field according to the type
-hint of the field. A new field of a dataclass needs no further code, because `to_json` and `from_json` handle all fields of a
-dataclass. The type hint of a field may contain dataclasses, enums, tuples, lists, mappings with str or int keys, unions,
-`Literal`, `Any` (JSON data), str, bool, int, float and None.
+`to_json` encodes a dataclass as a JSON object that contains the fields of the dataclass. `from_json` checks and decodes each
+field according to the type hint of the field. A new field of a dataclass needs no further code, because `to_json` and
+`from_json` handle all fields of a dataclass. The type hint of a field may contain dataclasses, enums, tuples, lists,
+mappings with str or int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
 
 `to_json` and `from_json` refuse NaN and infinity, because JSON cannot represent these numbers. `to_json` and `from_json`
 also refuse integers beyond 2**53, because some readers of JSON round such integers. `to_json` escapes control characters and
@@ -48,7 +48,7 @@ def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
         value: a dataclass instance, or a value of any type that a field may have.
         omit: names of fields of the outermost dataclass that are not encoded.
 
-    Raises TypeError or ValueError if a value cannot be encoded. The error text says where this value is.
+    If a value cannot be encoded, raises TypeError or ValueError with a text that says where the value is.
     """
     return _encode(value, type(value).__name__, omit)
 
@@ -61,7 +61,7 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
         data: JSON data of unknown origin.
         omit: names of fields of the outermost dataclass that are not in the data. These fields get their defaults.
 
-    Raises InvalidEntryError if the data are invalid. The error text names the first invalid field, and says which values
+    If the data are invalid, raises InvalidEntryError with a text that names the first invalid field, and says which values
     this field may have.
     """
     try:

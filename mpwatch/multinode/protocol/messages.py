@@ -3,8 +3,8 @@
 `encode_message` converts a message to JSON data, and `decode_message` converts JSON data to a message. If you add a field to
 the class of a message, you need no further code to send the field. This module does no I/O.
 
-The first line of a message's docstring names the receivers. If a message contains failures of ranks, failure_codec.py has
-encoded these failures as JSON data.
+The first line of a message's docstring names the receivers of the message. If a message contains failures of ranks,
+failure_codec.py has encoded these failures as JSON data.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class NextStep(Enum):
 class RestartHistory:
     """Numbers about the earlier attempts of a job, such as the number of restarts.
 
-    Each node keeps the RestartHistory, so that a new leader knows the numbers, too.
+    Each node keeps the RestartHistory, so that the numbers are not lost when another node becomes the leader.
     """
 
     attempts: int = 0
@@ -90,8 +90,8 @@ class NodeInfo:
 class AttemptFailing:
     """A message to the leader: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing at once, before its ranks have ended. The node whose AttemptFailing comes first counts as the
-    node that failed first.
+    A node sends AttemptFailing as soon as the attempt fails, when its other ranks may still run. The node whose
+    AttemptFailing comes first counts as the node that failed first.
     """
 
     group_rank: int
@@ -327,7 +327,7 @@ class RefusedNode:
 class RoundName:
     """An entry in the store of a round: the name of the round.
 
-    The name is part of the signed data of all other entries, so that an entry of another round is invalid.
+    The name of the round is part of the signed data of every other entry, so that entries of other rounds are invalid.
     """
 
     name: str

@@ -31,7 +31,8 @@ class InvalidEntryError(ValueError):
 class SecretMismatchError(InvalidEntryError):
     """The writer of the entry and this node have different secrets, or only one of the two has a secret.
 
-    The text of the exception is the second part of a sentence. To show the text, write "the entry is" before it.
+    The text of the exception is a part of a sentence. The code that shows the text of the exception must write "the entry
+    is" before it.
     """
 
 
@@ -105,7 +106,7 @@ class SignedJson:
 def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
     """Return the HMAC-SHA256 of the parts.
 
-    The length of each part is part of the data, so that different lists of parts never give the same data.
+    The HMAC also includes the length of each part, so that different lists of parts have different HMACs.
     """
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 

@@ -83,7 +83,7 @@ class StoreChannel:
         self._store.add(f"heartbeat/{self.group_rank}", 1)
 
     def read_heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return how many heartbeats each of these nodes has sent, as a dict with the nodes as keys."""
+        """Return how many heartbeats each node in `nodes` has sent, as a dict with the nodes as keys."""
         return {node: self._store.add(f"heartbeat/{node}", 0) for node in nodes}
 
     def send_to_leader(self, message: MessageToLeader) -> None:
@@ -146,7 +146,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name with which an entry is signed, and which is different in each round."""
+        """Return the name with which an entry is signed, which contains the name of the round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:

@@ -57,8 +57,8 @@ def call_with_deadline(
 ) -> T:
     """Run a call on a new thread, and return the result of the call or raise its exception.
 
-    If the deadline passes before the call ends, this function stops waiting. If the call ends after the deadline, `undo`
-    releases the result of the call.
+    If the deadline passes before the call ends, this function stops waiting for the call. If the call ends after the
+    deadline, `undo` releases the result of the call.
 
     Args:
         call: a call that cannot be interrupted.

@@ -108,7 +108,7 @@ class RendezvousClient:
     def set_closed(self) -> None:
         """Close the rendezvous for all nodes, because the job is over.
 
-        After this call, no node can join the job any more. Raises StoreLostError.
+        After `set_closed`, no node can join the job any more. Raises StoreLostError.
         """
         if (store := self.get_job_store()) is not None:
             store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join

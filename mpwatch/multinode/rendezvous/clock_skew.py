@@ -4,9 +4,9 @@ torch's shared state contains times of the nodes' clocks: the time of each node'
 wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch would
 remove a live node whose clock is behind the clocks of other nodes.
 
-LocalClockBackend is a layer between torch and the backend that keeps the state. If the state contains a time of another
-node's clock, LocalClockBackend replaces this foreign time. The new value is the time of the local clock at which this node
-first read the foreign time. If torch has not changed a time, LocalClockBackend writes the original time back:
+LocalClockBackend is a layer between torch and the backend that keeps the state. LocalClockBackend replaces each time of
+another node's clock by the local time at which this node first read that time. If torch has not changed a time,
+LocalClockBackend writes the original time back:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -33,7 +33,7 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return when this node has first read this time, as a time of the local clock, and with `later` added.
+        """Return the local time at which this node first read the time of the other node's clock, plus `later`.
 
         If somebody sets the local clock to another time, the result changes by the same amount.
         """

@@ -59,7 +59,7 @@ class StoreAddress:
 
 
 class ProbeResult(Enum):
-    """How a program that listens at the endpoint has answered to a test request."""
+    """What a program that listens at the endpoint has answered to a test request."""
 
     STORE = auto()
     NO_ANSWER = auto()
@@ -104,7 +104,7 @@ def is_local_address(address: SocketAddress) -> bool:
 
 
 def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.socket:
-    """Return a socket that listens at the endpoint. Raises OSError, with the errno EADDRINUSE if the port is taken.
+    """Return a socket that listens at the endpoint. Raises OSError, whose errno is EADDRINUSE if the port is taken.
 
     If the endpoint is an address of this machine, the socket listens only at this address. If the endpoint is a name, the
     socket listens at all addresses of this machine, because other machines may resolve the name to another address. For
@@ -162,7 +162,7 @@ def make_port_taken_error(endpoint: Endpoint) -> LaunchError:
 
 
 def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
-    """Send a request like torch's clients, and find out from the answer whether the listening program is a store.
+    """Send the request with which torch's clients begin, and find out from the answer whether the program is a store.
 
     Return NO_ANSWER if the program does not answer in time, or closes the connection without an answer. Raises OSError if
     the network fails.

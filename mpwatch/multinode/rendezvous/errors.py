@@ -9,7 +9,7 @@ class StoreLostError(Exception):
 
 
 class CancelledError(Exception):
-    """`RendezvousClient.cancel()` was called, before or during the call that raises this exception."""
+    """`RendezvousClient.cancel()` was called, so a method of RendezvousClient has ended early."""
 
 
 class JobClosedError(Exception):

@@ -1,7 +1,8 @@
 """Open the store of a rendezvous: serve the store, or connect to it as soon as another node serves it.
 
-`open_store` tries again until the deadline, because the node that serves the store may start later than this node. Name
-servers may not yet know the name of a node that has just started. This module imports torch.
+`open_store` tries again until the deadline, because the node that serves the store may start later than this node.
+`open_store` also tries again if the name cannot be resolved, because name servers may not yet know a node that has just
+started. This module imports torch.
 """
 
 import time

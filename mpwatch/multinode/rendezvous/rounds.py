@@ -85,7 +85,7 @@ class Round:
 
 
 class _NoRoomError(Exception):
-    """The deadline has passed, and the job still has its maximum number of nodes without this node.
+    """A join has reached its deadline, and the job still has its maximum number of nodes, so this node has no room.
 
     Without this exception, torch would wait without limit until another node leaves the job.
     """
@@ -262,7 +262,7 @@ class DynamicRendezvous:
         self._remove_this_node()
 
     def has_other_nodes(self) -> bool:
-        """Return whether the state still contains other nodes, which are leaving or were lost.
+        """Return whether the rendezvous state still contains other nodes, which are leaving or were lost.
 
         Call this method after this node has left.
         """

@@ -1,8 +1,8 @@
 """A connection to torch's store (`TCPStore`) that ends if the store does not answer, and that this process can shut down.
 
 torch's client waits for an answer in C++ without limit, even if the network does not work any more. This module sets options
-of the connection's socket, with which the kernel ends the connection if no answer comes. The thread that closes the
-rendezvous can also shut down the connection. torch's errors become StoreLostError.
+of the connection's socket, so that the kernel ends the connection if no answer comes. The thread that closes the rendezvous
+can also shut down the connection. torch's errors become StoreLostError.
 """
 
 import os
@@ -104,7 +104,7 @@ class StoreConnection:
     def _find_disconnect(self) -> str:
         """Return the reason why the connection to the store has ended, or "" if it has not ended.
 
-        This method does not wait, and does not remove data from the socket that torch has to read.
+        This method does not wait, and leaves all received data in the socket for torch.
         """
         for connection in self._sockets:
             try:
@@ -128,7 +128,7 @@ class StoreConnection:
         self.release()
 
     def release(self) -> None:
-        """Release the store, but do not end the connection, because another owner still uses the store."""
+        """Release the store, but do not end the connection, which another owner of the store may still use."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
@@ -137,8 +137,8 @@ class StoreConnection:
 class PrefixedStore(Store):
     """The part of a store whose keys have the same prefix.
 
-    The methods of a PrefixedStore raise StoreLostError instead of torch's errors, and after the StoreConnection is closed. A
-    PrefixedStore does not keep the store's server alive.
+    The methods of a PrefixedStore raise StoreLostError instead of torch's errors. After the StoreConnection is closed, all
+    methods of a PrefixedStore raise StoreLostError. A PrefixedStore does not keep the store's server alive.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -254,7 +254,7 @@ def _make_tcp_store(host: str, port: int, listener: socket.socket | None) -> TCP
 
 
 def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[StoreConnection, str, bool]:
-    """Make a StoreConnection for a store that other code has opened, and find out facts about the store.
+    """Make a StoreConnection for a store that other code has opened.
 
     Args:
         store: a store of torch, or an object with the same methods.

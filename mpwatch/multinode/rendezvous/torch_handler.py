@@ -1,8 +1,8 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- In each round, torch's handler opens a store for the ranks on the first node. The other nodes may wait for minutes, in C++,
-  for the address of the store that the first node opens. mpwatch gives the ranks a new store for each attempt, so mpwatch's
-  handler opens no store.
+- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The other nodes may wait for
+  minutes, in C++, for the address of the store that the first node opens. mpwatch gives the ranks a new store for each
+  attempt, so mpwatch's handler opens no store.
 - torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
   beginning of a wait.
 - In mpwatch's handler, each join has its own timeouts.
@@ -59,7 +59,7 @@ class JoinTimeouts(RendezvousTimeout):
     def join(self) -> timedelta:
         """The time until the deadline of the join.
 
-        The time is computed at each access, because torch may read `join` several times during one join.
+        The property computes the time at each access, because torch may read the property several times during one join.
         """
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
@@ -83,7 +83,7 @@ class _NodeIdGenerator(_NodeDescGenerator):
 class _Executor(_DistributedRendezvousOpExecutor):
     """torch's executor of operations on the rendezvous state.
 
-    Where torch sleeps for 1 s, this executor sleeps for `poll_interval`.
+    Where torch sleeps for 1 s, this executor sleeps for the time that `poll_interval` returns.
     """
 
     def run(
@@ -125,7 +125,7 @@ class Handler(DynamicRendezvousHandler):
 
     @property
     def node(self) -> Node:
-        """The id of this node in the state."""
+        """The id of this node in the rendezvous state."""
         return self._this_node
 
     def stop_heartbeats(self) -> None:

@@ -54,8 +54,8 @@ def dump_state(state: State) -> bytes:
 def _check_state(state: State) -> None:
     """Check the types of all parts of a state.
 
-    If a part has the wrong type, this function raises an exception. The exception may have any type, because `state` may be
-    any object.
+    If a part has the wrong type, this function raises an exception, which may have any type, because `state` may be any
+    object.
     """
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))
