@@ -145,7 +145,7 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _limit_value(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent, escape control characters, and limit the keys of mappings."""
+    """Replace numbers that JSON cannot represent, escape control characters, and limit number and length of dict keys."""
     if _is_text(value):
         return clean_text(value)
     if isinstance(value, float):

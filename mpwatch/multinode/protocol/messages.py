@@ -90,7 +90,7 @@ class NodeInfo:
 class AttemptFailing:
     """A message to the leader: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing as soon as the attempt fails, when its other ranks may still run. The node whose
+    A node sends AttemptFailing as soon as the attempt fails, even if its other ranks still run. The node whose
     AttemptFailing comes first counts as the node that failed first.
     """
 
