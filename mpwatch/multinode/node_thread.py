@@ -1,19 +1,19 @@
-"""The node thread exchanges messages with the other nodes. The thread joins one round after the other, and runs each round.
+"""The node thread joins the other nodes for each round of the job, and exchanges messages with them during the round.
 
     caller's thread  --- set_rank_setups, report_attempt, finish_within, ... --------> |          | ---> rendezvous/: join
                      <-- updates: PrepareRanks, StopRanks, ReportAttempt, ReportJob -- |NodeThread| ---> RoundRunner:
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      NodeMachine, and
                      <-- commands: start, stop, renew the lease ---------------------- |          |      Leader on one node
 
-Requests of other threads wait in a queue. The node thread executes these requests while it runs a round. During a rendezvous
-the requests wait for the next round.
+Other threads put requests for the node thread into a queue. The node thread executes the queued requests during a round.
+Requests that come during a rendezvous wait until the round begins.
 
-The node thread decides when the store is used. A call that cannot be interrupted, such as name resolution, runs on another
-thread (rendezvous/cancellable_wait.py). The node thread waits for other nodes only in the rendezvous, and before the
-rendezvous for the JobConfig of the first node (job_config_check.py). If a store does not answer, the kernel ends the
-connection to the store (rendezvous/store.py).
+A call that cannot be interrupted, such as name resolution, runs on another thread, so that the node thread can stop waiting
+for the call (rendezvous/cancellable_wait.py). The node thread waits for other nodes during a rendezvous. Before its first
+rendezvous, the node thread also waits until the first node of the job has published its JobConfig (job_config_check.py). If
+a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
 
-Guarantee: when `close` has returned, the thread has ended, and the thread's sockets and its port are released.
+Guarantee: when `NodeThread.close` has returned, the node thread has ended, and its sockets and its port are released.
 """
 
 import math
@@ -76,7 +76,9 @@ REJOIN_LAST_CALL_SECONDS = 2.0  # how long remaining nodes wait for more nodes, 
 
 
 class NodeThread:
-    """The thread of one node for one run. Other threads call the public methods.
+    """The thread that exchanges messages with the other nodes during one run.
+
+    Other threads call the public methods of NodeThread.
 
     Args:
         spec: the options of the run.
@@ -112,7 +114,7 @@ class NodeThread:
     # The methods from here to `close` are called in the caller's thread.
 
     def start(self, commands: CommandQueue, deferred_log: DeferredLog) -> None:
-        """Start the thread, which joins the other nodes. Raises LaunchError.
+        """Start the node thread, which joins the other nodes. Raises LaunchError.
 
         Args:
             commands: the queue of the watcher thread.
@@ -126,39 +128,45 @@ class NodeThread:
             raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
 
     def take_updates(self) -> list[NodeUpdate]:
-        """Return the updates that the caller's thread has not received yet."""
+        """Return the updates of the node thread, such as a ReportJob, that the caller's thread has not received yet."""
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Pass the environments of the ranks for this attempt to the node thread."""
+        """Pass the RankSetups of this attempt, which contain the environment variables of ranks, to the node thread."""
         self._post(lambda _: self._local_ranks.set_rank_setups(start, setups))
 
     def report_attempt(self, report: AttemptReport) -> None:
-        """Report to the leader how the attempt has ended on this node. All ranks of this node have exited."""
+        """Report to the leader how the attempt has ended on this node.
+
+        Call this method when all ranks of this node have exited.
+        """
         self._post_to_machine(lambda machine: machine.report_attempt(report))
 
     def acknowledge_shutdown(self) -> None:
-        """Report that this node knows the decision about the job. The other nodes then do not wait for this node."""
+        """Report to the leader that this node knows the result of the job.
+
+        After `acknowledge_shutdown`, the other nodes do not wait for this node any more.
+        """
         self._is_acknowledged = True
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
 
     def abort(self, report: AttemptReport) -> None:
-        """Report that the run cannot continue on this node, although no rank has failed."""
+        """Report to the leader that an error in the watcher of this node, and not a failed rank, has ended the run."""
         self._post_to_machine(lambda machine: machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
-        """End the thread within this time. Before the thread ends, the other nodes can see that this node leaves the job.
+        """End the node thread when no other node needs this node any more, but at the latest after this number of seconds.
 
-        A rendezvous in progress is cancelled.
+        Cancel a rendezvous that is in progress.
         """
         self._is_leaving.set()
         self._client.cancel()
         self._post(lambda round_runner: round_runner.stop_waiting_after(seconds))
 
     def close(self) -> None:
-        """Leave the job, and wait until the thread has ended.
+        """Leave the job, and wait until the node thread has ended.
 
-        If an exception is raised during the wait, end the thread at once.
+        If an exception, such as KeyboardInterrupt, interrupts the wait, end the node thread at once.
         """
         if not self._is_acknowledged:
             self.finish_within(self._spec.grace_period + LEAVE_SECONDS)
@@ -177,9 +185,9 @@ class NodeThread:
     # The next four methods are called in the watcher thread.
 
     def on_outcome_change(self, machine: StateMachine) -> None:
-        """Report that a signal has come, that a rank has failed, or that all ranks have exited.
+        """Report to the leader that a signal came, that the attempt failed or timed out, or that all ranks have exited.
 
-        The argument is the state machine of the ranks.
+        The argument `machine` is the state machine of this node's ranks.
         """
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
@@ -190,15 +198,19 @@ class NodeThread:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
-        """Report the collectives of stalled ranks to the leader. See CollectiveMonitor."""
+        """Report to the leader that ranks of this node have stalled, and which collectives all ranks have called.
+
+        See CollectiveMonitor.
+        """
         records = make_records(answers, returned, {})
         self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
 
     def on_stop(self, cause: str) -> bool:
         """Report to the leader that a stop was requested on this node.
 
-        Return False during a rendezvous, when there is no leader. After the request, this node joins no further round. If
-        the leader is lost before it has read the request, the other nodes go on without this node.
+        During a rendezvous there is no leader, so `on_stop` reports nothing and returns False. After a stop was requested,
+        this node joins no further round. If the leader is lost before it has read the request to stop, the other nodes go on
+        without this node.
         """
         self._stop_cause = cause
         if self._is_in_round:
@@ -206,14 +218,17 @@ class NodeThread:
         return self._is_in_round
 
     def on_steps_held(self, step: int | None) -> None:
-        """Report to the leader the highest step that a rank of this node has passed. All ranks of the node wait now."""
+        """Report to the leader the highest step that a rank of this node has passed.
+
+        Call this method when all ranks of this node wait before their next step.
+        """
         step = None if step is None else max(-MAX_INTEGER, min(step, MAX_INTEGER))
         self._post_to_machine(lambda node_machine: node_machine.report_steps_held(step))
 
     # The next two methods are called in any thread.
 
     def _post_to_machine(self, event: Callable[[NodeMachine], list[NodeAction]]) -> None:
-        """In the node thread, call `event` with the node machine and execute the actions that `event` returns."""
+        """Let the node thread call `event(node_machine)` and execute the actions that this call returns."""
         self._post(lambda round_runner: round_runner.add_actions(event(round_runner.node_machine)))
 
     def _post(self, request: Callable[[RoundRunner], None]) -> None:
@@ -237,10 +252,7 @@ class NodeThread:
             self._local_ranks.notify_caller(error)
 
     def _report_launch_failure(self, error: Exception) -> None:
-        """Report to the caller's thread that a rendezvous has failed or no port could be reserved.
-
-        No ranks run at this time, and no attempt can be started.
-        """
+        """Report to the caller's thread that a rendezvous has failed or no port could be reserved."""
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
@@ -269,9 +281,11 @@ class NodeThread:
         return min(time.monotonic() + self._rendezvous.join_timeout, self._run_deadline)
 
     def _join_first_round(self, join_deadline: float) -> Round:
-        """Connect, check the JobConfig, and join. If an earlier job with the same name is ending, wait for its end.
+        """Connect to the store, check the JobConfig of this node, and join the first round.
 
-        The node that serves the store leaves last, so a new node can still reach the store of the earlier job.
+        If an earlier job with the same name is just ending, wait for its end.
+
+        The node that serves the store of a job leaves last, so a new node may still reach the store of an earlier job.
         """
         reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""
@@ -300,7 +314,8 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Join the next round.
 
-        Raises LaunchError. If a node was refused because of its JobConfig, the text of the error names this node.
+        Raises LaunchError. If another node could not join because its options differ from the options of the job, the error
+        text names that node.
         """
         try:
             return self._client.join(
@@ -313,9 +328,10 @@ class NodeThread:
             raise
 
     def _make_wait_report(self, deadline: float) -> WaitReport:
-        """Return the WaitReport, which logs that this node waits for other nodes.
+        """Return a WaitReport, an object that logs once that this node waits for other nodes.
 
-        In the first round, the report comes after a longer wait, because nodes may start at different times.
+        Before the first round, the WaitReport logs after a longer wait than before later rounds, because the nodes may start
+        at different times.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 

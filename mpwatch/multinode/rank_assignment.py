@@ -22,7 +22,7 @@ def build_assigned_workers(
 ) -> tuple[Worker, ...]:
     """Build the Worker of each rank of a node. `first_rank` is the global rank of the node's first rank.
 
-    The other arguments are fields of RendezvousCompleted.
+    All arguments after `first_rank` are fields of the event RendezvousCompleted.
     """
     assert isinstance(spec.nprocs, int)
     return tuple(

@@ -1,12 +1,13 @@
-"""Run one round on one node, in the node thread. Poll the store channel, call the state machines, and execute their actions.
+"""Run one round on one node, in the node thread.
 
     store channel, requests of other threads, time --> NodeMachine, and on the node with group rank 0 Leader
                                                             |
                                                             '--> actions: store channel, LocalRanks
 
-A store cannot notify its clients, so the node polls the store several times a second. After an action the node polls more
-often, because other nodes answer soon. If the store is lost, the NodeMachine goes on without the store until the node's
-ranks have exited.
+The node thread reads messages from the store, passes the messages to the node's state machines, and executes the actions
+that the state machines return. A store cannot notify its clients, so the node thread polls the store several times a second.
+After an action, the node thread polls the store more often, because the other nodes will answer soon. If the store is lost,
+the NodeMachine goes on without the store until the node's ranks have exited.
 """
 
 import time
@@ -96,8 +97,9 @@ class RoundRunner:
     def run(self, requests: deque[Callable[["RoundRunner"], None]], wakeup: Event) -> None:
         """Run the round until this node has nothing more to do in the round.
 
-        Other threads append to `requests`, and then set `wakeup`. The node thread executes the requests at once. Requests
-        that were appended during the rendezvous are executed first.
+        To make a request, another thread appends it to `requests` and then sets `wakeup`. When `wakeup` is set, the node
+        thread executes all requests at once. Requests that came during the rendezvous are executed at the beginning of the
+        round.
         """
         while not self._is_finished():
             wakeup.clear()
@@ -110,13 +112,13 @@ class RoundRunner:
             wakeup.wait(self._seconds_to_poll())
 
     def add_actions(self, actions: list[NodeAction]) -> None:
-        """Add actions of the node machine, which the next poll executes."""
+        """Add actions that the node machine has returned. The next poll executes the added actions."""
         self._node_actions += actions
         if actions:
             self._extend_fast_polling()
 
     def stop_waiting_after(self, seconds: float) -> None:
-        """Finish when no other node needs this node, but at the latest after this number of seconds.
+        """Make `run` return when no other node needs this node any more, but at the latest after this number of seconds.
 
         Call this method when the node's ranks have exited.
         """
@@ -154,7 +156,7 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check whether this node was silent, which means that it did not poll and so sent no heartbeats.
+        """Check whether this node was silent, which means that it did not poll the store and sent no heartbeats.
 
         For example, a node is silent while its process is suspended.
         """
@@ -188,7 +190,7 @@ class RoundRunner:
             self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
 
     def _run_leader(self, leader: Leader, now: float) -> None:
-        """Pass new messages and facts to the leader, and execute the leader's actions."""
+        """Pass new messages, the time and the number of waiting nodes to the leader, and execute the leader's actions."""
         for message in self._channel.read_inbox():
             self._leader_actions += leader.handle_message(message, now)
         self._leader_actions += leader.judge_stalls(now)

@@ -1,4 +1,4 @@
-"""The caller's thread in a run of several nodes, which reports attempts to the leader and follows the leader's decisions.
+"""In a run of several nodes, the caller's thread reports attempts to the leader and follows the leader's decisions.
 
 This module is like watcher/restarts/run_controller.py, except that all nodes decide together what follows after an attempt.
 
@@ -6,8 +6,8 @@ This module is like watcher/restarts/run_controller.py, except that all nodes de
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
-User code runs in this thread: `retry_if`, `env`, and the classes of rebuilt exceptions. An exception that `retry_if` or
-`env` raises ends the run.
+User code runs in the caller's thread: the functions `retry_if` and `env`, and the classes of rebuilt exceptions. An
+exception that `retry_if` or `env` raises ends the run.
 """
 
 import logging
@@ -73,7 +73,7 @@ OUTCOMES = {
 
 
 class MultiNodeRunController(RunController[T]):
-    """The controller of one run on this node.
+    """Controls this node's part of a run of several nodes.
 
     Args:
         spec: the options of the run.
@@ -95,14 +95,14 @@ class MultiNodeRunController(RunController[T]):
 
     @property
     def is_job_decided(self) -> bool:
-        """Whether the decision that ends the job is known.
+        """Whether this node knows the decision that ends the job.
 
-        If the decision is not known when the run ends on this node, the job goes on without this node.
+        If the run ends on a node that does not know the decision about the job, the other nodes continue the job without it.
         """
         return self._job_decision is not None
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
-        """Report the attempts that have ended on this node, and do what the leader decides.
+        """Report to the leader the attempts that have ended on this node, and do what the leader decides.
 
         See RunController. Raises LaunchError, or any exception that `retry_if` or `env` raises.
         """
@@ -136,7 +136,7 @@ class MultiNodeRunController(RunController[T]):
         super().end_with_error(error)
 
     def _abort(self, error: BaseException) -> None:
-        """Report the error to the other nodes, with the failures that those nodes do not know yet."""
+        """Report the error to the leader, with the failures of this node that the other nodes do not know yet."""
         attempt = self._attempts[-1] if self._attempts else None
         decision = self._latest_decision
         is_known = attempt is None or (decision is not None and decision.attempt >= attempt.number)
@@ -190,7 +190,7 @@ class MultiNodeRunController(RunController[T]):
         return attempt > 0 and latest is not None and latest.is_restart_counted
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
-        """Diagnose the attempt on this node, and make its report for the leader."""
+        """Diagnose the attempt on this node, and make the AttemptReport for the leader."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
         ranks = observations.ranks
@@ -230,14 +230,14 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """If the nodes could not rejoin after the previous decision, return the previous decision as the job's failure."""
+        """If the nodes cannot meet after a failed attempt, return a decision that ends the job because of this attempt."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
         return decision
 
     def _record_decision(self, decision: AttemptDecision) -> None:
-        """Add the facts in the job's decision to the attempt, and publish the attempt's events."""
+        """Add the facts in the leader's decision to the record of the attempt, and publish the attempt's events."""
         self._job_failures = self._collect_job_failures(decision)
         if not self._attempts or self._attempts[-1].number != decision.attempt:
             return
@@ -262,9 +262,9 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return a dict from ranks to their failures in the decision.
+        """Return the failures that the leader's decision contains, as a dict with the failed ranks as keys.
 
-        The dict includes ranks of lost nodes, and ranks of this node.
+        The returned dict contains all ranks of lost nodes, and also the failed ranks of this node.
         """
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
@@ -287,9 +287,9 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return a failure from the decision, with all facts that this node knows about the failure.
+        """Return a failure from the leader's decision, with all facts that this node knows about the failure.
 
-        The failed rank is on this node.
+        Call this method only if the failed rank is on this node.
         """
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
@@ -312,14 +312,14 @@ class MultiNodeRunController(RunController[T]):
         watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Keep the outcomes, and publish them later, when the leader has decided which rank failed first."""
+        """Keep the outcomes of ranks until the leader has decided which rank failed first, and then publish them."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that `_publish_outcomes` has kept.
+        """Publish the outcomes of ranks that `_publish_outcomes` has kept.
 
         If `failures` is None, publish the failures that this node itself has found.
         """
@@ -333,7 +333,7 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Combine the result of this node's ranks with the decision about the job."""
+        """Return the result of this node's ranks, with the facts of the decision that has ended the job."""
         decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED
@@ -355,7 +355,7 @@ class MultiNodeRunController(RunController[T]):
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
-    """Encode as many failures for other nodes as the limit allows. The root cause comes first."""
+    """Encode the root cause and further failures for other nodes, as many as the size limit allows."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
 

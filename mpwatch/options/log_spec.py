@@ -1,4 +1,4 @@
-"""`LogSpec` says where the stdout and stderr of the ranks go. This module is pure, except `in_notebook`."""
+"""`LogSpec` says where the stdout and stderr of the ranks go."""
 
 import operator
 import os
@@ -24,7 +24,7 @@ Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
 class StreamRoute(Enum):
-    """The target to which the file descriptor of a rank's stdout or stderr leads."""
+    """Where the stdout or the stderr of a rank goes."""
 
     INHERIT = auto()  # to where the caller's own descriptor leads
     PIPE = auto()  # to the watcher, which forwards the output or keeps its last lines
@@ -36,9 +36,9 @@ class StreamRoute(Enum):
 class LogSpec:
     """The option `logs` of `run`: whether stdout and stderr of the ranks go to files, to the caller, to both, or nowhere.
 
-    A LogSpec applies to the file descriptors 1 and 2, from the first line of output on. So a LogSpec also applies to the
-    output of compiled code, and of programs that a rank starts. In a rank, the stdout of Python and of C is flushed at the
-    end of each line.
+    A LogSpec applies to the file descriptors 1 and 2 of the ranks, from the first line of output on. A LogSpec also applies
+    to the output of compiled code, and of programs that a rank starts. In a rank, the stdout of Python and of C is flushed
+    at the end of each line.
 
         LogSpec("logs")                    all output goes to files and to the caller
         LogSpec("logs", show="none")       all output goes to files
@@ -68,7 +68,8 @@ class LogSpec:
             thread of mpwatch. None means `sys.stdout`.
         stderr: where the shown lines of stderr are written, like `stdout`. None means `sys.stderr`.
 
-    Raises TypeError or ValueError with the name and the value of the argument.
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
+    argument.
     """
 
     dir: str | os.PathLike[str] | None = None
@@ -113,25 +114,25 @@ class LogSpec:
         return self
 
     def folder_of_run(self, run_id: str) -> str:
-        """Return the path of the folder for the files of a run. The path is empty if there are no files."""
+        """Return the path of the folder for the log files of a run, or "" if this LogSpec has no folder."""
         return "" if self.dir is None else os.path.join(self.dir, run_id)
 
     def inherits(self, stream: str) -> bool:
-        """Return whether the ranks write directly to the caller's stream."""
+        """Return whether the ranks write this stream (stdout or stderr) directly to the caller's file descriptor."""
         return _choice_for(self.show, stream) == "inherit"
 
     def shows(self, stream: str, rank: int) -> bool:
-        """Return whether the watcher forwards this stream of this rank to the caller."""
+        """Return whether the watcher forwards this stream (stdout or stderr) of this rank to the caller."""
         return _is_among(rank, _choice_for(self.show, stream))
 
     def writes(self, stream: str, rank: int) -> bool:
-        """Return whether this stream of this rank goes to a file."""
+        """Return whether this stream (stdout or stderr) of this rank goes to a file."""
         return self.dir is not None and _is_among(rank, _choice_for(self.files, stream))
 
     def route_of(self, stream: str, rank: int) -> StreamRoute:
-        """Return where this stream of a rank leads.
+        """Return where this stream (stdout or stderr) of a rank goes.
 
-        The watcher can read the last lines of stderr, except if stderr is inherited.
+        The watcher can read the last lines of stderr on every route except INHERIT.
         """
         if self.inherits(stream):
             return StreamRoute.INHERIT
@@ -142,13 +143,13 @@ class LogSpec:
         return StreamRoute.PIPE if stream == "stderr" else StreamRoute.DISCARD
 
     def count_shown_ranks(self, ranks: Iterable[int]) -> int:
-        """Return the number of ranks that have at least one shown stream."""
+        """Return the number of ranks whose stdout or stderr is shown."""
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return the ranks that `show` and `files` name, and two further ranks.
+        """Return sample ranks: all ranks that `show` and `files` name, and the next two ranks.
 
-        These ranks represent all ranks while the number of ranks is not known.
+        While the number of ranks is not known, the caller uses the sample ranks instead of all ranks.
         """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}
@@ -186,7 +187,7 @@ def _fill_in(template: str, **who: object) -> str:
 
 
 class _Now:
-    """The time of day, formatted as the template asks."""
+    """The present time of day, for the field {time} of a prefix."""
 
     def __format__(self, form: str) -> str:
         return time.strftime(form or "%H:%M:%S")

@@ -11,7 +11,7 @@ __all__ = ["PerRank", "check_per_rank", "find_per_rank", "format_argument"]
 
 
 def find_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[int | str, PerRank[Any]]:
-    """Return a dict with the PerRank arguments of a call, by position or name."""
+    """Return the PerRank arguments of a call, as a dict with their positions or names as keys."""
     found: dict[int | str, PerRank[Any]] = {i: value for i, value in enumerate(args) if isinstance(value, PerRank)}
     return found | {name: value for name, value in kwargs.items() if isinstance(value, PerRank)}
 
@@ -40,7 +40,9 @@ def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
 def spread_per_rank(
     args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...], nprocs: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for a call of some ranks. In the result, each PerRank has a value for every rank of the group.
+    """Return the arguments for a call of some ranks of a group.
+
+    Each PerRank in the returned arguments has one value for every rank of the group.
 
     Args:
         args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.
@@ -67,9 +69,9 @@ def spread_per_rank(
 def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, *, is_multi_node: bool = False) -> None:
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
-    On several nodes, the number of ranks is not known before the nodes have met. If `is_multi_node` is True, this function
-    only checks that all PerRank arguments have the same number of values. Later, each rank compares this number with the
-    number of ranks.
+    In a job of several nodes, the number of ranks is not known before the nodes have joined. If `is_multi_node` is True,
+    this function only checks that all PerRank arguments have the same number of values. Later, each rank compares the number
+    of values in a PerRank with the number of ranks.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

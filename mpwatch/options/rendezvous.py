@@ -1,4 +1,4 @@
-"""`Rendezvous` says how the nodes of a job find one another. A Rendezvous is validated data for mpwatch/multinode."""
+"""`Rendezvous` contains validated options that say how the nodes of a job find one another."""
 
 import os
 from collections.abc import Mapping
@@ -15,15 +15,16 @@ BACKENDS = {"c10d": (LAST_CALL_OPTION,), "static": (LAST_CALL_OPTION, "rank")}  
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the nodes of one job find one another. This is the option `rendezvous` of `mpwatch.run`.
+    """How the nodes of one job find one another. The option `rendezvous` of `mpwatch.run` is a Rendezvous.
 
     Each node makes the same call:
 
         mpwatch.run(train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job-17", nnodes=(2, 4)))
 
-    The nodes meet in a torch store (`torch.distributed.elastic.rendezvous`). The node that `endpoint` names serves the
-    store, unless the store runs elsewhere. Any program that can reach the store can disturb the job, because torch's
-    rendezvous trusts its network. The page "Security" of the documentation says more.
+    The nodes find one another through a store of torch (`torch.distributed.elastic.rendezvous`). The node that `endpoint`
+    names serves the store, unless the store runs elsewhere. Any program that can reach the store can disturb the job,
+    because torch's rendezvous trusts all data in the store. The page "Security" of the documentation explains how to protect
+    the store.
 
     Args:
         endpoint: `host:port` of the store. The default port is 29400.
@@ -46,7 +47,8 @@ class Rendezvous:
         options: more settings of the backend, with torch's names. "c10d" has the option `last_call_timeout`, the seconds to
             wait for more nodes after min nodes have joined (default 30). "static" has the option `rank`.
 
-    Raises TypeError or ValueError with the name and the value of the argument.
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
+    argument, but never the value of `secret`.
     """
 
     endpoint: str

@@ -1,4 +1,4 @@
-"""`RestartPolicy` says after which failures ranks are restarted, how often, and after which delay. It is validated data."""
+"""`RestartPolicy` says after which failures ranks are restarted, how often, and after which delay."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
@@ -15,7 +15,7 @@ RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The rules for restarts after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
+    """The rules for restarts after a rank has failed. The option `restart_policy` of `mpwatch.run` is a RestartPolicy.
 
     Args:
         max_restarts: how many times all ranks may be restarted. With scope="worker", it is how many times each rank may be
@@ -38,7 +38,8 @@ class RestartPolicy:
         max_no_progress: the run ends after this many restarts in a row that reported no step above the highest earlier step.
             None means no limit.
 
-    Raises TypeError or ValueError with the name and the value of the argument.
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
+    argument.
     """
 
     max_restarts: int = 3
@@ -74,7 +75,7 @@ class RestartPolicy:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether a run can go on after a failure. If this is False, the first failure ends the run."""
+        """Whether a run can go on after a failure. If `has_decisions` is False, the first failure ends the run."""
         return self.max_restarts > 0 or self.keep_going
 
     @property

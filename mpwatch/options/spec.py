@@ -116,7 +116,7 @@ class GroupSpec:
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether these ranks are part of a job of several nodes."""
+        """Whether the ranks are part of a job of several nodes."""
         return False
 
     @property
@@ -134,7 +134,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentGroupSpec(GroupSpec):
-    """All options of a WorkerGroup. The class WorkerGroup documents these options."""
+    """All options of a WorkerGroup. The docstring of WorkerGroup explains each option."""
 
     scope: Literal["group", "worker"] = "group"
 
@@ -154,9 +154,10 @@ class PersistentGroupSpec(GroupSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(GroupSpec, Generic[T]):
-    """All options of `mpwatch.run`. The function `run` documents these options.
+    """All options of `mpwatch.run`. The docstring of `run` explains each option.
 
-    Raises TypeError or ValueError with the name and the value of the argument.
+    Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
+    argument.
     """
 
     fn: Callable[..., T]
@@ -190,7 +191,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
 
     @property
     def is_multi_node(self) -> bool:
-        """Whether these ranks are part of a job of several nodes."""
+        """Whether the ranks are part of a job of several nodes."""
         return self.rendezvous is not None
 
     @property
@@ -200,9 +201,12 @@ class WorkerSpec(GroupSpec, Generic[T]):
 
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
-    """Check a function and its arguments. Raises TypeError with the name and the value of the wrong argument.
+    """Check a function and its arguments.
 
-    `advice` says what to do if the function does not take these arguments.
+    Raises TypeError if the function or an argument is wrong. The error text contains the name and the value of the wrong
+    argument.
+
+    If the function does not take these arguments, the error text ends with `advice`, which says what the user can do.
     """
     _check_fn(fn)
     checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)
@@ -210,7 +214,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
-    """Return the policy. `max_restarts` and `keep_going` stand for the fields with the same names in a RestartPolicy."""
+    """Return the RestartPolicy of a run, which combines the options `max_restarts`, `restart_policy` and `keep_going`."""
     check_flag("keep_going", keep_going)
     if policy is None:
         number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
@@ -269,7 +273,7 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 def name_of(fn: object) -> str:
     """Return the name of a callable for messages.
 
-    A functools.partial gets the name of its function. A callable without a name gets the name of its class.
+    For a functools.partial, return the name of its function. For a callable without a name, return the name of its class.
     """
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)
@@ -367,7 +371,10 @@ def _check_env(env: object) -> None:
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
-    """Check `logs`, and return a LogSpec with an absolute folder. `world_size` is None if it is not known yet."""
+    """Check `logs`, and return a LogSpec whose folder is an absolute path.
+
+    `world_size` is None if the number of ranks is not known yet.
+    """
     if logs is None:
         return None
     if not isinstance(logs, LogSpec):

@@ -1,4 +1,8 @@
-"""Checks of option values. Each check raises TypeError or ValueError with the name and the value of the option."""
+"""Checks of option values.
+
+Each function that checks an option raises TypeError or ValueError if the value is invalid. The error text contains the name
+and the value of the option.
+"""
 
 import inspect
 import math
@@ -38,7 +42,10 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_env_mapping(what: str, env: object) -> None:
-    """Check that a value maps names of environment variables to strings. Refuse variables that identify the rank."""
+    """Check that a value maps names of environment variables to strings.
+
+    Refuse variables that identify a rank, such as RANK, because only mpwatch may set these variables.
+    """
     if not isinstance(env, Mapping):
         raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")
     for name, value in env.items():
@@ -57,7 +64,7 @@ def check_env_mapping(what: str, env: object) -> None:
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
-    """Check that a value is a number of seconds. `at_least` is "0 or more" or "more than 0"."""
+    """Check that a value is a number of seconds. `at_least` names the allowed values: "0 or more" or "more than 0"."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     seconds = _float(value)
@@ -99,7 +106,7 @@ def check_count(name: str, value: object, at_least: int) -> int:
 
 
 def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[int]:
-    """Check that a value is an iterable of numbers of allowed CPUs. Return the set of these numbers."""
+    """Check that `cpus` is an iterable of numbers of allowed CPUs, and return these numbers as a set."""
     available = f"; this process may use {format_cpus(allowed)}"
     if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
         raise TypeError(f"{what} must be a set of CPU numbers, not {cpus!r:.200}{available}")
@@ -143,7 +150,7 @@ def _check_signal(name: str, element: object) -> int:
 
 
 def is_async(fn: object) -> bool:
-    """Return whether a call of this function would only make a coroutine. mpwatch does not run coroutines."""
+    """Return whether a call of this function would only make a coroutine, which mpwatch would not run."""
     if type(fn) is FunctionType and not vars(fn):  # no decorator has marked it
         return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted

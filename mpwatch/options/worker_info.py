@@ -1,4 +1,4 @@
-"""`Worker` is the identity of a rank. Environment variables of the rank contain this identity.
+"""`Worker` is the identity of a rank. Environment variables of a rank, such as RANK, contain the same identity.
 
 The watcher makes a Worker for each rank. A rank makes its own Worker when `current_worker()` is called for the first time.
 """
@@ -30,7 +30,7 @@ RANK_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """The identity of a rank. In a rank, `current_worker()` returns its Worker.
+    """The identity of a rank. In a rank, `current_worker()` returns the Worker of this rank.
 
     `RunResult.workers` has the Workers of all ranks.
 

@@ -1,15 +1,15 @@
 """Encode failures of ranks for other nodes as JSON of limited size, and decode them.
 
-json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS. If a text is too long, its middle is
-left out.
+json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS. If a text is too long, the sender
+leaves out the middle of the text.
 
 An exception is sent as an ExceptionGraph, which contains the data that wire/exceptions/encoder.py reads from the exception.
-The receiver builds a stand-in for each exception in the graph. Stand-ins have the names, texts, notes, causes, contexts,
-group members, frames and builtin base classes of the original exceptions. The receiver does not import or run any code
-that is named in the received data.
+For each exception in the ExceptionGraph, the receiver builds a stand-in, which is an exception that looks like the original
+exception. A stand-in has the name, text, notes, cause, context, group members, frames and builtin base classes of the
+original exception. The receiver does not import or run any code that is named in the received data.
 
-Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives source lines
-from another node a new file name, so that they are not confused with the receiver's own lines.
+If source lines are in no file, such as the lines of a notebook cell, the sender also sends these lines. The receiver gives
+source lines from another node a new file name, so that tracebacks do not show source lines of the receiver instead.
 """
 
 import builtins
@@ -56,7 +56,10 @@ EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]
 
 @dataclass(frozen=True, slots=True)
 class EncodedException:
-    """One exception of a graph, which refers to other exceptions by their index in the graph."""
+    """One exception of an ExceptionGraph.
+
+    An EncodedException refers to another exception by the index of that exception in the ExceptionGraph.
+    """
 
     name: str
     qualname: str
@@ -83,7 +86,9 @@ class ExceptionGraph:
 
 
 def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
-    """Encode a failure as JSON data. Shorten the texts of a large failure, and leave out the most distant causes.
+    """Encode a failure as JSON data.
+
+    If the failure is too large, shorten its texts, and leave out the last exceptions in the chain of causes.
 
     Args:
         failure: any failure.
@@ -108,7 +113,10 @@ def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -
 
 
 def decode_failure(data: object) -> ProcessFailure:
-    """Decode a failure, with a stand-in for its exception. Raises InvalidEntryError, whose text names the bad field."""
+    """Decode a failure, and build a stand-in for the failure's exception.
+
+    If the data are invalid, raises InvalidEntryError with a text that names the invalid field.
+    """
     if not isinstance(data, dict):
         raise InvalidEntryError(f"ProcessFailure must be a mapping, not {data!r:.80}")
     body = dict(data)
@@ -120,7 +128,10 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the first failures, as many as fit into `limit` bytes, but at least one failure."""
+    """Return the first failures, as long as their JSON has at most `limit` bytes in total.
+
+    The first failure is always returned, even if it is too large.
+    """
     kept: list[Mapping[str, Any]] = []
     for encoded in encoded_failures:
         limit -= _json_size(encoded)
@@ -134,7 +145,7 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _limit_value(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent, clean texts, and limit the number and length of keys in mappings."""
+    """Replace numbers that JSON cannot represent, escape control characters, and limit number and length of dict keys."""
     if _is_text(value):
         return clean_text(value)
     if isinstance(value, float):
@@ -160,7 +171,7 @@ def _encode_without_texts(value: Any) -> Any:
 
 
 def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Replace each text in the value by the next text of `texts`."""
+    """Return `value` with each of its texts replaced by the next text of `texts`."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value
@@ -195,7 +206,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Remove references to exceptions with an index of `count` or more, because these exceptions were left out."""
+    """Remove references to exceptions with an index of `count` or more, because the graph leaves out these exceptions."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -227,9 +238,9 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Keep as many frames from both ends of the traceback as fit.
+    """Encode frames from both ends of a traceback as at most `bytes_left` bytes of JSON.
 
-    In a long traceback, the frames in the middle usually belong to a recursion.
+    If the traceback is too long, leave out the frames in the middle, because these frames usually belong to a recursion.
     """
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
@@ -254,7 +265,7 @@ def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, 
 
 
 def _shorten_all(texts: Sequence[str], max_bytes: int) -> list[str]:
-    """Shorten texts until all of them together fit. Long texts also get the room that short texts do not need."""
+    """Shorten the longest texts, so that all texts together have at most `max_bytes` bytes of JSON."""
     shortened = list(texts)
     order = sorted(range(len(texts)), key=lambda index: _json_size(texts[index]))
     for done, index in enumerate(order):

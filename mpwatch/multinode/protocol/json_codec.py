@@ -1,12 +1,13 @@
 """The JSON codec for all data that nodes send to one another.
 
-`to_json` encodes dataclasses by their fields. `from_json` decodes JSON data by the type hints of the fields. A new field of
-a dataclass is therefore sent and checked without further code. The type hints may be dataclasses, enums, tuples, lists,
+`to_json` encodes a dataclass as a JSON object that contains the fields of the dataclass. `from_json` checks and decodes each
+field according to the type hint of the field. A new field of a dataclass needs no further code, because `to_json` and
+`from_json` handle all fields of a dataclass. The type hint of a field may contain dataclasses, enums, tuples, lists,
 mappings with str or int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
 
-Both functions refuse NaN and infinity, which JSON does not have. Integers beyond 2**53 are refused, too, because not every
-reader of JSON keeps them exactly. `to_json` escapes control characters and `from_json` refuses them, because a text may be
-shown on a terminal.
+`to_json` and `from_json` refuse NaN and infinity, because JSON cannot represent these numbers. `to_json` and `from_json`
+also refuse integers beyond 2**53, because some readers of JSON round such integers. `to_json` escapes control characters and
+`from_json` refuses them, because control characters could disturb a terminal that shows the text.
 
 This module does no I/O.
 """
@@ -40,13 +41,14 @@ SCALAR_TYPES: Mapping[type, str] = {
 def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
     """Encode a value as JSON data: dict, list, str, int, float, bool or None.
 
-    Color sequences are removed from texts, and other control characters are escaped. A text is cut to MAX_TEXT characters.
+    Terminal color sequences are removed from texts, and other control characters are escaped. If a text is longer than
+    MAX_TEXT characters, its end is cut off.
 
     Args:
         value: a dataclass instance, or a value of any type that a field may have.
         omit: names of fields of the outermost dataclass that are not encoded.
 
-    Raises TypeError or ValueError, whose text contains the path of the value that cannot be encoded.
+    If a value cannot be encoded, raises TypeError or ValueError with a text that says where the value is.
     """
     return _encode(value, type(value).__name__, omit)
 
@@ -59,7 +61,8 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
         data: JSON data of unknown origin.
         omit: names of fields of the outermost dataclass that are not in the data. These fields get their defaults.
 
-    Raises InvalidEntryError, whose text contains the path of the first bad field and says what the field must be.
+    If the data are invalid, raises InvalidEntryError with a text that names the first invalid field, and says which values
+    this field may have.
     """
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)
@@ -69,7 +72,7 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
 
 
 def clean_text(raw: str) -> str:
-    """Remove color sequences from a text, and escape other control characters."""
+    """Remove terminal color sequences from a text, and escape all other control characters."""
     plain = COLOR_SEQUENCES.sub("", str.__str__(raw))
     return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape", "backslashreplace").decode(), plain)
 

@@ -1,10 +1,10 @@
 """The messages that the nodes of a job send to one another, as frozen dataclasses.
 
-`encode_message` and `decode_message` convert a message to JSON data and back, with json_codec.py. If you add a field to a
-message, the field is sent without further code. This module does no I/O.
+`encode_message` converts a message to JSON data, and `decode_message` converts JSON data to a message. If you add a field to
+the class of a message, you need no further code to send the field. This module does no I/O.
 
-The first line of a message's docstring names the receivers. Messages contain failures of ranks as JSON data from
-failure_codec.py.
+The first line of a message's docstring names the receivers of the message. If a message contains failures of ranks,
+failure_codec.py has encoded these failures as JSON data.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ NO_ATTEMPT = -1  # no attempt has been started
 
 
 class NodeOutcome(Enum):
-    """The way in which an attempt has ended for the ranks of one node."""
+    """How an attempt has ended for the ranks of one node."""
 
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
@@ -29,7 +29,7 @@ class NodeOutcome(Enum):
 
 
 class NextStep(Enum):
-    """The next step of all nodes after an attempt."""
+    """What all nodes do after an attempt has ended."""
 
     DONE = "DONE"
     RESTART = "RESTART"  # the same nodes start another attempt
@@ -39,7 +39,10 @@ class NextStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """Counters of the job's earlier attempts. Each node keeps the counters, so that they survive a change of the leader."""
+    """Numbers about the earlier attempts of a job, such as the number of restarts.
+
+    Each node keeps the RestartHistory, so that the numbers are not lost when another node becomes the leader.
+    """
 
     attempts: int = 0
     """Number of attempts."""
@@ -53,7 +56,10 @@ class RestartHistory:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedNodes:
-    """An entry in the store of the job: the number of nodes that can join at present. New nodes read this entry."""
+    """An entry in the store of the job: the number of nodes that can join at present.
+
+    A new node reads ExpectedNodes, so that it does not wait for more nodes than can join.
+    """
 
     count: int
 
@@ -67,7 +73,7 @@ class JobConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """To the leader: this node has joined the round."""
+    """A message to the leader: this node has joined the round."""
 
     group_rank: int
     hostname: str
@@ -82,10 +88,10 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailing:
-    """To the leader: a rank of this node has failed, or the run's timeout is over.
+    """A message to the leader: a rank of this node has failed, or the run's timeout is over.
 
-    This message is sent at once, before the ranks have ended. The order of these messages in the inbox is the order of the
-    failures.
+    A node sends AttemptFailing as soon as the attempt fails, even if its other ranks still run. The node whose
+    AttemptFailing comes first counts as the node that failed first.
     """
 
     group_rank: int
@@ -94,7 +100,7 @@ class AttemptFailing:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The latest collectives of one rank. AttemptReport and RanksStalled contain RankRecords."""
+    """The latest collectives that one rank has called. The messages AttemptReport and RanksStalled contain RankRecords."""
 
     rank: int
     has_returned: bool
@@ -106,9 +112,10 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RanksStalled:
-    """To the leader: ranks of this node have called no collective for `stall_after`, or all ranks go on again.
+    """A message to the leader: ranks of this node have stalled, or all ranks of this node go on again.
 
-    This message replaces the previous RanksStalled of the node.
+    A rank has stalled if it has called no collective for `stall_after` seconds. A RanksStalled replaces the previous
+    RanksStalled of the same node.
     """
 
     group_rank: int
@@ -119,7 +126,10 @@ class RanksStalled:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """To the leader: a stop was requested on this node. All ranks of the job save and return at the same step."""
+    """A message to the leader: a stop was requested on this node.
+
+    After a StopRequest, the nodes agree on one step at which all ranks of the job save their state and return.
+    """
 
     group_rank: int
     cause: str
@@ -128,7 +138,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """To the leader: the ranks of this node wait until all nodes agree on the step at which all ranks stop."""
+    """A message to the leader: the ranks of this node wait until all nodes agree on the step at which all ranks stop."""
 
     group_rank: int
     attempt: int
@@ -140,7 +150,10 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """To the leader: all ranks of this node have ended. An AttemptReport from the caller's thread follows."""
+    """A message to the leader: all ranks of this node have ended.
+
+    Some time after RanksStopped, the node also sends an AttemptReport.
+    """
 
     group_rank: int
     attempt: int
@@ -148,7 +161,7 @@ class RanksStopped:
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """To the leader: the way in which the attempt has ended for the ranks of this node."""
+    """A message to the leader: how the attempt has ended for the ranks of this node."""
 
     group_rank: int
     attempt: int
@@ -181,7 +194,7 @@ class AttemptReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """To the leader: this node leaves the job for the given reason."""
+    """A message to the leader: this node leaves the job for the given reason."""
 
     group_rank: int
     reason: str
@@ -189,14 +202,14 @@ class NodeLeaving:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAck:
-    """To the leader: this node knows the result of the job, and does not need the store any more."""
+    """A message to the leader: this node knows the result of the job, and does not need the store any more."""
 
     group_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """To one node: the ranks of this node in the attempt that starts. These ranks are consecutive."""
+    """A message to one node: the consecutive ranks that this node has in the attempt that starts."""
 
     group_rank: int
     attempt: int
@@ -207,7 +220,7 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class StartAttempt:
-    """To all nodes: an attempt starts. Each node finds its RankAssignment in the store."""
+    """A message to all nodes: an attempt starts. Each node finds its RankAssignment in the store."""
 
     attempt: int
     world_size: int
@@ -224,7 +237,7 @@ class StartAttempt:
 
 @dataclass(frozen=True, slots=True)
 class StopAttempt:
-    """To all nodes: stop the ranks of this attempt."""
+    """A message to all nodes: all nodes stop the ranks of this attempt."""
 
     attempt: int
     reason: str
@@ -232,7 +245,10 @@ class StopAttempt:
 
 @dataclass(frozen=True, slots=True)
 class HoldSteps:
-    """To all nodes: a stop was requested. The ranks wait before their next step until StopAtStep comes."""
+    """A message to all nodes: a stop was requested.
+
+    After HoldSteps, the ranks wait before their next step until the message StopAtStep comes.
+    """
 
     attempt: int
     cause: str
@@ -240,7 +256,7 @@ class HoldSteps:
 
 @dataclass(frozen=True, slots=True)
 class StopAtStep:
-    """To all nodes: all ranks stop at their first step after `after_step`."""
+    """A message to all nodes: all ranks stop at their first step after `after_step`."""
 
     attempt: int
     cause: str
@@ -261,7 +277,7 @@ class LostNode:
 
 @dataclass(frozen=True, slots=True)
 class AttemptDecision:
-    """To all nodes: the result of an attempt, and the next step of the nodes."""
+    """A message to all nodes: the result of an attempt, and what the nodes do next."""
 
     attempt: int
     next_step: NextStep
@@ -282,12 +298,15 @@ class AttemptDecision:
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
-    """To all nodes: no node needs the store any more."""
+    """A message to all nodes: no node needs the store any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job with the options of the first node. All nodes that want to join read this entry."""
+    """An entry in the store of the job with the options of the first node.
+
+    Every node that joins compares its own options with the options in PublishedJobConfig.
+    """
 
     hostname: str
     job_config: JobConfig
@@ -297,7 +316,7 @@ class PublishedJobConfig:
 class RefusedNode:
     """An entry in the store of the job: a node could not join for the given reason.
 
-    Nodes that wait for this node read the entry.
+    The nodes that wait for the refused node read RefusedNode, and report the reason in their error texts.
     """
 
     hostname: str
@@ -306,7 +325,10 @@ class RefusedNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """An entry in the store of a round: the name of the round. The signatures of all other entries cover this name."""
+    """An entry in the store of a round: the name of the round.
+
+    The name of the round is part of the signed data of every other entry, so that entries of other rounds are invalid.
+    """
 
     name: str
 
@@ -328,7 +350,7 @@ MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_
 
 
 def encode_message(message: Message) -> dict[str, Any]:
-    """Encode a message as JSON data that contain the name of the message's type."""
+    """Encode a message as JSON data, which also contain the name of the message's class."""
     return {"kind": type(message).__name__, **to_json(message)}
 
 

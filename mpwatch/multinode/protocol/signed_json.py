@@ -1,9 +1,9 @@
 """Encode the entries of the store as signed JSON, and verify them.
 
-The first line of an entry is the signature, which is an HMAC with the job's secret as the key. The second line is the JSON.
-If the job has no secret, the signature is empty. The signature covers the bytes of the JSON, the name of the job, and the
-name of the entry. `SignedJson.decode` verifies the size and the signature before it parses the JSON. After that,
-json_codec.py checks whether the data have the types of a message.
+The first line of an entry is the signature, which is an HMAC with the job's secret as the key. The second line of an entry
+is the message as JSON. If the job has no secret, the signature is empty. The signature is computed from the bytes of the
+JSON, the name of the job, and the name of the entry. `SignedJson.decode` verifies the size and the signature before it
+parses the JSON. After `SignedJson.decode`, json_codec.py checks whether each field of the message has the right type.
 
 This module imports no other module of mpwatch and does no I/O.
 """
@@ -22,16 +22,17 @@ SIGNATURE = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")  # id of the key, 
 
 
 class InvalidEntryError(ValueError):
-    """An entry in the store is invalid, so no node of this job has written it.
+    """An entry in the store is invalid, which means that it does not come from a node of this job.
 
-    The text says what is wrong with the entry.
+    The text of the exception says what is wrong with the entry.
     """
 
 
 class SecretMismatchError(InvalidEntryError):
     """The writer of the entry and this node have different secrets, or only one of the two has a secret.
 
-    The text of the exception continues a sentence that begins with "the entry is".
+    The text of the exception is a part of a sentence. The code that shows the text of the exception must write "the entry
+    is" before it.
     """
 
 
@@ -103,7 +104,10 @@ class SignedJson:
 
 
 def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts. Include the length of each part, so that it is clear where each part ends."""
+    """Return the HMAC-SHA256 of the parts.
+
+    The HMAC also includes the length of each part, so that different lists of parts have different HMACs.
+    """
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 

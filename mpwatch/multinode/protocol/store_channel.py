@@ -1,6 +1,6 @@
 """Send and receive the messages of one round through the round's store, as signed entries of limited size.
 
-The store of a round has these keys. Only the node thread uses them:
+The store of a round has these keys, which only the node thread uses:
 
     round               the random name that the leader gives to the round; all other signatures of the round cover it
     inbox, inbox/<n>    the number of messages to the leader so far, and the n-th of these messages
@@ -8,8 +8,9 @@ The store of a round has these keys. Only the node thread uses them:
     assignment/<a>/<g>  the ranks of the node with group rank g in attempt a
     heartbeat/<g>       how many heartbeats the node with group rank g has sent
 
-A channel uses only `set`, `get`, `add` and `check` of the store, and never waits for an entry. A channel logs and ignores
-invalid entries. All methods raise StoreLostError if the store cannot be reached.
+A StoreChannel uses only the methods `set`, `get`, `add` and `check` of the store, and never waits until an entry exists. A
+StoreChannel logs and ignores invalid entries. All methods of a StoreChannel raise StoreLostError if the store cannot be
+reached.
 """
 
 import time
@@ -35,7 +36,7 @@ MAX_BROADCAST_BYTES = 4 * MAX_ENTRY_BYTES  # a decision contains failures of man
 
 
 class StoreChannel:
-    """The channel of one node in one round.
+    """Sends and receives the messages of one node in one round.
 
     Args:
         store: the store of the round.
@@ -68,7 +69,7 @@ class StoreChannel:
         """Open the channel if the round has a name, and return whether the channel is open.
 
         The leader gives the round a name, and other nodes read the name. Messages can be sent only when the round has a
-        name, because the signature of each message covers the name.
+        name, because the name is part of the signed data of each message.
         """
         if not self._round_name:
             if self.group_rank == 0:
@@ -82,7 +83,7 @@ class StoreChannel:
         self._store.add(f"heartbeat/{self.group_rank}", 1)
 
     def read_heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return a dict from each of these nodes to the number of heartbeats that the node has sent."""
+        """Return how many heartbeats each node in `nodes` has sent, as a dict with the nodes as keys."""
         return {node: self._store.add(f"heartbeat/{node}", 0) for node in nodes}
 
     def send_to_leader(self, message: MessageToLeader) -> None:
@@ -118,8 +119,8 @@ class StoreChannel:
     def read_broadcasts(self) -> list[MessageToAll]:
         """Return the messages that the leader has sent to all nodes since this method was last called.
 
-        If an entry is invalid, read no further entries now. If another program has written the invalid entry, the leader
-        will overwrite it.
+        If an entry is invalid, this method stops reading, and reads the same entry again at the next call. If another
+        program has written the invalid entry, the leader overwrites it when the leader sends its next message.
         """
         found: list[MessageToAll] = []
         while True:
@@ -139,13 +140,13 @@ class StoreChannel:
             self._write(key, self._signed_name("assignment", assignment.group_rank), encode_message(assignment))
 
     def read_assignment(self, attempt: int) -> RankAssignment | None:
-        """Return the ranks of this node in this attempt, or None if the leader has not written them yet."""
+        """Return the ranks of this node in this attempt, or None if the leader has not assigned the ranks yet."""
         key = f"assignment/{attempt}/{self.group_rank}"
         found = self._read_message(key, self._signed_name("assignment", self.group_rank), RankAssignment, MAX_ENTRY_BYTES)
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name that the signature of an entry covers. The name is different in each round."""
+        """Return the name with which an entry is signed, which contains the name of the round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:

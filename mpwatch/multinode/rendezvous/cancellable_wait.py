@@ -1,4 +1,4 @@
-"""Run a call that cannot be interrupted. Stop waiting for the call at a deadline, or when the wait is cancelled.
+"""Run a call that cannot be interrupted, and stop waiting for it at a deadline or when another thread cancels the wait.
 
 Examples of calls that cannot be interrupted are name resolution and the methods of torch's C++ clients. This module does not
 import torch.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time limit that can also be cancelled.
+    """A time limit for a wait, which another thread can also end early.
 
     Args:
         at: seconds on the monotonic clock.
@@ -55,10 +55,10 @@ def call_with_deadline(
     undo: Callable[[T], object] = _do_nothing,
     on_check: Callable[[bool], object] = _do_nothing,
 ) -> T:
-    """Run a call on a new thread, and return or raise what the call returns or raises.
+    """Run a call on a new thread, and return the result of the call or raise its exception.
 
-    If the deadline passes before the call ends, this function stops waiting. The call then ends some time later on its own
-    thread, and its result is undone.
+    If the deadline passes before the call ends, this function stops waiting for the call. If the call ends after the
+    deadline, `undo` releases the result of the call.
 
     Args:
         call: a call that cannot be interrupted.

@@ -1,8 +1,8 @@
 """Takes part in torch's rendezvous for one node: connects to the store, joins rounds, and leaves the rendezvous.
 
-The node thread calls all methods, because they may block. The only method for other threads is `cancel`. A call ends at its
-deadline, when it is cancelled, or when the store is lost. A store also counts as lost if it does not answer any more
-(store.py).
+The node thread calls all methods, because they may block the thread that calls them. Other threads may call only `cancel`. A
+method stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store also counts as lost if it
+does not answer any more (store.py).
 
     connect --> join --> join --> ... --> close
        |          '-- rounds.py: torch's dynamic rendezvous, or a static one
@@ -31,7 +31,7 @@ OTHERS_LEAVE_SECONDS, OTHERS_LEAVE_POLL_SECONDS = 0.3, 0.01
 
 
 class RendezvousClient:
-    """The rendezvous of one node of one job.
+    """Takes part in the rendezvous of one job, for one node.
 
     Args:
         rendezvous: the options. The constructor opens nothing.
@@ -106,13 +106,16 @@ class RendezvousClient:
         return self._get_implementation().count_waiting_nodes()
 
     def set_closed(self) -> None:
-        """Close the rendezvous for all nodes, because the job is over. No node can join any more. Raises StoreLostError."""
+        """Close the rendezvous for all nodes, because the job is over.
+
+        After `set_closed`, no node can join the job any more. Raises StoreLostError.
+        """
         if (store := self.get_job_store()) is not None:
             store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
         self._get_implementation().set_closed()
 
     def get_job_store(self) -> PrefixedStore | None:
-        """Return the part of the store that all rounds of the job share, or None if there is no such part."""
+        """Return the part of the store that all rounds of the job share, or None if the rounds share no store."""
         assert self._opened_store is not None, "call connect() first"
         return PrefixedStore(self._opened_store.connection, f"mpwatch.{self._rendezvous.run_id}")
 
@@ -123,15 +126,15 @@ class RendezvousClient:
     def cancel(self) -> None:
         """Make `connect` and `join` raise CancelledError. Any thread may call this method.
 
-        A call that is in progress ends within 1 s. Later calls end at once.
+        A `connect` or `join` that is in progress ends within 1 s. A `connect` or `join` that begins later ends at once.
         """
         self._cancelled.set()
 
     def close(self) -> None:
-        """Leave the round. Release all threads and sockets, and stop the store's server if this process runs it.
+        """Leave the round. Release all threads and sockets, and stop the store's server if this process runs the server.
 
-        `close` takes at most 2 s, even if the network does not work. A name resolution that is blocked may end later, by its
-        own timeouts.
+        `close` takes at most 2 s, even if the network does not work. A name resolution that is in progress may end later
+        than `close`, because it has its own timeouts.
         """
         self.cancel()
         opened, implementation = self._opened_store, self._implementation
@@ -146,7 +149,7 @@ class RendezvousClient:
 
 
 def leave_within_limit(leave: Callable[[], object], connection: StoreConnection) -> None:
-    """Call `leave` on a new thread. If the call takes too long, shut down the connection that it uses."""
+    """Call `leave` on a new thread. If `leave` takes too long, shut down the connection, so that `leave` fails."""
     thread = threading.Thread(target=leave, name="mpwatch-leave", daemon=True)
     thread.start()
     thread.join(LEAVE_SECONDS)
@@ -158,7 +161,7 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 
 
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
-    """Keep the store open for nodes that are still leaving.
+    """Wait a moment until the other nodes have left, because these nodes still use the store that this node serves.
 
     If torch's server ended while a node still used the store, torch would print a page of C++ frames.
     """

@@ -1,12 +1,12 @@
-"""Make torch's rendezvous work even if the clocks of hosts differ, or if a clock is set while the rendezvous runs.
+"""Make torch's rendezvous work even if the clocks of hosts differ, or if somebody sets a clock during the rendezvous.
 
-torch's nodes write times of their own clocks into the shared state: the time of each node's last heartbeat, and the time at
-which the wait for more nodes ends. torch compares the times in the state with the clock of the host on which torch runs. So
-torch would remove a live node whose clock is behind.
+torch's shared state contains times of the nodes' clocks: the time of each node's last heartbeat, and the time at which the
+wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch would
+remove a live node whose clock is behind the clocks of other nodes.
 
 LocalClockBackend is a layer between torch and the backend that keeps the state. LocalClockBackend replaces each time of
-another clock by the moment at which this node has first seen that time, measured by the monotonic clock. If torch has not
-changed a time, LocalClockBackend writes the original time back:
+another node's clock by the local time at which this node first read that time. If torch has not changed a time,
+LocalClockBackend writes the original time back:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -25,7 +25,7 @@ from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State
 
 
 class _ForeignTime:
-    """A time of another node's clock, and the moment at which this node has first seen this time."""
+    """A time of another node's clock, and the moment at which this node has first read this time from the store."""
 
     def __init__(self, written: datetime, seen_at: float) -> None:
         self.written = written
@@ -33,7 +33,7 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return the moment at which this node has first seen the time, as a time of the local clock. Add `later` to it.
+        """Return the local time at which this node first read the time of the other node's clock, plus `later`.
 
         If somebody sets the local clock to another time, the result changes by the same amount.
         """
@@ -42,7 +42,7 @@ class _ForeignTime:
 
 
 class LocalClockBackend(RendezvousBackend):
-    """A backend whose states contain only times of the local clock.
+    """A rendezvous backend that gives torch only times of the local clock.
 
     Args:
         backend: the backend that keeps the state.
@@ -71,10 +71,7 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state with the original times of other nodes.
-
-        The backend compares the stored bytes with the bytes that it was given, to find out whether the write was successful.
-        """
+        """Write the state with the times of other nodes as those nodes have written them."""
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None

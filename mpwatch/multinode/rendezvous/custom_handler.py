@@ -1,11 +1,11 @@
 """A RendezvousClient that uses a torch RendezvousHandler of the user, for `Agent(..., rdzv_handler=...)`.
 
-The user owns the handler. The handler numbers the nodes and gives them a store for each round. The settings of the handler
-say how many nodes must join and how long the handler waits. Where the public methods of handlers are not enough, comments in
-the code explain the workaround.
+The user makes the handler and shuts it down. For each round, the handler gives every node a group rank and a store. The
+settings of the handler say how many nodes must join and how long the handler waits.
 
-Guarantee: this node waits for a round at most until the deadline. If the node leaves during a call of the handler, this call
-goes on in a separate thread until the handler's own timeout. The result of a call that ends so late is undone.
+Guarantee: this node waits for a round at most until the deadline. If this node stops waiting while a method of the handler
+runs, the method goes on in a separate thread until the handler's own timeout. If the handler joins a round after this node
+has stopped waiting, this node leaves the round at once.
 """
 
 import math
@@ -45,7 +45,7 @@ LATE_JOIN_HINT = (
 
 
 class CustomHandlerClient(RendezvousClient):
-    """The rendezvous of one node, with a handler of the user. See RendezvousClient.
+    """Takes part in the rendezvous of one job for one node, through a handler of the user. See RendezvousClient.
 
     Args:
         rendezvous: the options. Endpoint, backend and backend options are not used.
@@ -73,9 +73,9 @@ class CustomHandlerClient(RendezvousClient):
         expected_nodes: float = math.inf,  # noqa: ARG002  the handler counts the nodes itself
         wait_report: WaitReport | None = None,  # noqa: ARG002  how many nodes the handler waits for is not known
     ) -> Round:
-        """See RendezvousClient. The handler decides for which nodes it waits.
+        """See RendezvousClient. The handler decides for how many nodes it waits.
 
-        Unexpected exceptions of the handler are raised unchanged.
+        If the handler raises an exception that is not one of torch's rendezvous errors, `join` raises the same exception.
         """
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
@@ -134,7 +134,7 @@ class CustomHandlerClient(RendezvousClient):
         """Return None, because there is no store before the first round."""
 
     def close(self) -> None:
-        """Leave the round. The handler stays open. If the owner of the handler shuts it down, no node can join any more."""
+        """Leave the round. The handler stays open. If the user shuts down the handler, no node can join any more."""
         self.cancel()
         if self._has_joined and self._connection is not None:
             leave_within_limit(self._leave, self._connection)
@@ -148,7 +148,7 @@ class CustomHandlerClient(RendezvousClient):
             self._round.mark_as_left()
 
     def _leave_rendezvous(self) -> None:
-        """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node in the next round.
+        """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node when they form the next round.
 
         torch has no public method that removes one node without closing the rendezvous for all nodes. If the handler is not
         a DynamicRendezvousHandler, the other nodes wait until the handler counts this node as lost.

@@ -1,8 +1,9 @@
 """Find the store with plain sockets, before torch connects to the store.
 
-torch's client reports an error as pages of C++ frames. If another program listens at the endpoint, torch's client waits
-without limit. So this module first checks whether the name can be resolved, whether a program listens at the endpoint, and
-whether this program is a store. Each check has a time limit and can be cancelled. Each error text names a remedy.
+If torch's client cannot connect, its error text consists of pages of C++ frames. If another program listens at the endpoint,
+torch's client waits without limit. Before torch connects, this module checks whether the endpoint's name can be resolved,
+whether a program listens at the endpoint, and whether this program is a store. Each check has a time limit and can be
+cancelled. The error text of a failed check says what the user can do.
 
 This module does not import torch.
 """
@@ -39,7 +40,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, default_port: int) -> "Endpoint":
-        """Parse `host:port` or `host`. `Rendezvous` has validated the text. An IPv6 address is in brackets."""
+        """Parse `host:port` or `host`, where an IPv6 address is in brackets. `Rendezvous` has already checked the text."""
         host, colon, port = text.rpartition(":")
         if not colon or text.endswith("]"):
             host, port = text, str(default_port)
@@ -58,7 +59,7 @@ class StoreAddress:
 
 
 class ProbeResult(Enum):
-    """The result of a probe: what the program that listens has answered."""
+    """What a program that listens at the endpoint has answered to a test request."""
 
     STORE = auto()
     NO_ANSWER = auto()
@@ -68,7 +69,7 @@ class ProbeResult(Enum):
 
 
 def resolve(endpoint: Endpoint, deadline: Deadline) -> list[SocketAddress]:
-    """Return the addresses of the endpoint.
+    """Resolve the name of the endpoint, and return its addresses.
 
     Raises:
         socket.gaierror: the name cannot be resolved, or the deadline has passed.
@@ -103,11 +104,11 @@ def is_local_address(address: SocketAddress) -> bool:
 
 
 def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.socket:
-    """Return a socket that listens at the endpoint. Raises OSError, with the errno EADDRINUSE if the port is taken.
+    """Return a socket that listens at the endpoint. Raises OSError, whose errno is EADDRINUSE if the port is taken.
 
     If the endpoint is an address of this machine, the socket listens only at this address. If the endpoint is a name, the
     socket listens at all addresses of this machine, because other machines may resolve the name to another address. For
-    example, Debian resolves a machine's own name to a loopback address.
+    example, a Debian machine resolves its own name to a loopback address, which other machines cannot use.
     """
     if local_address and local_address[1][0] == endpoint.host:
         return socket.create_server(local_address[1], family=local_address[0], backlog=socket.SOMAXCONN)
@@ -161,9 +162,10 @@ def make_port_taken_error(endpoint: Endpoint) -> LaunchError:
 
 
 def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
-    """Send the first request of torch's clients, and find out from the answer whether the listener is a store.
+    """Send the request with which torch's clients begin, and find out from the answer whether the program is a store.
 
-    Return NO_ANSWER if the listener closes the connection. Raises OSError if the connection breaks.
+    Return NO_ANSWER if the program does not answer in time, or closes the connection without an answer. Raises OSError if
+    the network fails.
     """
     deadline = time.monotonic() + seconds
     answer = b""

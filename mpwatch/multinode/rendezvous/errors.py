@@ -2,14 +2,14 @@
 
 
 class StoreLostError(Exception):
-    """The store cannot be reached any more, or contains data that no node writes.
+    """The store cannot be reached any more, or contains invalid data.
 
     The error text names the store and the cause.
     """
 
 
 class CancelledError(Exception):
-    """`RendezvousClient.cancel()` was called, before or during the call that raises this exception."""
+    """`RendezvousClient.cancel()` was called, so a method of RendezvousClient has ended early."""
 
 
 class JobClosedError(Exception):

@@ -1,7 +1,8 @@
-"""Open the store of a rendezvous. Serve the store, or connect to the store as soon as another node serves it.
+"""Open the store of a rendezvous: serve the store, or connect to it as soon as another node serves it.
 
-Opening the store may take until the deadline. The node that serves the store may start later than the other nodes, and name
-servers may know the node's name even later. This module imports torch.
+`open_store` tries again until the deadline, because the node that serves the store may start later than this node.
+`open_store` also tries again if the name cannot be resolved, because name servers may not yet know a node that has just
+started. This module imports torch.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""Connected nodes form a round in one of two ways. Nodes can come and go (dynamic), or have fixed ranks (static).
+"""Form rounds in one of two ways: the nodes can come and go (dynamic), or each node has a fixed group rank (static).
 
-The calls block the node thread until the round is complete, the deadline passes, or the wait is cancelled. Errors of torch
-are raised as LaunchError, JobClosedError or StoreLostError.
+The method `join` blocks the node thread until the round is complete, the deadline passes, or another thread cancels the
+wait. This module raises LaunchError, JobClosedError or StoreLostError instead of torch's errors.
 """
 
 import math
@@ -63,8 +63,8 @@ class WaitReport:
 class Round:
     """One round of the job, as this node sees it.
 
-    If a node leaves at the moment at which the round forms, the nodes may see different sizes. In this case the size that
-    the leader sees is correct. The leader is the node with group rank 0.
+    If a node leaves while the round forms, the nodes may see different sizes of the round. If the sizes differ, the size
+    that the leader sees is correct. The leader is the node with group rank 0.
     """
 
     store: PrefixedStore
@@ -73,23 +73,26 @@ class Round:
     group_world_size: int
 
     def mark_as_left(self) -> None:
-        """Count this node as one that has left. After that, this node does not use the store."""
+        """Record in the store that this node has left. After this call, this node must not use the store."""
         with suppress(StoreLostError):
             self.store.add(LEFT_KEY, 1)
 
     def has_other_nodes(self) -> bool:
-        """Return whether any other node of this round is still leaving, or was lost."""
+        """Return whether other nodes have not left this round, because they are still leaving or were lost."""
         with suppress(StoreLostError):
             return self.store.add(LEFT_KEY, 0) < self.group_world_size
         return False
 
 
 class _NoRoomError(Exception):
-    """A node's deadline has passed, and the job still has no room for it. torch itself would wait without limit."""
+    """A join has reached its deadline, and the job still has its maximum number of nodes, so this node has no room.
+
+    Without this exception, torch would wait without limit until another node leaves the job.
+    """
 
 
 class _CheckedBackend(RendezvousBackend):
-    """torch's backend, which raises StoreLostError instead of torch's errors."""
+    """A wrapper of torch's rendezvous backend that raises StoreLostError instead of torch's errors."""
 
     def __init__(self, backend: RendezvousBackend, connection: StoreConnection) -> None:
         self._backend = backend
@@ -107,7 +110,7 @@ class _CheckedBackend(RendezvousBackend):
 
 
 class DynamicRendezvous:
-    """Rounds of nodes that come and go, formed by torch's dynamic rendezvous.
+    """Forms rounds of nodes that can come and go, with torch's dynamic rendezvous.
 
     Args:
         rendezvous: the options.
@@ -163,7 +166,9 @@ class DynamicRendezvous:
             self._deadline = self._wait_report = None
 
     def _on_state(self, state: State) -> None:
-        """Record a state that torch has read. During a join, torch reads the state at least once a second.
+        """Record the state that torch has read, and check whether the join must end.
+
+        During a join, torch reads the state at least once a second, and each time calls this method.
 
         Raises CancelledError and _NoRoomError.
         """
@@ -179,10 +184,10 @@ class DynamicRendezvous:
     def _last_call(self) -> timedelta:
         """Return how long a round waits for more nodes after the minimum number of nodes has joined.
 
-        The time is zero if all expected nodes have joined and no other node waits to join. After the first round, only nodes
-        of the previous round count as expected nodes.
+        The returned time is zero if all expected nodes have joined and no other node waits to join. After the first round,
+        only nodes of the previous round count as expected nodes.
 
-        Raises LaunchError if the store has an invalid number of expected nodes.
+        Raises LaunchError if the store contains an invalid number of expected nodes.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
@@ -199,7 +204,10 @@ class DynamicRendezvous:
             raise LaunchError(f"the number of nodes that can come at present cannot be read: {error}") from error
 
     def _is_still_complete(self, info: RendezvousInfo) -> bool:
-        """Return whether all nodes are still in the round. A node may leave before this node sees the formed round."""
+        """Return whether all nodes are still in the round.
+
+        A node may leave before this node sees that the round is complete.
+        """
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 
     def _make_round(self, info: RendezvousInfo) -> Round:
@@ -246,12 +254,18 @@ class DynamicRendezvous:
             raise StoreLostError(f"rendezvous at {self._opened_store.endpoint}: {reason}") from error
 
     def leave(self) -> None:
-        """Stop the heartbeats and remove this node, so that no node waits for it. This call blocks if the store blocks."""
+        """Stop the heartbeats and remove this node, so that no node waits for it.
+
+        `leave` waits until the store answers.
+        """
         self._handler.stop_heartbeats()
         self._remove_this_node()
 
     def has_other_nodes(self) -> bool:
-        """After this node has left, return whether the state still contains nodes, which are leaving or were lost."""
+        """Return whether the rendezvous state still contains other nodes, which are leaving or were lost.
+
+        Call this method after this node has left.
+        """
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
             return response is not None and bool(load_state(response[0]).last_heartbeats)
@@ -272,9 +286,10 @@ class DynamicRendezvous:
 
 
 class StaticRendezvous:
-    """Rounds of nodes with fixed ranks. All nodes must join each round.
+    """Forms rounds of nodes that have fixed group ranks. All nodes of the job must join each round.
 
-    Each node adds 1 to the key `here/<rank>` in the store of the round. The round is complete when all keys exist.
+    Each node adds 1 to the key `here/<rank>` in the store of the round. The round is complete when the keys of all nodes
+    exist.
     """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore) -> None:
@@ -332,11 +347,11 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Return whether any other node of the latest round is still leaving, or was lost."""
+        """Return whether other nodes have not left the latest round, because they are still leaving or were lost."""
         return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:
-        """Delete the entry of a join that is in progress, and leave the latest round."""
+        """If a `join` is in progress, delete the entry of the `join` in the store. Leave the latest round."""
         self._delete_own_entry()
         if self._round is not None:
             self._round.mark_as_left()

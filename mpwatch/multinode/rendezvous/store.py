@@ -1,8 +1,8 @@
 """A connection to torch's store (`TCPStore`) that ends if the store does not answer, and that this process can shut down.
 
-torch's client waits for an answer in C++ without limit, even if the network does not work any more. With this module, the
-kernel ends a connection on which no answer comes. The thread that closes the rendezvous can also shut the connection down.
-torch's errors become StoreLostError.
+torch's client waits for an answer in C++ without limit, even if the network does not work any more. This module sets options
+of the connection's socket, so that the kernel ends the connection if no answer comes. The thread that closes the rendezvous
+can also shut down the connection. torch's errors become StoreLostError.
 """
 
 import os
@@ -42,7 +42,7 @@ _connect_lock = threading.Lock()
 
 
 class StoreConnection:
-    """One client of a store. All threads of a RendezvousClient share the StoreConnection.
+    """The connection of this process to a store. All threads of a RendezvousClient share one StoreConnection.
 
     Args:
         store: torch's store. If this process serves the store, the server ends when no reference to this object is left.
@@ -65,10 +65,10 @@ class StoreConnection:
         self._lost_reason: str | None = None
 
     def get_store(self) -> Store:
-        """Return the store for one call. Raises StoreLostError if the connection is closed.
+        """Return torch's store, for use in one call. Raises StoreLostError if the connection is closed.
 
-        Do not keep the returned reference. Any reference keeps the server of the store alive, even a reference in a
-        traceback.
+        Do not keep the returned store after the call, because any reference to the store keeps its server alive, even a
+        reference in a traceback.
         """
         if self._store is None:
             raise self._make_error()
@@ -102,9 +102,9 @@ class StoreConnection:
         )
 
     def _find_disconnect(self) -> str:
-        """Return the reason why a connection has ended, or "".
+        """Return the reason why the connection to the store has ended, or "" if it has not ended.
 
-        Do not wait, and do not consume data that torch has to read.
+        This method does not wait, and leaves all received data in the socket for torch.
         """
         for connection in self._sockets:
             try:
@@ -117,27 +117,28 @@ class StoreConnection:
         return ""
 
     def shut_down(self) -> None:
-        """Make all calls fail, including those that are in progress on other threads."""
+        """Shut down the connection, so that all calls fail, including calls that are in progress on other threads."""
         for connection in self._sockets:
             with suppress(OSError):  # it is not connected any more
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection and release the store. If this process serves the store, the server ends."""
+        """End the connection and release the store. If this process serves the store, the server ends, too."""
         self.shut_down()
         self.release()
 
     def release(self) -> None:
-        """Release the store, but do not end the connection, because another owner still uses the store."""
+        """Release the store, but do not end the connection, which another owner of the store may still use."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
 
 
 class PrefixedStore(Store):
-    """The part of a store whose keys have the same prefix. The methods raise StoreLostError instead of torch's errors.
+    """The part of a store whose keys have the same prefix.
 
-    A PrefixedStore does not keep the store's server alive. When the connection is closed, all calls fail.
+    The methods of a PrefixedStore raise StoreLostError instead of torch's errors. After the StoreConnection is closed, all
+    methods of a PrefixedStore raise StoreLostError. A PrefixedStore does not keep the store's server alive.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -156,13 +157,13 @@ class PrefixedStore(Store):
         return self._call(PrefixStore.get, key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return the sum. A counter starts at zero."""
+        """Add `amount` to a counter, and return the new value. A counter starts at zero."""
         return self._call(PrefixStore.add, key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if the present value is `expected`. If there is no value, `expected` must be empty.
+        """Write `desired` if the present value is `expected`.
 
-        Return the value that the key has after the call.
+        To write a key that has no value yet, pass an empty `expected`. Return the value that the key has after the call.
         """
         return self._call(PrefixStore.compare_set, key, expected, desired)
 
@@ -192,9 +193,9 @@ def open_tcp_store(
     silence_timeout: float,
     listener: socket.socket | None = None,
 ) -> StoreConnection:
-    """Connect to the store at the endpoint. If a listener is passed, this process also serves the store.
+    """Connect to the store at the endpoint. If `listener` is passed, this process also serves the store.
 
-    This function may take long, because torch also resolves the name of the peer.
+    `open_tcp_store` may take long, because torch also looks up the name of the machine to which it connects.
 
     Args:
         endpoint: the endpoint with the port. It is also used for error messages.
@@ -253,7 +254,7 @@ def _make_tcp_store(host: str, port: int, listener: socket.socket | None) -> TCP
 
 
 def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[StoreConnection, str, bool]:
-    """Wrap a store that another owner has opened.
+    """Make a StoreConnection for a store that other code has opened.
 
     Args:
         store: a store of torch, or an object with the same methods.
@@ -281,8 +282,8 @@ def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[
 def _list_sockets() -> set[tuple[int, int]]:
     """Return a set with the descriptor and the inode of each open socket of this process.
 
-    A descriptor alone is not enough, because the system uses the number of a closed descriptor again. If the system does not
-    list descriptors, the set is empty.
+    A descriptor alone does not identify a socket, because the system reuses the number of a closed descriptor. If the system
+    has no list of open descriptors, the returned set is empty.
     """
     found = set()
     for folder in FD_FOLDERS:

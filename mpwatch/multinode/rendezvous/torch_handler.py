@@ -1,12 +1,14 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- torch opens a store for the trainers on the first node of each round. The other nodes may wait for minutes, in C++, for the
-  address of this store. mpwatch gives the ranks a new store for each attempt, so this handler opens no store.
-- torch polls the state once a second until a round has formed. This handler polls more often at the beginning of a wait.
-- Each join has its own timeouts.
-- If the store is lost, the heartbeat thread ends without a message.
+- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The other nodes may wait for
+  minutes, in C++, for the address of the store that the first node opens. mpwatch gives the ranks a new store for each
+  attempt, so mpwatch's handler opens no store.
+- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
+  beginning of a wait.
+- In mpwatch's handler, each join has its own timeouts.
+- If the store is lost, the thread that sends heartbeats ends and logs nothing.
 
-torch's private names come from torch_private.py.
+This module imports torch's private names from torch_private.py.
 """
 
 import os
@@ -46,7 +48,7 @@ ID_BITS = 62  # a reader of the state may keep only 64 bits with a sign
 
 
 class JoinTimeouts(RendezvousTimeout):
-    """torch's timeouts. `deadline` and `last_call_seconds` are set before each join."""
+    """torch's timeouts. DynamicRendezvous sets `deadline` and `last_call_seconds` before each join."""
 
     def __init__(self, heartbeat_seconds: float) -> None:
         super().__init__(close=timedelta(seconds=CLOSE_SECONDS), heartbeat=timedelta(seconds=heartbeat_seconds))
@@ -55,9 +57,9 @@ class JoinTimeouts(RendezvousTimeout):
 
     @property
     def join(self) -> timedelta:
-        """The time until the deadline.
+        """The time until the deadline of the join.
 
-        The value is computed at each access, because torch may read it several times during a join.
+        The property computes the time at each access, because torch may read the property several times during one join.
         """
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
@@ -79,7 +81,10 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """torch's executor of operations on the state. Where torch sleeps for 1 s, this executor sleeps for `poll_interval`."""
+    """torch's executor of operations on the rendezvous state.
+
+    Where torch sleeps for 1 s, this executor sleeps for the time that `poll_interval` returns.
+    """
 
     def run(
         self,
@@ -101,7 +106,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 
 def poll_interval(waited: float, node_count: int) -> float:
-    """Return the seconds until a node polls the state again.
+    """Return the number of seconds after which a node polls the state again.
 
     The result is about a tenth of the time that the node has waited.
     """
@@ -120,7 +125,7 @@ class Handler(DynamicRendezvousHandler):
 
     @property
     def node(self) -> Node:
-        """The id of this node in the state."""
+        """The id of this node in the rendezvous state."""
         return self._this_node
 
     def stop_heartbeats(self) -> None:
@@ -142,7 +147,8 @@ class Handler(DynamicRendezvousHandler):
 class _NullStore(Store):
     """A store that keeps no values.
 
-    torch's handler writes the address of a store for the trainers into this store. mpwatch does not use that address.
+    torch's handler writes the address of a store for the ranks into the _NullStore. mpwatch does not use the address that
+    torch's handler writes.
     """
 
     def set(self, key: str, value: str) -> None:

@@ -1,8 +1,9 @@
 """Read and write the state that torch's dynamic rendezvous keeps in the store. The state says which nodes are in the round.
 
-torch pickles the state, and would unpickle any data that it finds in the store. The state is the only pickle that nodes
-share. In this module a restricted unpickler reads the pickle, and creates only objects of the six classes that a state
-needs. Then this module checks the values, and gives torch a pickle that was made on this node.
+torch keeps the state as a pickle, and would unpickle any data that it finds in the store, although a pickle can execute
+code. The state is the only pickle that nodes share. In this module a restricted unpickler reads the pickle, and creates only
+objects of the six classes that a state needs. This module also checks the values in the state. torch gets only a pickle that
+this module has made on this node.
 
 This module imports torch.
 """
@@ -53,7 +54,8 @@ def dump_state(state: State) -> bytes:
 def _check_state(state: State) -> None:
     """Check the types of all parts of a state.
 
-    If a type is wrong, the exception may be of any type, because `state` may be any object.
+    If a part has the wrong type, this function raises an exception, which may have any type, because `state` may be any
+    object.
     """
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))
@@ -79,7 +81,10 @@ def _is_node(value: object) -> bool:
 
 
 def remove_node(state: State, node: Node, settings: RendezvousSettings) -> bool:
-    """Remove a node from the state, as torch does when a node leaves. Return whether the node was in the state."""
+    """Remove a node from the state, as torch does when a node leaves.
+
+    Return False if the state did not contain the node.
+    """
     node_lists = [nodes for nodes in (state.wait_list, state.redundancy_list) if node in nodes]
     is_participant = node in state.participants
     for nodes in node_lists:
