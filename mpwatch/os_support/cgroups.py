@@ -33,8 +33,8 @@ def read_cpu_quota() -> int | None:
 def count_oom_kills() -> dict[str, int]:
     """Return how many processes in this process's memory cgroup the out-of-memory killer has killed.
 
-    The returned dict has the path of each kernel file that counts killed processes as a key, and the file's number as the
-    value.
+    The keys of the returned dict are the paths of the kernel's counter files, and its values are the numbers of killed
+    processes.
     """
     found = {}
     for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):
@@ -57,8 +57,8 @@ def _find_folder(controller: str, kind: str) -> str | None:
     """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
 
     cgroup v2 has only one hierarchy. If the cgroup hierarchy is mounted several times, use the first mount that contains the
-    folder. If only a part of the cgroup hierarchy is mounted, as in a container, this function removes the path of that part
-    from the path of the cgroup.
+    folder. If only a part of the cgroup hierarchy is mounted, as in a container, this function also tries the path of the
+    cgroup without the path of that part.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -21,7 +21,7 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Restrict this thread to `cpus` inside the `with` block, and each process that this thread starts there.
+    """Inside the `with` block, restrict this thread, and the processes that it starts, to `cpus`.
 
     If `cpus` is None, do nothing. The affinity of other threads does not change. At the end of the `with` block, this thread
     gets its earlier affinity again. Raises OSError.

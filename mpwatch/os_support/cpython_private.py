@@ -1,7 +1,7 @@
 """Names of CPython's private API that mpwatch uses.
 
-The comments in this module say what mpwatch uses each name for, and what breaks if a CPython does not have the name. CPython
-3.11 to 3.15 has all names that this module lists. This module runs in the watcher and in the ranks.
+The comments in this module say what mpwatch uses each name for, and what breaks if a version of CPython does not have the
+name. CPython 3.11 to 3.15 has all names that this module lists. This module runs in the watcher and in the ranks.
 
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
@@ -20,17 +20,17 @@ mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method of multiprocessing in the
   rank. Without the attribute `_start_method`, a rank and the calling program may have different default start methods.
-- pickling/call_payload.py passes an object to `context.set_spawning_popen`. When multiprocessing pickles a descriptor, it
-  calls `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is
-  missing, no lock, queue or connection can be sent to a rank.
-- From Python 3.14 on, pickling/call_payload.py deletes an entry of `linecache._interactive_cache`. If the entry stayed in
-  this cache, a traceback of code that comes from a string would quote the `-c` command that has started the rank.
+- pickling/call_payload.py passes an object to `context.set_spawning_popen`, and multiprocessing calls `duplicate_for_child`
+  and `DupFd` of this object to pickle a descriptor. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
+  lock, queue or connection can be sent to a rank.
+- From Python 3.14 on, pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, because a traceback of
+  code that comes from a string would otherwise quote the `-c` command that has started the rank.
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without `linecache.cache`, a traceback does not quote code
   that is in no file, such as a notebook cell.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
-  If a new CPython has another number of entries, tracebacks of ranks have no carets or wrong carets. The code in
-  exceptions/tracebacks.py also relies on the fact that compiled module code begins at line 1. If the code of a module begins
-  at another line in a new CPython, the line numbers of tracebacks are wrong.
+  If `co_positions()` has another number of entries in a new CPython, tracebacks of ranks have no carets or wrong carets. The
+  code in exceptions/tracebacks.py also relies on the fact that compiled module code begins at line 1. If compiled module
+  code begins at another line in a new CPython, the line numbers of tracebacks are wrong.
 """
 
 from __future__ import annotations

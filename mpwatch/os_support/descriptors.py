@@ -63,8 +63,8 @@ def seal(fd: int) -> None:
 def is_used_elsewhere(fd: int) -> bool:
     """Return whether the file of `fd` is also open or mapped elsewhere, in this process or in another process.
 
-    If the answer is unknown, return True. The kernel checks all processes of the machine, even processes of other users and
-    processes in other containers. `fd` must be a read-only descriptor.
+    Return True also if this function cannot find out whether the file is used elsewhere. The result covers all processes of
+    the machine, even processes of other users and processes in other containers. `fd` must be a read-only descriptor.
     """
     if sys.platform != "linux":
         return True
@@ -185,8 +185,8 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
     """Make the kernel close a TCP connection if the other side has not answered for this number of seconds (at least 1).
 
-    On a system without TCP_USER_TIMEOUT, the kernel waits longer if the other side has not acknowledged all data that was
-    sent. Raises OSError.
+    On a system without TCP_USER_TIMEOUT, the kernel closes the connection later if the other side has not acknowledged all
+    data. Raises OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)

@@ -67,7 +67,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
     """Return whether `fd` in process `pid` refers to the same file or pipe as this process's descriptor `of`.
 
-    Return False if the answer is unknown, for example because there is no /proc.
+    Return False also if this function cannot find out the answer, for example because there is no /proc.
     """
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)

@@ -51,9 +51,10 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from the given signals to their handlers. A signal is left out if its handler is not a Python function.
+    """Return a dict from the given signals to their handlers.
 
-    This function is fast because it does not use the module `signal`, which would convert each number to an enum and back.
+    The dict leaves out a signal whose handler is not a Python function. This function is fast because it does not use the
+    module `signal`, which would convert each number to an enum and back.
     """
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
@@ -92,9 +93,10 @@ def _load_libc() -> Any:
 def die_with_writer(pipe: int) -> None:
     """Make the kernel kill this process and its Unix process group when no process can write to `pipe` any more (Linux).
 
-    If only the watcher can write to the pipe, the kernel kills the group when the watcher has ended. PR_SET_PDEATHSIG would
-    kill this process too early: when the thread that started it ends. PR_SET_PDEATHSIG would also kill only this process and
-    not its group, and needs ctypes. If the system cannot send a signal for a pipe, do nothing.
+    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended. With
+    PR_SET_PDEATHSIG, the kernel would kill this process already when the thread that started it ends, even if the watcher
+    still runs. PR_SET_PDEATHSIG would also kill only this process and not its group, and needs ctypes. If the system cannot
+    send a signal for a pipe, do nothing.
     """
     import fcntl
     import select
