@@ -1,8 +1,8 @@
 """The failure of one rank, and the text that says what happened to this rank.
 
 The functions of this module make a text only when a caller needs the text, and do no I/O. `summarize_exception` runs user
-code, because it calls the exception's `__str__`. Of these functions, the watcher thread calls only `format_exit`, which runs
-no user code.
+code, because it calls the exception's `__str__`. The watcher thread calls no function of this module except `format_exit`,
+which runs no user code.
 """
 
 import signal
@@ -149,7 +149,7 @@ def format_failure(failure: ProcessFailure) -> str:
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict of the report, which is its first line, if this failure is the root cause."""
+    """Return the verdict (the first line) of a report whose root cause is this failure."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:

@@ -1,6 +1,7 @@
-"""Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup. Runs in the caller's process.
+"""Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup.
 
-This module does no I/O, except that it reads the names of notebook cells from IPython.
+This module runs in the caller's process. This module does no I/O, except that it reads the names of notebook cells from
+IPython.
 """
 
 import re

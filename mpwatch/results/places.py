@@ -37,7 +37,7 @@ ACTIVITIES_BY_FILE = {
 
 
 def format_location(stacks: str) -> str:
-    """Return a phrase that says where the first thread was in its code, such as ` in all_reduce (train.py:88 in step: ...)`.
+    """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did, such as

@@ -99,7 +99,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_times(count: int) -> str:
-    """Return the count as an adverb, such as `once` or `3 times`."""
+    """Return how often something happened as a text, such as `once` or `3 times`."""
     return "once" if count == 1 else f"{count} times"
 
 
@@ -113,8 +113,7 @@ def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
     """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
 
     The report also lists an attempt of all ranks that a timeout or a signal ended. If each rank is restarted alone, one
-    timeout or signal ends many attempts. Therefore the report mentions such a timeout or signal only once, for the whole
-    run.
+    timeout or signal ends many attempts, so the report mentions the timeout or signal only once, for the whole run.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -173,7 +172,7 @@ def _use_plural(fate: str) -> str:
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
-    """Return a line for each group of ranks to which the same has happened.
+    """Return a line for each group of `group_fates`, with the ranks of the group and what happened to them.
 
     If there are more than FATE_LINES groups, the last line counts the groups that have no line.
     """

@@ -48,9 +48,8 @@ class RunResult(RunData[T]):
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write an HTML file that shows the result in the same way as a notebook, but with more details.
 
-        For example, you can attach the HTML file to a ticket. The HTML file has the table, the timeline of the ranks, the
-        traceback of the root cause, the stacks of the other ranks and the whole report. The HTML file needs no other file,
-        and no network.
+        The HTML file has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other
+        ranks and the whole report. You can attach the HTML file to a ticket, because it needs no other file and no network.
 
         Args:
             path: the path of the file. An existing file is replaced.
