@@ -62,9 +62,9 @@ class _Handle(Future[RunResult[T]]):
     def request_stop(self) -> None:
         """Ask the ranks to save their state and return.
 
-        After this request, `should_stop` returns True on all ranks at the same step. This method does not wait for the
-        ranks. If the ranks have not begun to run the function, they stop before their first step. After the end of the call,
-        the method does nothing.
+        After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. This method does not wait
+        for the ranks. If the ranks have not begun to run the function, they stop before their first step. After the end of
+        the call, the method does nothing.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -155,8 +155,8 @@ class RunHandle(_Handle[T]):
         If the run is over, wait only until its thread has ended. The ranks get SIGINT, as after Ctrl-C. A rank that has not
         ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period` sends SIGKILL at once. The
         second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
-        call. If `stop` has ended the run, `result()` raises RunFailedError. If the run has `check=False`, `result()` returns
-        a result with the state STOPPED.
+        call. If `stop` has ended the run, `result()` raises RunFailedError, or with `check=False` returns a result with the
+        state STOPPED.
 
         An observer of the run may call `stop`, too. If an observer calls `stop`, the method only requests the end of the
         run, and returns at once.
@@ -365,8 +365,8 @@ class CallHandle(_Handle[T]):
     def _decide(self) -> bool:
         """Return True if the call can begin, or False if the call was cancelled.
 
-        After this method has returned True, the call can no longer be cancelled. If the future was cancelled, this method
-        informs threads that wait for the future in `concurrent.futures.wait`.
+        After this method has returned True, the call can no longer be cancelled. If the call was cancelled, this method
+        informs the threads that wait for the handle in `concurrent.futures.wait`.
         """
         with self._lock:
             if not self._is_decided:

@@ -1,7 +1,7 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-The comment or docstring of each name says which versions of torch have the name, and what breaks if the name "goes", which
-means that a new version of torch does not have the name. The information about the names comes from the source code of four
+The comment or docstring of each name says which versions of torch have the name, and what breaks if the name "goes". A name
+"goes" if a new version of torch does not have the name. The information about the names comes from the source code of four
 versions of torch: 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
@@ -127,8 +127,8 @@ def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
     The versions of torch that write times in UTC import the name `timezone` in their module dynamic_rendezvous. If a new
-    version of torch writes times in UTC without this import, mpwatch refuses each rendezvous state, and no node can join.
-    torch 2.6, 2.9 and 2.13 import `timezone`, and torch 2.4 writes times without a timezone.
+    version of torch writes times in UTC without the import of `timezone`, mpwatch refuses each rendezvous state, and no node
+    can join. torch 2.6, 2.9 and 2.13 import `timezone`, and torch 2.4 writes times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
@@ -138,7 +138,7 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 
     mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
     `_bootstrap_store_info` from the earlier round, and then fails with an AssertionError because `_shared_tcp_store_server`
-    is None. torch 2.13 does not fail in this case, and torch 2.4 has neither of these two names.
+    is None. torch 2.13 does not fail with an old `_bootstrap_store_info`, and torch 2.4 does not have this attribute.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None

@@ -68,7 +68,7 @@ class StartLostRanks:
 
 @dataclass(frozen=True, eq=False)
 class StopAfter:
-    """Make the ranks stop at their first step after `step`. The nodes of a job have agreed on the number `step`."""
+    """Make the ranks stop at their first step after `step`. The nodes of a job have agreed on the value of `step`."""
 
     step: int | None
     """It is None if no rank has passed a step. Then the ranks stop at their next call of `should_stop`."""
@@ -129,8 +129,8 @@ def _make_locked() -> threading.Lock:
 class Suspend:
     """Suspend all ranks, and continue the ranks when the program continues. See suspension.py.
 
-    A signal handler creates and posts this command. The command uses plain locks, because a second signal handler can
-    interrupt the Python code of a threading.Event, but not the C code that makes or releases a lock.
+    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because a
+    second signal handler can interrupt the Python code of an Event.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -270,5 +270,5 @@ class CommandQueue:
 def _no_user() -> None:
     """Return None.
 
-    A CommandQueue stores this function for a wake-up pipe that has no user, and otherwise a weak reference to the user.
+    If a wake-up pipe has no user, the CommandQueue stores the function `_no_user` in place of a weak reference to the user.
     """

@@ -145,7 +145,7 @@ class DebuggerConsole:
     def connections(self) -> list[Connection]:
         """The sockets of all sessions, on which the caller's thread waits for messages.
 
-        The method `serve` reads the messages.
+        The method `serve` reads the messages that arrive on the sockets.
         """
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
@@ -244,7 +244,7 @@ class DebuggerConsole:
         return min(stopped, key=lambda session: session.rank, default=None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the sessions of ranks that are at a prompt. The result does not contain the sessions of inspectors."""
+        """Return the sessions of ranks that are at a prompt, without the sessions of inspectors."""
         return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
