@@ -263,7 +263,7 @@ class DebuggerConsole:
             self._wait_for_prompt(session)
 
     def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
-        """Wait until each of the expected ranks is at a prompt again or has ended, but for at most `seconds`."""
+        """Wait at most `seconds` until each of the expected ranks is at a prompt again or has ended."""
         deadline = time.monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
