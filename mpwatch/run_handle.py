@@ -31,7 +31,7 @@ OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
 
 
 class _Handle(Future[RunResult[T]]):
-    """The common base of RunHandle and CallHandle: a future whose call runs in a thread of its own.
+    """The base class of RunHandle and CallHandle: the future of a call that runs in its own thread.
 
     Args:
         execute: runs the call in the new thread. Its argument is a function, which it must call with each object that waits
@@ -60,9 +60,10 @@ class _Handle(Future[RunResult[T]]):
                 call.signals.post_interrupt(signum, cause)
 
     def request_stop(self) -> None:
-        """Ask the ranks to save and return. Then `should_stop` returns True on all ranks at the same step.
+        """Ask the ranks to save their state and return.
 
-        This method does not wait. If the ranks have not begun to work, they stop before their first step. After the end of
+        After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. This method does not wait
+        for the ranks. If the ranks have not begun to run the function, they stop before their first step. After the end of
         the call, the method does nothing.
 
         Raises:
@@ -72,7 +73,10 @@ class _Handle(Future[RunResult[T]]):
         self.ask_to_stop("request_stop() of its handle")
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save and return. `cause` says what has requested the stop. Return False if the call is over."""
+        """Ask the ranks to save their state and return. `cause` says what has requested the stop.
+
+        Return False if the call is over.
+        """
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call, is_ending = self._call, self._is_ending  # in this order
@@ -133,9 +137,10 @@ class _Handle(Future[RunResult[T]]):
 class RunHandle(_Handle[T]):
     """A run that `mpwatch.submit` has started. The handle is a `concurrent.futures.Future` of the RunResult.
 
-    `result()` returns or raises as `mpwatch.run` does. `await handle` works in asyncio. `cancel()` always returns False,
-    because the run has begun. `stop()` ends the run. The end of a `with` block also stops the run. Any thread may call any
-    method.
+    `result()` returns the same result as `mpwatch.run`, or raises the same exception. In asyncio, `await handle` gives the
+    same result as `handle.result()`. `cancel()` always returns False, because the run has already begun. `stop()` ends the
+    run. If the handle is used in a `with` statement, the end of the block also stops the run. Any thread may call any method
+    of the handle.
     """
 
     def __init__(self, run: Callable[[OnStart], RunResult[T]], *, check: bool) -> None:
@@ -145,15 +150,16 @@ class RunHandle(_Handle[T]):
         add_call(self)
 
     def stop(self) -> None:
-        """Stop the run, and wait until all its ranks and threads have ended. If the run is over, wait only for its thread.
+        """Stop the run, and wait until all its ranks and threads have ended.
 
-        The ranks get SIGINT, as after Ctrl-C, and SIGKILL after `grace_period`. A second `stop` within `grace_period` sends
-        SIGKILL at once. The second `stop` may come from another thread, or after Ctrl-C has interrupted the first `stop`.
-        `result()` then raises RunFailedError. If the run has `check=False`, `result()` returns a result with the state
-        STOPPED.
+        If the run is over, wait only until its thread has ended. The ranks get SIGINT, as after Ctrl-C. A rank that has not
+        ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period` sends SIGKILL at once. The
+        second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
+        call. If `stop` has ended the run, `result()` raises RunFailedError, or with `check=False` returns a result with the
+        state STOPPED.
 
-        An observer of the run may call this method, too. In an observer, the method only requests the end of the run, and
-        returns at once.
+        An observer of the run may call `stop`, too. If an observer calls `stop`, the method only requests the end of the
+        run, and returns at once.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -164,7 +170,9 @@ class RunHandle(_Handle[T]):
             self.wait_for_end()
 
     def stacks(self) -> Stacks:
-        """Return the present stacks of each rank, as `WorkerGroup.stacks` does. The dict is empty before and after the run.
+        """Return the present stacks of each rank, as `WorkerGroup.stacks` does.
+
+        The returned dict is empty before and after the run.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -174,7 +182,9 @@ class RunHandle(_Handle[T]):
         return Stacks() if call is None else call.watcher_thread.take_stacks()
 
     def progress(self) -> dict[int, Progress]:
-        """Return the last `mpwatch.report()` of each rank, by global rank. Ranks that have not called `report` are missing.
+        """Return the last `mpwatch.report()` of each rank, by global rank.
+
+        Ranks that have not called `mpwatch.report` are missing in the returned dict.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -197,9 +207,9 @@ class RunHandle(_Handle[T]):
 
     @property
     def state(self) -> WorkerState:
-        """The state of the run or the call: INIT until all ranks are ready, then HEALTHY or UNHEALTHY.
+        """The state of the run, which is INIT until all ranks are ready, and after that HEALTHY or UNHEALTHY.
 
-        When the run or the call is over, its state is the state of the result, or FAILED if there is no result.
+        When the run is over, its state is the state of the result, or FAILED if there is no result.
         """
         if self.done():
             result = self._get_result()
@@ -210,7 +220,7 @@ class RunHandle(_Handle[T]):
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The identities of the ranks. The tuple is empty until the ranks are started.
+        """The identity of each rank of the run, as a Worker. The tuple is empty until the ranks are started.
 
         In a run on several nodes, the tuple is empty until the end of the run.
         """
@@ -230,7 +240,7 @@ class RunHandle(_Handle[T]):
         """Start the run. Raises LaunchError if Python cannot start a thread.
 
         `mpwatch.submit` calls this method before it returns the handle. If an exception such as KeyboardInterrupt interrupts
-        this method, the run ends.
+        this method, the method stops the run.
         """
         try:
             self._thread.start()
@@ -255,9 +265,9 @@ class RunHandle(_Handle[T]):
 class CallHandle(_Handle[T]):
     """A call that `WorkerGroup.submit` has queued. The handle is a `concurrent.futures.Future` of the RunResult.
 
-    `result()` returns or raises as `WorkerGroup.run` does. `await handle` works in asyncio. `cancel()` removes a call that
-    has not begun, and returns False for a call that has begun. `stop()` ends a call that has begun. Any thread may call any
-    method.
+    `result()` returns the same result as `WorkerGroup.run`, or raises the same exception. In asyncio, `await handle` gives
+    the same result as `handle.result()`. `cancel()` removes a call that has not begun from the queue, and returns False for
+    a call that has begun. `stop()` ends a call that has begun. Any thread may call any method of the handle.
 
     Args:
         execute: makes the call in a new thread. It gets the ticket, and a function that it must call when the call begins.
@@ -285,7 +295,10 @@ class CallHandle(_Handle[T]):
         self._is_decided = False  # whether the call begins or is cancelled
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. Return False if the call has begun, is over, or belongs to another process."""
+        """Remove the call from the queue.
+
+        Return False if the call has begun, is over, or was submitted by another process.
+        """
         if os.getpid() != self._pid or not super().cancel():
             return False
         try:
@@ -298,16 +311,17 @@ class CallHandle(_Handle[T]):
         return True
 
     def stop(self) -> None:
-        """Cancel the call if it has not begun. Otherwise stop the call, and return when it is over.
+        """Cancel the call if it has not begun. If the call has begun, stop the call, and return when the call is over.
 
-        The ranks of the call get SIGINT, as after Ctrl-C. The ranks stay alive if they answer within `grace_period`.
-        Otherwise all ranks of the group are stopped, and the next call restarts them. A second `stop` within `grace_period`
-        kills the ranks at once. The second `stop` may come from another thread, or after Ctrl-C has interrupted the first
-        `stop`. `result()` then raises RunFailedError. If the call had not begun, `result()` raises
+        The ranks of the call get SIGINT, as after Ctrl-C. If all ranks of the call end their function within `grace_period`,
+        the ranks stay alive. If a rank does not end its function within `grace_period`, all ranks of the group are stopped,
+        and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks at once. The second
+        call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first call. If
+        `stop` has ended the call, `result()` raises RunFailedError. If the call had not begun, `result()` raises
         concurrent.futures.CancelledError.
 
-        An observer of the group may call this method, too. In an observer, the method only requests the end of the call, and
-        returns at once.
+        An observer of the group may call `stop`, too. If an observer calls `stop`, the method only requests the end of the
+        call, and returns at once.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the group.
@@ -319,9 +333,9 @@ class CallHandle(_Handle[T]):
                 self.wait_for_end()
 
     def enter_queue(self) -> None:
-        """Queue the call for `WorkerGroup.submit`.
+        """Put the call into the queue of the group.
 
-        If an exception interrupts this method, the call is cancelled or stopped.
+        `WorkerGroup.submit` calls this method. If an exception interrupts this method, the method cancels or stops the call.
         """
         try:
             self._queue.enter(self._ticket)
@@ -330,7 +344,10 @@ class CallHandle(_Handle[T]):
             raise
 
     def _start(self) -> None:
-        """Start the thread of the call, whose ranks are now free. Do nothing if the thread was already started."""
+        """Start the thread of the call. The queue calls this method when all ranks that the call needs are free.
+
+        If the thread was already started, do nothing.
+        """
         with self._start_lock:
             # a signal handler may come here while the thread is being started
             if self._is_starting or has_come_up(self._thread) or self._thread.native_id is not None:
@@ -346,9 +363,10 @@ class CallHandle(_Handle[T]):
         self._set_outcome(partial(self.set_exception, launch_error))
 
     def _decide(self) -> bool:
-        """Return True if the call can begin, or False if it was cancelled. After this method, nothing can cancel the call.
+        """Return True if the call can begin, or False if the call was cancelled.
 
-        This method also informs threads in `concurrent.futures.wait` that the future was cancelled.
+        After this method has returned True, the call can no longer be cancelled. If the call was cancelled, this method
+        informs the threads that wait for the handle in `concurrent.futures.wait`.
         """
         with self._lock:
             if not self._is_decided:

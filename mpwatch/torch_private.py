@@ -1,8 +1,8 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
 The comment or docstring of each name says which versions of torch have the name, and what breaks if the name "goes". A name
-goes when a new version of torch does not have it. This information comes from the source code of four versions of torch:
-2.4, 2.6, 2.9 and 2.13.
+"goes" if a new version of torch does not have the name. The information about the names comes from the source code of four
+versions of torch: 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when data that can
@@ -47,7 +47,7 @@ def get_untyped_storage(storage: Any) -> Any:
 
 
 def get_storage_id(storage: Any) -> int:
-    """Return a number that identifies a storage. All Python objects for the same storage have the same number.
+    """Return a number that identifies a storage of torch. All Python objects for the same storage have the same number.
 
     The number is `_cdata`, the address of the C++ object. If `_cdata` is missing, no tensor can be pickled. torch 2.4, 2.6,
     2.9 and 2.13 have `_cdata`.
@@ -56,7 +56,7 @@ def get_storage_id(storage: Any) -> int:
 
 
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
-    """Build a TypedStorage over an untyped storage.
+    """Build a TypedStorage that uses the memory of an untyped storage.
 
     With the argument `_internal`, torch does not warn that TypedStorage is deprecated. If torch does not accept `_internal`,
     no tensor can be unpickled. torch 2.4, 2.6, 2.9 and 2.13 accept `_internal`.
@@ -126,30 +126,30 @@ else:
 def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
-    If torch writes times in UTC, its module imports the name `timezone`. If a version writes times in UTC but does not have
-    this name, mpwatch refuses each state and no node can join. torch 2.6, 2.9 and 2.13 have this name, and torch 2.4 writes
-    times without a timezone.
+    The versions of torch that write times in UTC import the name `timezone` in their module dynamic_rendezvous. If a new
+    version of torch writes times in UTC without the import of `timezone`, mpwatch refuses each rendezvous state, and no node
+    can join. torch 2.6, 2.9 and 2.13 import `timezone`, and torch 2.4 writes times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
 
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
-    """Allow this node to become the first node in the next round, even if another node was the first node before.
+    """Allow this node to become the first node in the next rendezvous round, even if another node was first until now.
 
     mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
     `_bootstrap_store_info` from the earlier round, and then fails with an AssertionError because `_shared_tcp_store_server`
-    is None. torch 2.13 does not fail, and torch 2.4 does not have these names.
+    is None. torch 2.13 does not fail with an old `_bootstrap_store_info`, and torch 2.4 does not have this attribute.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
 
 
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
-    """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if there was no such thread.
+    """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
 
     If `_stop_heartbeats` is missing, the other nodes do not notice for a while that this node has left. If
-    `_keep_alive_timer` or its `_thread` is missing, the caller cannot wait until the kernel has removed the thread. torch
-    2.4, 2.6, 2.9 and 2.13 have these names.
+    `_keep_alive_timer` or its `_thread` is missing, the caller cannot wait until the kernel has removed the thread of the
+    heartbeats. torch 2.4, 2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread
@@ -162,9 +162,10 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 
     This function uses `_op_executor` and `_RendezvousExitOp`, because torch has no public way to leave a rendezvous. If
     `_op_executor` or `_RendezvousExitOp` is missing, the other nodes wait until the heartbeat of this node expires. torch
-    2.4, 2.6, 2.9 and 2.13 have both names.
+    2.4, 2.6, 2.9 and 2.13 have `_op_executor` and `_RendezvousExitOp`.
 
-    Raises RendezvousTimeoutError when the time is over. This function also raises the exceptions of the rendezvous backend.
+    Raises RendezvousTimeoutError if the removal takes longer than `seconds`. If the rendezvous backend raises an exception,
+    this function raises it, too.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
@@ -174,13 +175,15 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:
-    """Return the recorded collectives of this process, the oldest first.
+    """Return the collectives of this process that torch's flight recorder has recorded, beginning with the oldest.
 
-    The records have no stacks. If stacks were requested, torch would import torch._inductor, which takes a second or more.
+    The returned records have no stacks. If this function requested stacks, torch would import torch._inductor, which takes a
+    second or more.
 
-    `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without these
-    functions, the verdict on a hang depends on stacks alone. torch 2.13 has both functions if it was built with NCCL. torch
-    2.4 to 2.9 have only `_dump_nccl_trace`, and record no collectives of gloo.
+    `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
+    `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch judges a hang only by the stacks of the ranks. torch 2.13 has both
+    `_dump_fr_trace` and `_dump_nccl_trace` if it was built with NCCL. torch 2.4 to 2.9 have only `_dump_nccl_trace`, and
+    record no collectives of gloo.
     """
     bindings: Any = import_module("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -191,7 +194,7 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 
 
 def has_flight_recorder() -> bool:
-    """Return whether this torch can record collectives."""
+    """Return whether the installed torch can record collectives."""
     bindings = import_module("torch._C._distributed_c10d")
     return any(hasattr(bindings, name) for name in FLIGHT_RECORDERS)
 
@@ -200,8 +203,8 @@ def get_group_names() -> dict[Any, str]:
     """Return a dict from each process group of this process to torch's name for the group.
 
     This function reads `_world.pg_names`, because torch has no public list of process groups. If `_world` or `pg_names` is
-    missing, mpwatch does not know which ranks belong to a collective, and cannot find a missing rank. torch 2.4, 2.6, 2.9
-    and 2.13 have both names.
+    missing, mpwatch does not know which ranks belong to a collective, and cannot find out which rank is missing. torch 2.4,
+    2.6, 2.9 and 2.13 have `_world` and `pg_names`.
     """
     return dict(import_module("torch.distributed.distributed_c10d")._world.pg_names)
 
@@ -209,8 +212,8 @@ def get_group_names() -> dict[Any, str]:
 def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return a dict from torch's name of each process group to the description and the global ranks of the group.
 
-    The ranks are in the order of the group. If `pg_group_ranks` is missing, mpwatch does not know which ranks belong to a
-    collective. torch 2.4, 2.6, 2.9 and 2.13 have `pg_group_ranks`.
+    The global ranks of a group are sorted by the rank that each process has in the group. If `pg_group_ranks` is missing,
+    mpwatch does not know which ranks belong to a collective. torch 2.4, 2.6, 2.9 and 2.13 have `pg_group_ranks`.
     """
     ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
     groups = {}
@@ -223,8 +226,8 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
 def get_group_name(group: Any) -> str:
     """Return torch's name of a process group. If `group` is None, return the name of the default group.
 
-    The name is empty if torch does not know the group. If `default_pg` is missing, this function and `describe_world` fail.
-    torch 2.4, 2.6, 2.9 and 2.13 have `default_pg`.
+    The returned name is empty if torch does not know the group. If `default_pg` is missing, `get_group_name` and
+    `describe_world` raise AttributeError. torch 2.4, 2.6, 2.9 and 2.13 have `default_pg`.
     """
     module = import_module("torch.distributed.distributed_c10d")
     return get_group_names().get(module._world.default_pg if group is None else group, "")
@@ -233,12 +236,12 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return a text that names the store of the default process group, and the rank of this process in that group.
 
-    All members of the group have the same text. If the user divides one store between two worlds, the default groups of
-    these worlds have the same text, too.
+    All members of the default process group have the same text. If two default process groups use parts of the same store,
+    they have the same text, too.
 
     This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
-    store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two worlds in one run.
-    torch 2.4, 2.6, 2.9 and 2.13 have these names.
+    store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two default process
+    groups in one run. torch 2.4, 2.6, 2.9 and 2.13 have `pg_map` and `underlying_store`.
     """
     module = import_module("torch.distributed.distributed_c10d")
     group = module._world.default_pg
@@ -249,9 +252,9 @@ def describe_world() -> tuple[str, int]:
 
 
 def is_of_torch(code: CodeType) -> bool:
-    """Return whether this is code of torch that can wait in a collective.
+    """Return whether `code` is a part of torch that can wait in a collective.
 
-    Code of torch.utils does not count, because DataLoaders use it.
+    The result is False for code of torch.utils, because DataLoaders wait in this code for data.
     """
     folder = os.path.dirname(torch.__file__) + os.sep
     return code.co_filename.startswith(folder) and not code.co_filename.startswith(os.path.join(folder, "utils", ""))

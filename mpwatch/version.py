@@ -1,4 +1,7 @@
-"""The version of the package. Nodes of a job compare their versions. The build takes the version from the git tag."""
+"""The version of the package. The nodes of a job compare their versions of mpwatch.
+
+The build takes the version from the git tag.
+"""
 
 try:
     from mpwatch._version import VERSION

@@ -1,7 +1,7 @@
 """Reads the Linux control groups of this process: its CPU quota, and the number of out-of-memory kills.
 
-This module reads files under /proc and /sys. If these files are missing, each function returns the value that means "not
-known". This module runs in the watcher.
+This module reads files under /proc and /sys. If a function does not find the files under /proc or /sys that it needs, it
+returns None, 0 or an empty dict. This module runs in the watcher.
 """
 
 import os
@@ -14,9 +14,10 @@ COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def read_cpu_quota() -> int | None:
-    """Return the smallest `cpu.max` (cgroup v2) of this process's group and its parents, as a number of CPUs, rounded up.
+    """Return the CPU quota of this process as a number of CPUs, rounded up (cgroup v2).
 
-    Return None if there is no quota.
+    The quota is the smallest `cpu.max` of the process's cgroup and of the parents of that cgroup. If there is no quota,
+    return None.
     """
     quotas = []
     folder = _find_folder("", "cgroup2") or ""
@@ -30,9 +31,10 @@ def read_cpu_quota() -> int | None:
 
 
 def count_oom_kills() -> dict[str, int]:
-    """Return how many processes in this process's memory group the out-of-memory killer has killed.
+    """Return how many processes in this process's memory cgroup the out-of-memory killer has killed.
 
-    The keys of the returned dict are the paths of the files that contain this number.
+    The keys of the returned dict are the paths of the kernel's counter files, and its values are the numbers of killed
+    processes.
     """
     found = {}
     for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):
@@ -44,18 +46,19 @@ def count_oom_kills() -> dict[str, int]:
 
 
 def count_oom_kills_of_machine() -> int:
-    """Return the number of processes of the whole machine that the out-of-memory killer has killed, or 0 if it is unknown.
+    """Return how many processes the out-of-memory killer has killed on the whole machine, or 0 if the number is unknown.
 
-    The number includes processes outside this container.
+    The returned number includes killed processes outside this container.
     """
     return _read_field("/proc/vmstat", "oom_kill") or 0
 
 
 def _find_folder(controller: str, kind: str) -> str | None:
-    """Return the folder of this process's group in the hierarchy of this controller.
+    """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
 
-    cgroup v2 has only one hierarchy. If the hierarchy is mounted several times, use the first mount. In a container, this
-    process's group may be the root of the mount, even if the kernel reports another path.
+    cgroup v2 has only one hierarchy. If the cgroup hierarchy is mounted several times, use the first mount that contains the
+    folder. If only a part of the cgroup hierarchy is mounted, as in a container, this function also tries the path of the
+    cgroup without the path of that part.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

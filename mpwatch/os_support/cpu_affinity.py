@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 
 def can_set_affinity() -> bool:
-    """Return whether this system lets a program choose the CPUs of a process."""
+    """Return whether this system lets a program choose the CPUs on which a process runs."""
     return hasattr(os, "sched_setaffinity")
 
 
@@ -21,10 +21,10 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Restrict this thread, and each process that it starts meanwhile, to these CPUs. If `cpus` is None, do nothing.
+    """Inside the `with` block, restrict this thread, and the processes that it starts, to `cpus`.
 
-    Other threads keep their affinity. At the end of the `with` block, this thread gets its earlier affinity again. Raises
-    OSError.
+    If `cpus` is None, do nothing. The affinity of other threads does not change. At the end of the `with` block, this thread
+    gets its earlier affinity again. Raises OSError.
     """
     if cpus is None:
         yield
@@ -43,7 +43,7 @@ def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """Return `CPU 3`, `CPUs 0-2, 4-7`, or `no CPU`."""
+    """Return the numbers of these CPUs as a text, such as `CPU 3`, `CPUs 0-2, 4-7` or `no CPU`."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):
         if ranges and cpu == ranges[-1][1] + 1:

@@ -1,7 +1,7 @@
 """Finds the CPUs, the package (socket) and the NUMA node of each physical core. This module runs in the watcher.
 
-This module reads files under /sys. In some containers and virtual machines these files are missing or invalid. A CPU without
-valid files counts as a separate core in package 0 and NUMA node 0, and no exception is raised.
+This module reads files under /sys. In some containers and virtual machines the files under /sys are missing or invalid. A
+CPU without valid files under /sys counts as a separate core in package 0 and NUMA node 0.
 """
 
 import os
@@ -15,7 +15,7 @@ WEAKER_CORES = ("cpu_atom", "cpu_lowpower")
 
 
 class Core(NamedTuple):
-    """A physical core, with the CPUs that this process may use."""
+    """A physical core, with those of its CPUs (hardware threads) that this process may use."""
 
     cpus: tuple[int, ...]
     """The numbers of the core's allowed CPUs (hardware threads), in ascending order."""
@@ -27,7 +27,7 @@ class Core(NamedTuple):
 
 
 def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
-    """Return the physical cores of these CPUs, sorted by package, NUMA node and number.
+    """Return the physical cores that have the CPUs in `allowed`, sorted by package, NUMA node and core number.
 
     Args:
         allowed: the CPUs that this process may use.
@@ -50,7 +50,10 @@ def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
 
 
 def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
-    """Return a key that only the CPUs of one physical core have in common. Cores are sorted by their keys."""
+    """Return a key that is the same for all CPUs of one physical core, and different for the CPUs of all other cores.
+
+    `read_cores` sorts the cores of each NUMA node by these keys.
+    """
     siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
     if cpu in siblings:
         return 0, min(siblings), 0
@@ -72,7 +75,10 @@ def _read_nodes(folder: str) -> dict[int, int]:
 
 
 def _read_cpu_list(file: str) -> set[int]:
-    """Return the numbers in a file with text such as "0-3,8". The set is empty if the file is missing or invalid."""
+    """Return the CPU numbers in a file that contains a text such as "0-3,8".
+
+    The returned set is empty if the file is missing or invalid.
+    """
     numbers: set[int] = set()
     with suppress(OSError, ValueError):
         with open(file, encoding="ascii") as text:

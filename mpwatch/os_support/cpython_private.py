@@ -1,36 +1,36 @@
 """Names of CPython's private API that mpwatch uses.
 
-The comments say what each name is for, and what breaks without that name. CPython 3.11 to 3.15 has all these names. This
-module runs in the watcher and in the ranks.
+The comments in this module say what mpwatch uses each name for, and what breaks if a version of CPython does not have the
+name. CPython 3.11 to 3.15 has all names that this module lists. This module runs in the watcher and in the ranks.
 
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
-- `multiprocessing.Process._Popen` starts the process. Without this method, `Process.start` would start an ordinary spawned
-  process, which shares the Unix process group and the environment of its parent.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without this method, `Process.start` would also
-  start an ordinary spawned process.
-- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without this method, a signal
-  would reach only the rank itself, and not the processes that the rank has started.
+- `multiprocessing.Process._Popen` starts the process. Without the method `_Popen`, `Process.start` would start an ordinary
+  spawned process, which shares the Unix process group and the environment of its parent.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without the method `_launch`, `Process.start`
+  would start an ordinary spawned process.
+- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without the method
+  `_send_signal`, a signal would reach only the rank itself, and not the processes that the rank has started.
 
 watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
-`context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these names
-is missing, no rank can be started.
+`context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these
+undocumented names is missing, mpwatch cannot start a rank.
 
 mpwatch/wire uses these details of CPython directly:
 
-- launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method in the child. Without this
-  attribute, a rank and the calling program may have different default start methods.
-- pickling/call_payload.py passes an object to `context.set_spawning_popen`. multiprocessing pickles a descriptor as
-  `popen.DupFd(popen.duplicate_for_child(fd))`. If these names are missing, no lock, queue or connection can be sent to a
-  rank.
-- pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. Without this
-  deletion, a traceback of code that comes from a string would quote the `-c` command that has started the rank.
-- exceptions/source_lines.py reads and writes `linecache.cache`. Without this name, a traceback does not quote code that is
-  in no file, such as a notebook cell.
-- `co_positions()` has one entry for each instruction of two bytes, so exceptions/tracebacks.py uses the entry
-  `tb_lasti // 2`. If CPython changes this, tracebacks of ranks have no carets or wrong carets. The code in
-  exceptions/tracebacks.py also relies on the fact that compiled module code begins at the first line. If CPython changes
-  this, the line numbers of tracebacks are wrong.
+- launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method of multiprocessing in the
+  rank. Without the attribute `_start_method`, a rank and the calling program may have different default start methods.
+- pickling/call_payload.py passes an object to `context.set_spawning_popen`, and multiprocessing calls `duplicate_for_child`
+  and `DupFd` of this object to pickle a descriptor. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
+  lock, queue or connection can be sent to a rank.
+- From Python 3.14 on, pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, because a traceback of
+  code that comes from a string would otherwise quote the `-c` command that has started the rank.
+- exceptions/source_lines.py reads and writes `linecache.cache`. Without `linecache.cache`, a traceback does not quote code
+  that is in no file, such as a notebook cell.
+- `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
+  If `co_positions()` has another number of entries in a new CPython, tracebacks of ranks have no carets or wrong carets. The
+  code in exceptions/tracebacks.py also relies on the fact that compiled module code begins at line 1. If compiled module
+  code begins at another line in a new CPython, the line numbers of tracebacks are wrong.
 """
 
 from __future__ import annotations
@@ -78,23 +78,23 @@ def is_importing_main() -> bool:
 
 
 def get_logging_setup() -> dict[str, Any]:
-    """Return the settings of multiprocessing's logger that spawn passes to a child process."""
+    """Return the settings of multiprocessing's logger, which the start method "spawn" passes to a child process."""
     # Without these names `multiprocessing.log_to_stderr()` has no effect in ranks.
     level = {} if mp_util._logger is None else {"log_level": mp_util._logger.getEffectiveLevel()}
     return {"log_to_stderr": mp_util._log_to_stderr, **level}
 
 
 def get_popen(child: BaseProcess) -> Any:
-    """Return the Popen object that `start` has made for a process."""
+    """Return the Popen object that `child.start()` has made for the process `child`."""
     # The watcher keeps this object, because the user may close any process in multiprocessing.active_children(). Without
     # this name, keep the object that `_Popen` returns.
     return vars(child)["_popen"]
 
 
 def forget_child(child: BaseProcess) -> None:
-    """Remove a process from multiprocessing.active_children().
+    """Remove a process from the children that `multiprocessing.active_children()` returns.
 
-    The end of the program then does not wait for this process.
+    After the removal, Python does not wait for this process when the program ends.
     """
     # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
     # active_children(), and the program waits at its end for a rank that cannot be killed.
@@ -126,7 +126,7 @@ def reap_later(child: subprocess.Popen[bytes]) -> None:
 
 
 def get_spawn_reducers() -> dict[type, Any]:
-    """Return a dict from types to the reducers that multiprocessing and torch have registered for spawned processes."""
+    """Return a dict from each type to the pickling function that multiprocessing or torch has registered for the type."""
     # Without this name, only `copyreg.dispatch_table` is used, and no connection, socket or shared tensor can be in a call.
     from multiprocessing.reduction import ForkingPickler
 
@@ -136,15 +136,15 @@ def get_spawn_reducers() -> dict[type, Any]:
 
 
 def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
-    """Return a finalizer that closes these descriptors when it is called, or when `owner` is garbage-collected."""
+    """Return a finalizer that closes the descriptors `fds` when it is called, or when `owner` is garbage-collected."""
     # multiprocessing's Popen.close() calls the finalizer. Without this name, use weakref.finalize.
     return mp_util.Finalize(owner, mp_util.close_fds, fds)
 
 
 def call_before_joining_threads(action: Callable[[], object]) -> None:
-    """Call `action` when the script has ended, before Python waits for the threads.
+    """Call `action` after the main thread has run the whole script, and before Python waits for the other threads.
 
-    Do nothing if Python already waits for the threads.
+    If Python already waits for the other threads, do nothing.
     """
     # Without this name, a program whose script has ended by Ctrl-C still waits for runs in other threads, until the next
     # Ctrl-C.
@@ -153,7 +153,7 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
 
 
 def exit_by_sigint() -> None:
-    """Make Python end by SIGINT when the program ends, as after a KeyboardInterrupt that no code has caught."""
+    """Make Python end itself with SIGINT at the end of the program, as after a KeyboardInterrupt that no code has caught."""
     # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
     # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
     with suppress(KeyboardInterrupt):

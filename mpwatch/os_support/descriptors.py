@@ -1,6 +1,7 @@
 """Functions for file descriptors of anonymous files, pipes, sockets and the standard streams, and for memory mappings.
 
-This module runs in the watcher and in the ranks. Modules that only a few functions need are imported in these functions.
+This module runs in the watcher and in the ranks. If only a few functions need a module, these functions import it when they
+are called.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module do
 def open_anonymous_file(name: str) -> FileIO:
     """Create an empty file that has no name in any folder. The kernel deletes the file when its last descriptor is closed.
 
-    If the system supports memfds, the file is a memfd. The size limit of /dev/shm does not apply to memfds. Raises OSError.
+    If the system supports memfds, the new file is a memfd. The size limit of /dev/shm does not apply to memfds. Raises
+    OSError.
     """
     if hasattr(os, "memfd_create"):
         # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
@@ -47,10 +49,10 @@ def open_anonymous_file(name: str) -> FileIO:
 
 
 def seal(fd: int) -> None:
-    """Prevent all processes from shortening this anonymous file.
+    """Prevent all processes from making this anonymous file shorter.
 
-    If a process shortened the file, SIGBUS would kill each process that reads the missing part through a mapping. Raises
-    OSError, for example if `fd` does not belong to an anonymous file. If the system cannot seal files, do nothing.
+    If a process made the file shorter, SIGBUS would kill each process that reads the missing part through a memory mapping.
+    Raises OSError, for example if `fd` does not belong to an anonymous file. If the system cannot seal files, do nothing.
     """
     import fcntl
 
@@ -59,10 +61,10 @@ def seal(fd: int) -> None:
 
 
 def is_used_elsewhere(fd: int) -> bool:
-    """Return whether the file is also open or mapped elsewhere, in any process. If this is unknown, return True.
+    """Return whether the file of `fd` is also open or mapped elsewhere, in this process or in another process.
 
-    The kernel checks all processes of the machine, even those of other users and in other containers. The descriptor must be
-    read-only.
+    Return True also if this function cannot find out whether the file is used elsewhere. The result covers all processes of
+    the machine, even processes of other users and processes in other containers. `fd` must be a read-only descriptor.
     """
     if sys.platform != "linux":
         return True
@@ -118,7 +120,10 @@ def _libc() -> Any:
 
 
 def read_pipe_size(fd: int) -> int:
-    """Return how many bytes this pipe can hold (Linux). Return 0 if `fd` is no pipe, or if the size is unknown."""
+    """Return how many bytes this pipe can hold (Linux).
+
+    Return 0 if `fd` is no pipe, or if the size of the pipe is unknown.
+    """
     import fcntl
 
     try:
@@ -128,9 +133,9 @@ def read_pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Grow a pipe to `size` bytes, if the user's limits allow it. Return how many bytes the pipe can hold now.
+    """Make room for `size` bytes in a pipe, if the kernel's limits for this user allow this size.
 
-    Return 0 if the size is unknown. Raises OSError.
+    Return how many bytes the pipe can hold after the call, or 0 if this number is unknown. Raises OSError.
     """
     import fcntl
 
@@ -159,7 +164,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
-    """Receive bytes and at most about `max_fds` descriptors. Raises OSError.
+    """Receive at most `size` bytes, and about `max_fds` descriptors or fewer, from a socket. Raises OSError.
 
     Return the bytes, the descriptors, and whether descriptors were lost because this process reached its limit of open
     files.
@@ -168,7 +173,7 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
 
 
 def split_received(received: Received) -> tuple[bytes, list[int], bool]:
-    """Convert the result of `socket.recvmsg` to the result of `receive_with_fds`."""
+    """Convert what `socket.recvmsg` returns into what `receive_with_fds` returns."""
     data, ancillary, flags, _ = received
     fds: list[int] = []
     for level, kind, numbers in ancillary:
@@ -178,9 +183,10 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 
 
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
-    """Make the kernel close a TCP connection if the other end has not answered for this number of seconds (at least 1).
+    """Make the kernel close a TCP connection if the other side has not answered for this number of seconds (at least 1).
 
-    If the system has no TCP_USER_TIMEOUT, a connection that has unacknowledged data is closed later. Raises OSError.
+    On a system without TCP_USER_TIMEOUT, the kernel closes the connection later if the other side has not acknowledged all
+    data. Raises OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)
@@ -198,10 +204,10 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """If descriptor 0, 1 or 2 is closed, open /dev/null with the same number.
+    """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor until the end of the `with` block.
 
-    Otherwise the next file that the program opens would get the number 0, 1 or 2, and a child process would use this file as
-    a standard stream.
+    If the number 0, 1 or 2 were free, the next file that the program opens would get this number, and a child process would
+    use the file as a standard stream.
     """
     made = []
     try:
@@ -224,10 +230,10 @@ def _is_open(fd: int) -> bool:
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:
-    """Make C's stdout line-buffered, if the C library exports `stdout`. Return a function that flushes this stream at once.
+    """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream at once.
 
-    The returned function flushes only this stream. Flushing all streams could block, because a thread that waits for input
-    holds the lock of its stream.
+    If the C library does not export `stdout`, the returned function does nothing. The returned function flushes no other
+    stream, because it would have to wait for the lock of a stream from which another thread is reading input.
     """
     try:
         import ctypes

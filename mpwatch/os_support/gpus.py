@@ -1,8 +1,9 @@
 """Finds the GPUs that this process is allowed to use. This module needs neither CUDA nor ROCm, and runs in the watcher.
 
-This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. So this module initialises
-no GPU and uses no GPU memory. A container often has the driver's files of all GPUs, but the device files of only some GPUs.
-A batch system can forbid the use of a device file. `os.access` finds out both.
+This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. This module initialises no
+GPU and uses no GPU memory. A container often has the driver's files of all GPUs of the machine, but the device files of only
+some of the GPUs. A batch system can forbid the use of a device file. This module checks with `os.access` whether a device
+file exists and whether this process may use it.
 """
 
 import os
@@ -24,9 +25,9 @@ class Gpu(NamedTuple):
 
 
 def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
-    """Return the NVIDIA GPUs in the order of their PCI addresses.
+    """Return the NVIDIA GPUs that this process may use, in the order of their PCI addresses.
 
-    A GPU without a folder in /proc/driver/nvidia/gpus comes last, and its fields are empty.
+    A GPU without a folder in /proc/driver/nvidia/gpus comes last in the list, and its UUID, model and NUMA node are unknown.
     """
     folder = os.path.join(root, "proc/driver/nvidia/gpus")
     gpus, described = [], set()
@@ -66,7 +67,7 @@ def list_amd_gpus(root: str = "/") -> list[Gpu]:
 def may_have_unlisted_gpus(root: str = "/") -> bool:
     """Return True if the machine possibly has GPUs that this module cannot list.
 
-    The Windows Subsystem for Linux can have such GPUs.
+    The Windows Subsystem for Linux can have GPUs that this module cannot list.
     """
     return os.path.exists(os.path.join(root, "dev/dxg"))
 
@@ -90,7 +91,10 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _read_fields(file: str, separator: str = ":") -> dict[str, str]:
-    """Read a file that has a name and a value on each line. Return these fields, or an empty dict if the file is missing."""
+    """Return a dict of the names and values in a file that has one name and one value on each line.
+
+    If the file is missing, return an empty dict.
+    """
     try:
         with open(file, encoding="utf-8", errors="replace") as text:
             pairs = [line.partition(separator) for line in text]

@@ -17,8 +17,8 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 def count_usable_cpus() -> int:
     """Return the number of CPUs that this process is allowed to use.
 
-    Two things limit this number: the CPU affinity of the process, and the CPU quota of its cgroup (v2), which is rounded up.
-    The number is at least 1.
+    The CPU affinity of the process and the CPU quota of its cgroup (v2, rounded up) both limit the number of CPUs. The
+    returned number is at least 1.
     """
     allowed = len(get_allowed_cpus())
     return max(1, min(allowed, read_cpu_quota() or allowed))
@@ -27,6 +27,6 @@ def count_usable_cpus() -> int:
 def may_have_gpus() -> bool:
     """Return False if the machine certainly has no GPU, and otherwise True.
 
-    If the machine has no GPU, the caller does not import torch, which would take a second.
+    The import of torch takes a second, so the caller avoids this import on a machine without a GPU.
     """
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)

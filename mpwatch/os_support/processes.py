@@ -27,7 +27,10 @@ class ProcessState:
 
 
 class ProcessUsage:
-    """The memory of one process in bytes, and the CPU seconds that it has used. Child processes are not included."""
+    """The memory of one process in bytes, and the CPU seconds that it has used.
+
+    The memory and the CPU time of child processes are not included.
+    """
 
     __slots__ = ("cpu_seconds", "memory")
 
@@ -37,7 +40,7 @@ class ProcessUsage:
 
 
 def read_process_state(pid: int) -> ProcessState | None:
-    """Read the state of a process. Return None if there is no /proc, or no such process."""
+    """Read the state of a process. Return None if there is no /proc, or if no process has this pid."""
     try:
         with FileIO(f"/proc/{pid}/status") as file:  # FileIO closes the descriptor if a signal handler raises now
             status = file.read(1 << 14)
@@ -48,7 +51,10 @@ def read_process_state(pid: int) -> ProcessState | None:
 
 
 def read_process_usage(pid: int) -> ProcessUsage | None:
-    """Read the usage of a process. Return None if there is no /proc, or no such process. A zombie uses no memory."""
+    """Return how much memory and CPU time a process uses. For a zombie, the memory is 0.
+
+    Return None if there is no /proc, or if no process has this pid.
+    """
     try:
         with FileIO(f"/proc/{pid}/stat") as file:
             fields = file.read(1 << 12).rpartition(b")")[2].split()  # from the third field on, as the second may be any text
@@ -61,7 +67,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
     """Return whether `fd` in process `pid` refers to the same file or pipe as this process's descriptor `of`.
 
-    Return False if this is unknown.
+    Return False also if this function cannot find out the answer, for example because there is no /proc.
     """
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
@@ -73,8 +79,8 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
 
-    Also return None if other code has reaped the child or SIGCHLD is ignored. Another process can already have the pid of a
-    reaped child.
+    Return None also if other code has reaped the child or SIGCHLD is ignored. If the kernel has already given the pid of a
+    reaped child to a new process, the descriptor belongs to the new process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -87,10 +93,11 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
-    """Return the exit code of a child that has ended, or None while it runs. The child stays a zombie.
+    """Return the exit code of a child that has ended, or None while the child still runs.
 
-    If a signal has ended the child, the exit code is the signal's number with a minus sign. If other code has reaped the
-    child or SIGCHLD is ignored, the exit code is lost, and this function raises ChildProcessError.
+    If the system has waitid, this function does not reap the child, which stays a zombie. If a signal has ended the child,
+    the exit code is the signal's number with a minus sign. If other code has reaped the child or SIGCHLD is ignored, the
+    exit code is lost, and this function raises ChildProcessError.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -113,12 +120,18 @@ def group_exists(pgid: int) -> bool:
 
 
 def group_members(pgid: int) -> list[int]:
-    """Find the pids of a Unix process group in /proc. If there is no /proc, return an empty list. Raises OSError."""
+    """Find the members of a Unix process group in /proc, and return their pids. If there is no /proc, return an empty list.
+
+    Raises OSError.
+    """
     return list_group_members([pgid])[pgid]
 
 
 def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
-    """Find the pids of several Unix process groups in /proc. Return a dict from each group to the list of its pids."""
+    """Find the members of several Unix process groups in /proc.
+
+    Return a dict from the id of each group to its members' pids.
+    """
     found: dict[int, list[int]] = {pgid: [] for pgid in pgids}
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():
@@ -130,9 +143,10 @@ def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
-    """Wait until the kernel has removed a thread. This happens some microseconds after `Thread.join` has returned.
+    """Wait until the kernel has removed a thread.
 
-    Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several threads.
+    The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python asks the
+    kernel for the number of threads when a program forks, and warns if there are several threads.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

@@ -43,7 +43,7 @@ def set_handler(number: int, handler: Any) -> None:
 
 
 def get_handler(number: int) -> Any:
-    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL.
+    """Return the handler of a signal, which is a function, or a number such as signal.SIG_DFL.
 
     Return None if C code has set the handler.
     """
@@ -51,9 +51,10 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from the given signals to their handlers. A signal is left out if its handler is not a Python function.
+    """Return a dict from the given signals to their handlers.
 
-    This function is fast because it avoids the module signal, which would convert each number to an enum and back.
+    The dict leaves out a signal whose handler is not a Python function. This function is fast because it does not use the
+    module `signal`, which would convert each number to an enum and back.
     """
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
@@ -61,8 +62,8 @@ def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
 def send_signal_to_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process.
 
-    With `os.kill`, the kernel would choose the thread. If a signal is already pending in the main thread, the kernel may
-    choose a different thread. If tgkill(2) cannot be called, this function uses `os.kill`. Raises OSError.
+    With `os.kill`, the kernel may send the signal to another thread, for example if a signal is already pending in the main
+    thread. If this program cannot call tgkill(2), `send_signal_to_main_thread` uses `os.kill`. Raises OSError.
     """
     libc, machine = _load_libc(), os.uname().machine
     if libc is None or machine not in TGKILL_NUMBERS:
@@ -90,11 +91,12 @@ def _load_libc() -> Any:
 
 
 def die_with_writer(pipe: int) -> None:
-    """Make the kernel kill the Unix process group of this process when the last writing end of `pipe` is closed (Linux).
+    """Make the kernel kill this process and its Unix process group when no process can write to `pipe` any more (Linux).
 
-    With PR_SET_PDEATHSIG, the kernel would send a signal when the thread that started this process ends. With this function,
-    the kernel sends the signal when the process that has the writing end has ended. This function also kills the whole
-    group, and needs no ctypes. If the system does not support this, do nothing.
+    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended. With
+    PR_SET_PDEATHSIG, the kernel would kill this process already when the thread that started it ends, even if the watcher
+    still runs. PR_SET_PDEATHSIG would also kill only this process and not its group, and needs ctypes. If the system cannot
+    send a signal for a pipe, do nothing.
     """
     import fcntl
     import select

@@ -74,19 +74,25 @@ class Collective:
 
     @property
     def title(self) -> str:
-        """The operation and its number, such as `all_reduce #3`."""
+        """The operation of the call and the number of the call, such as `all_reduce #3`."""
         return f"{self.name} #{self.sequence}"
 
     @property
     def group_title(self) -> str:
-        """The process group in words, such as `default group` or `group 1`. A long hexadecimal name is shortened."""
+        """The process group in words, such as `default group` or `group 1`.
+
+        A group name of 40 hexadecimal digits is cut after 8 digits.
+        """
         if self.group == DEFAULT_GROUP:
             return f"{DEFAULT_GROUP} group"
         return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else self.group}"
 
     @property
     def tensors(self) -> str:
-        """The tensors of the call, such as `float32[16]`. The text is empty if the call has no tensors."""
+        """The types and shapes of the call's tensors, such as `float32[16]`.
+
+        The text is empty if the call has no tensors.
+        """
         return format_tensors(self.input_dtypes, self.input_shapes) or format_tensors(self.output_dtypes, self.output_shapes)
 
 

@@ -1,7 +1,8 @@
 """The failure of one rank, and the text that says what happened to this rank.
 
-The functions make this text only when a caller needs it, and do no I/O. `summarize_exception` runs user code, because it
-calls the exception's `__str__`. The watcher thread calls only `format_exit`, which runs no user code.
+The functions of this module make a text only when a caller needs the text, and do no I/O. `summarize_exception` runs user
+code, because it calls the exception's `__str__`. The watcher thread calls no function of this module except `format_exit`,
+which runs no user code.
 """
 
 import signal
@@ -28,7 +29,7 @@ TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 
 
 class FailureKind(Enum):
-    """Why a rank has no result.
+    """The kinds of failures, which say why a rank has no result.
 
     Attributes:
         EXCEPTION: the function raised, or its return value could not be pickled, sent or unpickled.
@@ -58,7 +59,9 @@ class FailureKind(Enum):
 # multinode/protocol/failure_codec.py encodes all fields of this class.
 @dataclass(frozen=True, kw_only=True)
 class ProcessFailure:
-    """The failure of one rank. A rank that the watcher stopped has no failure.
+    """The failure of one rank.
+
+    A rank that the watcher stopped because another rank had failed has no ProcessFailure.
 
     Attributes:
         rank: number of the rank among all ranks of the run or the job, from 0.
@@ -116,7 +119,10 @@ class ProcessFailure:
         return format_failure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the data that pickle stores. The exception is encoded, because many exceptions cannot be pickled."""
+        """Return the data of this failure that pickle stores.
+
+        The exception is encoded, because many exceptions cannot be pickled.
+        """
         state = dict(self.__dict__)
         if self.exception is not None:
             encoder = ExceptionEncoder(self.exception)
@@ -130,7 +136,7 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return the failure, or a copy with a summary if the failure has none.
+    """Return this failure if it has a summary, or otherwise a copy of the failure with a summary.
 
     The added summary is the text that the report shows for the failure.
     """
@@ -143,7 +149,7 @@ def format_failure(failure: ProcessFailure) -> str:
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict of a report whose root cause is this failure."""
+    """Return the verdict (the first line) of a report whose root cause is this failure."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -154,7 +160,7 @@ def format_root_cause(root: ProcessFailure) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 3`, or `ranks 0-2, 4-7`."""
+    """Return the numbers of these ranks as a text, such as `rank 3` or `ranks 0-2, 4-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -166,7 +172,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_rank(failure: ProcessFailure) -> str:
-    """Return the name of the rank, such as `rank 3`. In a job of several nodes, the name includes the node.
+    """Return the name of the failed rank, such as `rank 3`. In a job of several nodes, the name includes the node.
 
     If the whole node was lost, the name leaves out the node, because the text of the failure names the node.
     """
@@ -179,7 +185,7 @@ def _name_node(failure: ProcessFailure) -> str:
 
 
 def describe_failure(failure: ProcessFailure) -> str:
-    """Return a phrase that says what happened to a rank. In the report, the phrase stands after the name of the rank."""
+    """Return a phrase that says what happened to a rank. In the report, this phrase follows the name of the rank."""
     if failure.kind is FailureKind.SIGNAL:
         return _describe_signal(failure.signal, failure.evidence)
     if failure.kind is FailureKind.OOM:

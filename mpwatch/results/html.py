@@ -1,6 +1,7 @@
-"""Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup. Runs in the caller's process.
+"""Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup.
 
-This module is pure, except that it reads the names of notebook cells from IPython.
+This module runs in the caller's process. This module does no I/O, except that it reads the names of notebook cells from
+IPython.
 """
 
 import re
@@ -76,8 +77,8 @@ def _make_title(result: RunData[Any]) -> str:
 def make_result_table(result: RunData[Any], picture: str = "") -> str:
     """Return the table of a result, as HTML.
 
-    After a success, the table has the values by rank. After a failure, the HTML has the verdict, the fates of the other
-    ranks, the failed attempts, and the traceback or stack of the root cause.
+    If the run succeeded, the table has the return values by rank. If the run failed, the HTML has the verdict, what happened
+    to the other ranks, the failed attempts, and the traceback or stack of the root cause.
 
     Args:
         result: the result.
@@ -144,5 +145,8 @@ def _name_cell(match: re.Match[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape a text for HTML. Surrogates become backslash escapes, because surrogates cannot be encoded."""
+    """Escape a text for HTML.
+
+    Surrogate characters become backslash escapes, because UTF-8 cannot encode these characters.
+    """
     return escape(text.encode(errors="backslashreplace").decode())

@@ -7,7 +7,7 @@ from mpwatch.results.failure import ProcessFailure, format_failure
 
 @dataclass(frozen=True, kw_only=True)
 class ItemFailure:
-    """An item of `mpwatch.map` for which there is no value.
+    """An item of `mpwatch.map` that failed, so that there is no value for this item.
 
     Attributes:
         index: position of the item among all items, from 0.
@@ -26,9 +26,9 @@ class ItemFailure:
 
     @property
     def exception(self) -> BaseException | None:
-        """The exception that the function raised for the item.
+        """The exception that the user's function raised for this item.
 
-        The property is None if the function raised no exception, or if the exception could not be sent.
+        The property is None if the function raised no exception, or if the exception could not be sent to the watcher.
         """
         return self.failure.exception
 

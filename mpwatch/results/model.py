@@ -1,7 +1,7 @@
 """The data of a run that has ended: states, failures, attempts, and the return values by rank.
 
-The watcher creates these objects in the caller's process. This module does no I/O. The modules that make text, HTML and
-traces import only these types. run_result.py imports those modules:
+The watcher creates the objects of this module in the caller's process. This module does no I/O. The modules that make text,
+HTML and traces import only these types. run_result.py imports those modules:
 
     places  <--  failure  <--  model
     model  <--  events.types  <--  events.chrome_trace  <--  run_result
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkerState(Enum):
-    """The state of a rank, a run or a WorkerGroup. torch.distributed.elastic uses the same names for its states.
+    """The state of a rank, a run or a WorkerGroup. The names of the states are the same as in torch.distributed.elastic.
 
     Attributes:
         UNKNOWN: the ranks are being started.
@@ -44,13 +44,13 @@ class WorkerState(Enum):
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks in this state run their function. This is true of HEALTHY and UNHEALTHY."""
+        """Whether ranks in this state run their function. `is_running` is True for HEALTHY and UNHEALTHY."""
         return self in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The last `mpwatch.report()` of a rank.
+    """What a rank passed to its last call of `mpwatch.report()`.
 
     Attributes:
         step: number of steps done. It is None if the rank has not reported it.
@@ -67,10 +67,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The time from one start of ranks until these ranks have ended.
+    """The time from a start of ranks to the end of the last of these ranks.
 
-    An attempt has all ranks, or one rank that starts alone. `str(attempt)` is a sentence such as "first start, 1.2 s: rank 3
-    was killed by SIGKILL".
+    An attempt contains all ranks, or only one rank if each rank is restarted alone. `str(attempt)` is a sentence such as
+    "first start, 1.2 s: rank 3 was killed by SIGKILL".
 
     Attributes:
         number: how often these ranks had been started before. It is 0 for the first attempt. In the ranks it is
@@ -177,5 +177,8 @@ class RunData(Generic[T]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted. A start after nodes have joined or left a job does not count."""
+        """How often ranks of this run were restarted.
+
+        A start after nodes have joined or left a job does not count as a restart.
+        """
         return sum(attempt.is_counted for attempt in self.attempts)

@@ -1,7 +1,8 @@
 """Makes the phrases of the report that say where in the code a rank was, or where the rank raised an exception.
 
-If possible, the place is a frame of user code. Code of mpwatch, the standard library and installed packages is no user code.
-If there is no user code, the place is a frame of an installed package other than torch, such as a trainer.
+If the stack contains a frame of user code, the place is this frame. Code of mpwatch, of the standard library and of
+installed packages does not count as user code. If the stack contains no user code, the place is a frame of an installed
+package other than torch, such as a trainer.
 """
 
 import os
@@ -36,12 +37,13 @@ ACTIVITIES_BY_FILE = {
 
 
 def format_location(stacks: str) -> str:
-    """Return a phrase that says where the first thread was, such as ` in all_reduce (train.py:88 in step: ...)`.
+    """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
-    rank was not in the user's function, the phrase says what the rank did:
-    ` while loading the call (model.py:3 in <module>: ...)`. If there is no frame of user code, the phrase contains no place:
-    ` while loading the call`. If there are no stacks, the phrase gives the reason, or is empty if the reason is unknown.
+    rank was not in the user's function, the phrase says what the rank did, such as
+    ` while loading the call (model.py:3 in <module>: ...)`. If the rank was not in the user's function, and its stack has no
+    frame of user code, the phrase contains no place, as in ` while loading the call`. If `stacks` contains no stack, the
+    phrase gives the reason, or is empty if the reason is unknown.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -72,7 +74,7 @@ def shorten_source(line: str) -> str:
 
 
 def _cut_comment(line: str) -> str:
-    """Return the line without the comment at its end. If the line alone is no valid Python, return it unchanged."""
+    """Return the line without the comment at its end. If the line alone is not valid Python, return the line unchanged."""
     if "#" not in line:
         return line
     import tokenize  # imported on use, since most ranks and callers do not need it
@@ -103,16 +105,20 @@ def format_raise_location(error: BaseException) -> str:
 
 
 def format_place(path: str, line: int | None, function: str) -> str:
-    """Return a place such as `train.py:88 in step`. If the file is a notebook cell, use IPython's name for the cell."""
+    """Return a place such as `train.py:88 in step`.
+
+    If the file is a notebook cell, the text has IPython's name for the cell.
+    """
     return f"{_format_file_name(path)}:{line} in {function}"
 
 
 def find_user_frame(files: Iterable[str]) -> int:
     """Return the index of the innermost frame of user code.
 
-    `files` begins with the file of the innermost frame. The function prefers real files to names such as `<string>`, which
-    is the file name of a dataclass's generated methods. If there is no user code, the function returns the index of the
-    innermost frame of an installed package other than torch. If there is no such frame either, the function returns 0.
+    `files` contains the file of each frame, and begins with the innermost frame. A frame in a real file has priority over a
+    frame in a file such as `<string>`, which is the file name of a dataclass's generated methods. If no frame belongs to
+    user code, the function returns the index of the innermost frame of an installed package other than torch. If all frames
+    belong to torch, mpwatch or the standard library, the function returns 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]
@@ -122,12 +128,12 @@ def find_user_frame(files: Iterable[str]) -> int:
 
 
 def is_of_library(file: str) -> bool:
-    """Whether a file belongs to mpwatch, the standard library or an installed package, and so is not user code."""
+    """Return whether a file belongs to mpwatch, the standard library or an installed package, and so is not user code."""
     return file.startswith(LIBRARIES) or "/site-packages/" in file
 
 
 def _is_of_other_package(file: str) -> bool:
-    """Whether a file belongs to an installed package other than torch and mpwatch."""
+    """Return whether a file belongs to an installed package other than torch and mpwatch."""
     name = next((file.partition(part)[2] for part in PACKAGES_PARTS if part in file), "torch/")
     return not (name.startswith("torch/") or file.startswith(PACKAGE_FOLDER))
 

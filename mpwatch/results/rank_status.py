@@ -1,6 +1,6 @@
 """The status of a rank at one moment, for the live view. Frozen data, without I/O.
 
-Times are seconds of CLOCK_MONOTONIC.
+All times in this module are seconds of CLOCK_MONOTONIC.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from mpwatch.results.model import WorkerState
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The last `mpwatch.report()` of a rank."""
+    """What a rank passed to its last call of `mpwatch.report()`."""
 
     at: float
     """The time at which the rank called `mpwatch.report()`."""

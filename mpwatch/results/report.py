@@ -1,8 +1,9 @@
-"""Make the text of reports, with the verdict, the other ranks and the attempts.
+"""Makes the report of a run: a text with the verdict, what happened to the other ranks, and the attempts.
 
-`format_report` is the entry point. The functions make each text from the data of model.py, and only when a caller needs the
-text. No function does I/O. The functions run in the caller's thread. failure.py says what happened to one rank, and
-places.py says where the rank was.
+Read the function `format_report` first, because it makes the whole report. The functions of this module make each text from
+the data of model.py, and only when a caller needs the text. The functions do no I/O, and run in the caller's thread. The
+module failure.py makes the text about the failure of one rank, and places.py makes the text about the place of the rank in
+its code.
 
 A report looks like this:
 
@@ -62,7 +63,10 @@ NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
 def format_report(result: RunData[Any]) -> str:
-    """Return the whole report. The verdict is the first line. Details, other ranks and attempts follow."""
+    """Return the whole report. The verdict is the first line of the report.
+
+    The next lines describe the root cause, the other ranks, the restarts and the failed attempts.
+    """
     groups = [f"  {line}" for line in format_fates(result)]
     if result.root_cause is None and (steps := format_last_steps(result.progress)):
         groups.append(f"  last reports: {steps}")
@@ -90,17 +94,17 @@ def format_restarts(result: RunData[Any]) -> str:
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return `1 rank` or `3 ranks`."""
+    """Return the count and the noun as a text, such as `1 rank` or `3 ranks`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_times(count: int) -> str:
-    """Return `once` or `3 times`."""
+    """Return how often something happened as a text, such as `once` or `3 times`."""
     return "once" if count == 1 else f"{count} times"
 
 
 def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
-    """Return the attempts that a report lists. The list is empty for a run without restarts."""
+    """Return the attempts that a report lists. The returned list is empty for a run without restarts."""
     was_restarted = any(attempt.number for attempt in result.attempts)
     return [attempt for attempt in result.attempts if was_restarted and _is_worth_reporting(attempt, result)]
 
@@ -108,22 +112,23 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
     """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
 
-    The report also lists an attempt of all ranks that has a reason, such as a timeout. If each rank is restarted alone, one
-    timeout or signal ends many attempts. The report mentions this timeout or signal only once, for the whole run.
+    The report also lists an attempt of all ranks that a timeout or a signal ended. If each rank is restarted alone, one
+    timeout or signal ends many attempts, so the report mentions the timeout or signal only once, for the whole run.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
 
 
 def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
-    """For each attempt, return a line that says what failed first."""
+    """For each attempt, return a line that says which rank failed first, or what else ended the attempt."""
     return [f"    {which}: {what}" if which else f"    {what}" for which, what in make_attempt_rows(attempts)]
 
 
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
     """Return the name and the verdict of each attempt.
 
-    If there are too many attempts, return the first and the last ones, and one row that counts the others.
+    If there are more than ATTEMPT_LINES attempts, return the first and the last attempts, and a row that counts the other
+    attempts.
     """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
@@ -135,7 +140,7 @@ def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
 def format_verdict(result: RunData[Any] | Attempt) -> str:
     """Return a line that says which rank failed first and why, or what else ended the run or the attempt.
 
-    With `keep_going`, the line also counts the failed ranks.
+    If the run has `keep_going=True`, the line also says how many ranks failed.
     """
     verdict = result.reason if result.root_cause is None else format_root_cause(result.root_cause)
     if isinstance(result, RunData) and result.keep_going and result.failures:
@@ -144,12 +149,13 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 
 
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
-    """Group all ranks except the root cause by what happened to them. Return a dict from texts to lists of ranks.
+    """Group all ranks by what happened to them, and leave out the rank that is the root cause.
 
-    Ranks that failed come first. If the texts of ranks differ only in the port of a peer or in the seconds of silence, these
-    ranks are one group. Such a group has the text of its first rank. Each text is a phrase that can stand after the names of
-    the ranks. If the root cause is the loss of a node, all ranks of that node are left out, because the verdict names these
-    ranks.
+    Return a dict from each text to the list of ranks that the text describes. The texts of ranks whose failure is not the
+    consequence of another failure come first in the dict. If the texts of several ranks differ only in the port of a peer or
+    in the seconds of silence, these ranks form one group, which has the text of the first rank. Each text in the dict is a
+    phrase that can follow the names of the ranks. If the root cause is the loss of a node, all ranks of that node are left
+    out, because the verdict names these ranks.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -166,9 +172,9 @@ def _use_plural(fate: str) -> str:
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
-    """Return a line for each group of ranks with the same fate.
+    """Return a line for each group of `group_fates`, with the ranks of the group and what happened to them.
 
-    If there are too many groups, the last line counts the others.
+    If there are more than FATE_LINES groups, the last line counts the groups that have no line.
     """
     groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
@@ -180,8 +186,8 @@ def format_fates(result: RunData[Any]) -> list[str]:
 def format_last_steps(progress: Mapping[int, Progress]) -> str:
     """Return the last reported steps of the ranks, such as `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
 
-    Ranks that have reported no step are left out. If there are more than STEP_GROUPS different steps, the text has only the
-    lowest and the highest step.
+    The text leaves out ranks that have reported no step. If there are more than STEP_GROUPS different steps, the text has
+    only the lowest and the highest step.
     """
     ranks_by_step: dict[tuple[int, int | None], list[int]] = {}
     for rank, report in progress.items():
@@ -201,7 +207,7 @@ def _get_fate_order(result: RunData[Any], item: tuple[int, WorkerState]) -> tupl
 
 
 def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:
-    """Return a sentence that says that the timeout expired.
+    """Return a sentence that says that the timeout of the run expired.
 
     Args:
         timeout: seconds.
@@ -223,10 +229,10 @@ def format_signal(number: int) -> str:
 
 
 def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
-    """Return a phrase for a silent rank, with its last reported step and the time since its last heartbeat.
+    """Return a phrase that says how long a rank has sent no heartbeat, and which step the rank has reported last.
 
-    If `heartbeat_timeout` is None, the phrase is short, such as `silent for 5.1 s at step 30 of 100`. Such a phrase is a
-    part of the phrase for a victim.
+    If `heartbeat_timeout` is None, the phrase is short, such as `silent for 5.1 s at step 30 of 100`. The caller passes None
+    if the rank's failure is the consequence of another failure.
     """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f" at step {progress.step}"
@@ -242,12 +248,12 @@ def format_stopped_by_caller() -> str:
 
 
 def format_stop_request() -> str:
-    """Return a sentence that says that a stop was requested while there were no ranks."""
+    """Return a sentence that says that a stop was requested while no rank was running."""
     return "the run was stopped: a stop was requested"
 
 
 def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[int]) -> str:
-    """Return a sentence that says that ranks did not return in time after a stop was requested.
+    """Return a sentence that says that ranks did not return within `stop_timeout` after a stop was requested.
 
     Args:
         stop_timeout: seconds.
@@ -259,7 +265,7 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
 
 
 def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
-    """Return the warning that ranks have not returned in time after a stop was requested.
+    """Return the warning that ranks have not returned within `stop_timeout` after a stop was requested.
 
     Args:
         stop_timeout: seconds.
@@ -283,7 +289,7 @@ def format_end_of_program() -> str:
 
 
 def format_loss_in_other_call(ranks: Iterable[int]) -> str:
-    """Return a sentence that says that ranks of another call of the WorkerGroup ended, or were stopped."""
+    """Return a sentence that says that a call was stopped because ranks of another call of the WorkerGroup were lost."""
     return f"the call was stopped together with {format_ranks(ranks)}, which it had not called: all ranks restart together"
 
 
@@ -293,12 +299,12 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that names the out-of-memory killer as the likely cause of a death, and gives the evidence."""
+    """Return a phrase that names the out-of-memory killer as the likely cause of a process's end, and gives the evidence."""
     return f"likely the out-of-memory killer: {clue}"
 
 
 def format_unloadable_value(kind: str, error: BaseException) -> str:
-    """Return a sentence that says that `error` was raised when the caller rebuilt a return value of the type `kind`."""
+    """Return a sentence that says that the caller could not unpickle a return value of type `kind`, because of `error`."""
     function = _name_first_user_function(error)
     summary = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
     why = f"{function} raised {summary}" if function else summary
@@ -306,9 +312,9 @@ def format_unloadable_value(kind: str, error: BaseException) -> str:
 
 
 def _name_first_user_function(error: BaseException) -> str:
-    """Return the function that pickle called, such as `train.Model.__setstate__`.
+    """Return the name of the function of user code that pickle called, such as `train.Model.__setstate__`.
 
-    The text is empty if pickle itself raised the exception.
+    The returned name is empty if pickle itself raised the exception.
     """
     for frame, _ in walk_tb(get_builtin_attribute(error, "__traceback__")):
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code

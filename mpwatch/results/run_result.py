@@ -1,7 +1,7 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is in
-a separate class, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
+The data of a result is in a separate class, `RunData` in model.py, because report.py, html.py and the modules of events need
+this data, and RunResult imports these modules. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class RunResult(RunData[T]):
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline of the run to a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-        Each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
+        In the timeline, each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
 
         Raises:
             OSError: the file cannot be written.
@@ -46,10 +46,10 @@ class RunResult(RunData[T]):
         write_chrome_trace(self.events, path)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write an HTML file that shows the result as a notebook does, but with more details.
+        """Write an HTML file that shows the result in the same way as a notebook, but with more details.
 
-        You can attach this file to a ticket. The file has the table, the timeline of the ranks, the traceback of the root
-        cause, the stacks of the other ranks and the whole report. The HTML file needs no other file, and no network.
+        The HTML file has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other
+        ranks and the whole report. You can attach the HTML file to a ticket, because it needs no other file and no network.
 
         Args:
             path: the path of the file. An existing file is replaced.
@@ -77,7 +77,7 @@ class RunResult(RunData[T]):
         return len(self.return_values)
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows."""
+        """Return the HTML that a notebook shows for this result."""
         from mpwatch.events.timeline_svg import draw_timelines
         from mpwatch.results.html import make_result_table
 

@@ -22,7 +22,7 @@ class StackFrame(NamedTuple):
 
 
 def parse_frames(stacks: str) -> Iterator[StackFrame]:
-    """Yield the frames of the first thread, innermost first."""
+    """Yield the frames of the first thread in `stacks`, beginning with the innermost frame."""
     lines = [*stacks.partition("\n\n")[0].splitlines(), ""]
     for line, following in pairwise(lines):
         if match := FRAME_LINE.match(line):

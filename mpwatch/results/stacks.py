@@ -1,6 +1,6 @@
 """The stacks of the ranks at one moment. Pure.
 
-If several ranks have the same stacks, the text shows these ranks as one group.
+If several ranks have the same stacks, `str(stacks)` shows these ranks as one group.
 """
 
 import re
@@ -16,10 +16,10 @@ OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the numb
 
 
 class Stacks(dict[int, str]):
-    """The stacks of all threads, by global rank, as in `RunResult.stacks`.
+    """A dict from each global rank to the stacks of the rank's threads, as in `RunResult.stacks`.
 
-    If a rank runs no function, or if its stacks did not come in time, its text is one line that gives this reason.
-    `print(stacks)` groups ranks that have the same stacks, and then shows the verdict.
+    If a rank runs no function, or if its stacks did not arrive in time, the dict has one line for the rank, which says why
+    there are no stacks. `print(stacks)` groups ranks that have the same stacks, and then shows the verdict.
 
     Attributes:
         collectives: the collective in which each rank waited, or otherwise its last collective, as in

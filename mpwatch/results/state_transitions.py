@@ -1,7 +1,8 @@
 """The legal transitions between the states of a group of ranks, as data. This module is pure.
 
-A run has one state, which describes all its ranks together. Each change of the state is a StateChanged event. torch's
-elastic agent uses the same names for its states. The diagram in ARCHITECTURE.md is made from this table.
+A run has one state, which describes all its ranks together. mpwatch reports each change of the state of a run as a
+StateChanged event. The names of the states are the same as in torch's elastic agent. The diagram of states in
+ARCHITECTURE.md is made from the table TRANSITIONS.
 """
 
 from collections.abc import Mapping
@@ -44,13 +45,16 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if this transition is not legal. An illegal transition is a bug in mpwatch."""
+    """Raise ValueError if the state `before` must not change to the state `after`.
+
+    An illegal transition is a bug in mpwatch.
+    """
     if after not in TRANSITIONS[before]:
         raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
 
 
 def draw_diagram() -> str:
-    """Return the table as a Mermaid state diagram, which GitHub can show."""
+    """Return the table of transitions as a Mermaid state diagram, which GitHub can show."""
     changes = [(before, after, why) for before, afters in TRANSITIONS.items() for after, why in afters.items()]
     arrows = [f"    {before.name} --> {after.name}: {why}" for before, after, why in changes]
     ends = [f"    {end.name} --> [*]" for end in ENDS]

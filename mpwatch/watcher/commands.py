@@ -19,8 +19,8 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits for its own WakeupPipe, and then reads the queues and the fields. A field is written either by the watcher
-thread or by the caller's threads, never by both.
+Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. Either
+the watcher thread or the caller's threads write a field of a command, never both.
 """
 
 import os
@@ -68,7 +68,7 @@ class StartLostRanks:
 
 @dataclass(frozen=True, eq=False)
 class StopAfter:
-    """Make the ranks stop at their first step after `step`. The nodes of a job have agreed on this step."""
+    """Make the ranks stop at their first step after `step`. The nodes of a job have agreed on the value of `step`."""
 
     step: int | None
     """It is None if no rank has passed a step. Then the ranks stop at their next call of `should_stop`."""
@@ -86,7 +86,7 @@ class StatusRequest:
 
 @dataclass(eq=False)
 class StacksRequest:
-    """Request the current stacks of every rank. The ranks continue to run."""
+    """Request the current stacks of every rank. This request does not stop the ranks."""
 
     stacks: Stacks | None = None
     """It is None until the watcher thread has answered. No answer comes if the run ends first."""
@@ -127,9 +127,10 @@ def _make_locked() -> threading.Lock:
 
 @dataclass(eq=False)
 class Suspend:
-    """Suspend all ranks, and continue them when the program is continued. See suspension.py.
+    """Suspend all ranks, and continue the ranks when the program continues. See suspension.py.
 
-    A signal handler creates and posts this command. So the command uses plain locks, whose methods are C code.
+    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because a
+    second signal handler can interrupt the Python code of an Event.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -142,7 +143,10 @@ class Suspend:
 
 @dataclass(eq=False)
 class DelayedAction:
-    """Call `action` in the watcher thread at the time `due_at` or later. The action runs no user code and does not block."""
+    """Call `action` in the watcher thread at the time `due_at` or later.
+
+    `action` must run no user code, and must not block.
+    """
 
     due_at: float
     """In seconds of CLOCK_MONOTONIC."""
@@ -195,7 +199,7 @@ class CommandQueue:
 
         The pipe belongs to `user` until `release_caller_wakeup` is called or `user` is deleted.
 
-        Raises LaunchError if a new pipe is needed but no descriptor is left.
+        Raises LaunchError if a new pipe is needed but this process has reached its limit of open files.
         """
         with self._wakeups_lock:
             pipe = next((pipe for pipe, get_user in self._caller_wakeups if get_user() is None), None)
@@ -235,7 +239,10 @@ class CommandQueue:
         self.wake_callers()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
-        """Return the failed attempts that `request_decision` has passed on. The caller's thread calls this method."""
+        """Return the failed attempts for which `request_decision` has asked for a decision.
+
+        The caller's thread calls this method.
+        """
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
@@ -244,11 +251,14 @@ class CommandQueue:
         self.wake_callers()
 
     def has_debugger_sockets(self) -> bool:
-        """Return whether there are sockets for `take_debugger_sockets`."""
+        """Return whether `take_debugger_sockets` would return any socket."""
         return bool(self._debugger_sockets)
 
     def take_debugger_sockets(self) -> list[DebuggerSocket]:
-        """Return the sockets that have come since the last call of this method. The caller's thread calls this method."""
+        """Return the debugger sockets that were offered since the last call of this method.
+
+        The caller's thread calls this method.
+        """
         return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
 
     def close(self) -> None:
@@ -258,4 +268,7 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None. A wake-up pipe that no thread uses has this function instead of a reference to its user."""
+    """Return None.
+
+    If a wake-up pipe has no user, the CommandQueue stores the function `_no_user` in place of a weak reference to the user.
+    """

@@ -4,8 +4,9 @@
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 
-The rank runs pdb. worker/debugger.py lists the messages between the rank and the console. The console itself handles three
-commands: `ranks`, `rank N` and `all COMMAND`. The console passes all other lines to the rank.
+The debugger pdb runs in the rank. The docstring of worker/debugger.py lists the messages between the rank and the console.
+The console itself handles three commands: `ranks`, `rank N` and `all COMMAND`. The console passes all other lines to the
+rank.
 
 While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
 captured output of the ranks, and shows this output before the next prompt.
@@ -77,7 +78,7 @@ class RankSession:
         self._completions: list[list[str]] = []  # the answers to `complete`
 
     def receive(self) -> None:
-        """Read the messages that have come. Raises EOFError or OSError if the rank has ended."""
+        """Read the messages that have arrived from the rank. Raises EOFError or OSError if the rank has ended."""
         while self.connection.poll():
             kind, *values = self.connection.recv()
             if kind == "output":
@@ -97,7 +98,7 @@ class RankSession:
                 self.wants_to_quit = True
 
     def take_output(self) -> str:
-        """Return the output that has not been shown yet, and remove this output from the session."""
+        """Return the output of pdb that has not been shown yet, and remove this output from the session."""
         output, self.output = self.output, ""
         return output
 
@@ -109,7 +110,7 @@ class RankSession:
             self.connection.send(message)
 
     def complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        """Ask the rank for completions of a word."""
+        """Ask the rank how the word `text` can be completed, and return the possible words."""
         self._completions.clear()
         deadline = time.monotonic() + COMPLETION_SECONDS
         try:
@@ -142,7 +143,10 @@ class DebuggerConsole:
 
     @property
     def connections(self) -> list[Connection]:
-        """The sockets to wait for. `serve` reads the messages from these sockets."""
+        """The sockets of all sessions, on which the caller's thread waits for messages.
+
+        The method `serve` reads the messages that arrive on the sockets.
+        """
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
@@ -229,8 +233,8 @@ class DebuggerConsole:
     def _choose(self) -> RankSession | None:
         """Return the session to show next, or None if no rank is at a prompt.
 
-        The current session has priority. If the rank of the current session is not at a prompt, the session of the lowest
-        rank comes next.
+        If the rank of the current session is at a prompt, return the current session. If the rank of the current session is
+        not at a prompt, return the session of the lowest rank that is at a prompt.
         """
         if self._has_quit:
             return None
@@ -240,7 +244,7 @@ class DebuggerConsole:
         return min(stopped, key=lambda session: session.rank, default=None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the sessions of ranks that are at a prompt. The prompts of inspectors do not count."""
+        """Return the sessions of ranks that are at a prompt, without the sessions of inspectors."""
         return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
@@ -259,7 +263,7 @@ class DebuggerConsole:
             self._wait_for_prompt(session)
 
     def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
-        """Wait until each of these ranks is at a prompt again or has ended. Wait for at most `seconds`."""
+        """Wait at most `seconds` until each of the expected ranks is at a prompt again or has ended."""
         deadline = time.monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
@@ -290,7 +294,7 @@ class DebuggerConsole:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _describe_running(self, rank: int) -> str:
-        """Return a text that says where this rank is.
+        """Return a text that says where in its code this rank is.
 
         Call this method only if the rank has neither a prompt nor an inspector.
         """
@@ -320,14 +324,20 @@ class DebuggerConsole:
             self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
     def _take_statuses(self) -> Sequence[RankStatus]:
-        """Return the status of each rank of this node. Return no status if the watcher thread does not answer in time."""
+        """Return the status of each rank of this node.
+
+        If the watcher thread does not answer in time, return an empty sequence.
+        """
         request = StatusRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
         return request.statuses or ()
 
     def _take_stacks(self) -> Stacks:
-        """Return the stacks of the ranks of this node. Return no stacks if the watcher thread does not answer in time."""
+        """Return the stacks of the ranks of this node.
+
+        If the watcher thread does not answer in time, return an empty dict.
+        """
         request = StacksRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
@@ -357,7 +367,7 @@ class DebuggerConsole:
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
-        """Suspend the time limits, the live view and the output until the last prompt is closed."""
+        """Suspend the time limits, the live view and the output of the run until the last prompt is closed."""
         with ExitStack() as stack:
             self._commands.post(SuspendLimits())
             stack.callback(self._commands.post, ResumeLimits())
@@ -380,7 +390,7 @@ class DebuggerConsole:
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show the output of all ranks, and then pdb's output in this session. Make this session the current one."""
+        """Show the output of all ranks, and then pdb's output in this session. Make `session` the current session."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:
