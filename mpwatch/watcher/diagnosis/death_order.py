@@ -1,4 +1,4 @@
-"""Estimates when a rank died. This module runs in the watcher thread. It does no I/O, but reads the clock.
+"""Estimates when a rank died. This module runs in the watcher thread, and does no I/O except reading the clock.
 
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
