@@ -5,8 +5,8 @@ only if the rules before it leave a tie:
 
 1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
 2. A rank's own failure has priority over a secondary failure, which only reports that a peer was lost or late
-   (peer_errors.py). The secondary failure may even be the earlier one, because a rank that is about to fail often closes its
-   connections before it fails.
+   (peer_errors.py). A secondary failure is often earlier than its cause, because a rank that is about to fail often closes
+   its connections before it fails.
 3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
    exception in the rank. For the time of a death, see death_order.py.
 
@@ -189,7 +189,7 @@ def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict |
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
     If the attempt was ended because of a verdict, the result is that verdict or a newer one with the same finding. The newer
-    verdict can name more ranks, because more ranks have reported their collectives.
+    verdict can name more ranks, because more ranks have reported their collectives in the meantime.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -288,9 +288,9 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    The verdict explains only secondary failures. A MISMATCH verdict also explains an abort, because gloo ends a rank by
-    abort() if a peer sends more bytes than the rank expects. A rank that is only late does not break a connection, so a late
-    rank is the cause only if other ranks have timed out.
+    The verdict explains secondary failures. A MISMATCH verdict also explains the abort of a rank, because gloo ends a rank
+    by abort() if a peer sends more bytes than the rank expects. A rank that is only late does not break a connection, so a
+    late rank is the cause only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False

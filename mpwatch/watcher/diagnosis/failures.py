@@ -167,7 +167,7 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     """Return True if the rank died by itself, or False if the watcher caused the death.
 
     If a rank dies while the watcher stops the ranks, return True only after a crash, or after a SIGKILL that the watcher did
-    not send. Return False after other signals, because some schedulers send the signal that stops the run also to the ranks.
+    not send. Return False after other signals, because some schedulers also send the ranks the signal that stops the run.
     """
     if is_before_stop(attempt, at):
         return True
