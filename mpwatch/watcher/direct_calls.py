@@ -13,9 +13,9 @@ Rules:
 1. While no call is running, the watcher thread offers idle ranks: the caller's threads may call these ranks directly. The
    watcher thread does not read the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread
    withdraws the offer.
-2. For each message that it sends or receives, the caller's thread must first take a right (pending_call.py). A single call
-   into C code takes the right, sends or receives the message, and records the message. The records of the messages are
-   always correct, because no exception interrupts a call into C code.
+2. For each message that it sends or receives, the caller's thread must first take a right, which only one thread can have
+   (pending_call.py). A single call into C code takes the right, sends or receives the message, and records the message. The
+   records of the messages are always correct, because no exception interrupts a call into C code.
 3. Before the watcher thread handles events, it takes all rights that are left, so that the caller's thread sends and
    receives nothing more. The watcher thread does not wait for the caller's thread, which may be running a slow signal
    handler. The watcher thread waits only for a call into C code that has already taken a right.

@@ -20,7 +20,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class EndSignals:
-    """Those of SIGTERM and SIGHUP that would end the program without an exception.
+    """Defers SIGTERM and SIGHUP, if these signals would end the program without an exception.
 
     Args:
         wake: ends the wait. It is called in a signal handler.

@@ -13,8 +13,8 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 
 Guarantees:
 
-- Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks may remain after `EventLoop.run`,
-  and are logged: a rank that SIGKILL does not end, and a dead rank that a debugger holds (process_pool.py).
+- When `EventLoop.run` ends, every rank is dead and reaped, except two kinds of ranks, which are logged: a rank that SIGKILL
+  does not end, and a dead rank that a debugger holds (process_pool.py).
 - The loop handles a rank's last message before the rank's death, because `_on_exit` first reads the rest of the rank's
   channel.
 - The loop waits for events in one place, `Selector.wait`. `Selector.wait` waits at most until the next deadline of a state
@@ -24,8 +24,8 @@ Guarantees:
   While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
   wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
-- The loop handles all events of a wake-up before it executes the first action. If a rank dies in this wake-up, the loop can
-  therefore not mistake the death for a consequence of an action.
+- The loop handles all events of a wake-up before it executes the first action, so that the loop does not mistake a death in
+  this wake-up for a consequence of the action.
 """
 
 import heapq
@@ -473,7 +473,7 @@ class EventLoop:
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
         """Read the collectives that a rank has sent.
 
-        If the rank is crashing, let the rank die when its collectives were read.
+        If the rank is crashing, let the rank die after the watcher has read its collectives.
         """
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
@@ -505,7 +505,10 @@ class EventLoop:
         return self._monitors[self._group_of(handle.observations.worker.rank)]
 
     def _request_collectives(self, group: RestartGroup) -> None:
-        """Ask the ranks of a group for their collectives, for the report. Ranks that have answered are not asked again."""
+        """Ask the ranks of a group for their collectives, for the report.
+
+        Ranks that have already reported their collectives are not asked again.
+        """
         for rank in group.setups:
             handle = self._pool.handles.get(rank)
             if handle is not None and handle.observations.died_at is None:
@@ -575,7 +578,7 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks. Before that, store stacks that the rank has already dumped for the report."""
+        """Ask a rank for its stacks, after storing the stacks that the rank has already dumped for the report."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -584,9 +587,9 @@ class EventLoop:
     def _wake_rank(self, handle: RankHandle, observed: RankObservations) -> None:
         """Interrupt the system call in which the main thread of a stopped rank waits, if the rank has not answered yet.
 
-        Python runs a signal handler only when the main thread leaves the system call. A signal does not interrupt the system
-        call if the signal came just before it, or if another thread received the signal. A request for stacks sends a second
-        signal, which interrupts the system call.
+        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt a system call
+        if the signal came just before the call, or if another thread received the signal. A request for stacks sends a
+        second signal, which interrupts the main thread's system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
         if is_same_call and observed.answer is None and observed.died_at is None:
@@ -654,7 +657,7 @@ class EventLoop:
         return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
 
     def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """Refuse a call of independent ranks, so that the caller first restarts those of its ranks that are lost."""
+        """Refuse a call of independent ranks, so that the caller first restarts the lost ranks."""
         if self._are_independent:
             call.ranks_to_restart = tuple(sorted(lost))
             self._commands.wake_callers()
@@ -833,7 +836,7 @@ class EventLoop:
     def _note_lost_ranks(self, group: RestartGroup) -> None:
         """Record which ranks have ended first.
 
-        The calls of other ranks end, too, and report the recorded ranks as the reason.
+        Calls of other ranks end, too, and report the ranks that ended first as the reason.
         """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]

@@ -16,7 +16,7 @@ During a run no handler raises an exception in the caller's thread:
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
-- When a signal comes that is not in this list, the program's own handler is called at once. If the program's own handler
+- When a signal comes that mpwatch does not use, the program's own handler is called at once. If the program's own handler
   raises an exception, the run is stopped as SIGTERM would stop it, and the exception is raised when the run is over.
 
 mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
@@ -62,7 +62,7 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class HostSignals:
     """Handles the signals of the calling program during one blocking call.
 
-    If an exception interrupts one of the methods, the method can be called again.
+    If an exception interrupts a method of this class, the method can be called again.
 
     Args:
         commands: the command queue to the watcher thread.
@@ -218,9 +218,9 @@ class HostSignals:
         self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
 
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
-        """Wait until a signal or the watcher thread wakes up this thread, but at most `seconds`. None means no limit.
+        """Wait until a signal or the watcher thread wakes up the caller's thread, but at most `seconds`.
 
-        The wait also ends if one of the connections in `others` can be read.
+        If `seconds` is None, there is no limit. The wait also ends if one of the connections in `others` can be read.
         """
         wait([self._caller_wakeup.fileno(), *others], seconds)
         self._forward_wakeups()
@@ -379,8 +379,8 @@ def _can_be_woken(fd: int) -> bool:
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
     """Return a dict of the signals that mpwatch must handle although the calling program has no handler for them.
 
-    The values are SIG_DFL or SIG_IGN. The dict has those of DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the
-    calling program. The dict also has SIGQUIT if the calling program ignores SIGQUIT.
+    The values of the dict are SIG_DFL or SIG_IGN. The dict has those of DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end
+    or stop the calling program. The dict also has SIGQUIT if the calling program ignores SIGQUIT.
 
     This function asks the kernel which signals are caught, because `signal.getsignal` also returns SIG_DFL for a signal that
     C code handles.

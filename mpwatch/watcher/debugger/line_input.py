@@ -137,7 +137,7 @@ class LineInput:
 
 
 def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
-    """When the rank's end of the socket is closed, send SIGURG to the main thread repeatedly until `stop` is readable."""
+    """When the rank's end of the socket is closed, send SIGURG to the main thread again and again until `read` ends."""
     poll = select.poll()
     poll.register(socket, 0)  # nothing but the end
     poll.register(stop, select.POLLIN)

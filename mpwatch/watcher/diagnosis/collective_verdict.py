@@ -11,16 +11,16 @@ call the same collective with the same number. Three things can be wrong:
   their calls was asynchronous.
 
 The verdict blames the ranks that are in the minority. If it is not certain which ranks are the minority, the verdict names
-all ranks that differ, and blames no rank.
+all ranks whose collectives differ, and blames no rank.
 
 torch's number of a rank can differ from mpwatch's number, because a program can make several torch worlds (default process
 groups), or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a
-world report the same number, there is no verdict on this world. There is also no verdict on process groups whose ranks are
+world report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are
 unknown.
 
 mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher's process
-would have to import torch. torch's comparison also assumes that the first rank is right, and reports reshaped tensors as a
-mismatch. A test compares the verdicts of mpwatch with the verdicts of torch.
+would have to import torch. torch's comparison also wrongly assumes that the first rank is right, and wrongly reports
+reshaped tensors as a mismatch. A test compares the verdicts of mpwatch with the verdicts of torch.
 """
 
 import math
@@ -148,7 +148,10 @@ def get_current_collective(answer: RankCollectives) -> Collective | None:
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
-    """Return the warning that ranks have waited `seconds` for other ranks. The warning says where the other ranks are."""
+    """Return a warning that says how long ranks have waited in a collective.
+
+    The warning also says where the late ranks are.
+    """
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
@@ -342,9 +345,9 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that says what each camp has called. A camp is a group of ranks that made the same call.
+    """Return a phrase that says what each camp has called, to follow the names of the first camp's ranks.
 
-    In the report, this phrase follows the numbers of the first camp's ranks.
+    A camp is a group of ranks that made the same call.
     """
     parts = []
     for camp in camps:
@@ -380,8 +383,8 @@ def _find_absent(
 ) -> list[CollectiveVerdict]:
     """Return the verdicts on collectives in which ranks wait for a rank that has not called the collective.
 
-    The list begins with verdicts on ranks that have returned. Verdicts on ranks that have not returned follow, with the
-    longest wait first. A verdict on ranks that wait for one another comes last.
+    The order of the verdicts is: verdicts on ranks that have returned, verdicts on other ranks (the longest wait first), and
+    at the end a verdict on ranks that wait for one another.
     """
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
@@ -409,7 +412,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return those collectives of `keys` whose ranks wait only for one another."""
+    """Return those collectives of `keys` whose waiting ranks wait only for one another."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]

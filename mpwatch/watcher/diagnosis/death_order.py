@@ -4,7 +4,8 @@ A rank puts a time stamp on its messages. A death has no time stamp: the watcher
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
 - A death is later than the time stamps of all messages that the watcher read before it noticed the death.
-- A death is earlier than the time stamps of the messages that the watcher read after the death in the same wake-up.
+- A death is earlier than the time stamps of the messages that the watcher read in the same wake-up after it had noticed the
+  death.
 
 An exception that a death has caused gets a later time than the death, even if the watcher wakes up late.
 
@@ -30,14 +31,14 @@ class DeathClock:
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
-        """Set the time of a rank's death to now, until `record_message` replaces this time with an earlier time."""
+        """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
         observed.died_at = time.monotonic()
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Change the times of the deaths in this wake-up so that they are earlier than this message.
+        """Change the times of the deaths in this wake-up so that they are earlier than the time of a message.
 
-        `stamp` is the time at which the rank sent this message.
+        `stamp` is the time at which the rank sent the message.
         """
         limit = stamp
         for earliest, observed in reversed(self._deaths):

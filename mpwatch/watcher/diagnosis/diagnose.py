@@ -161,7 +161,7 @@ def build_success(
     log_dir: str,
     elapsed: float,
 ) -> RunResult[Any] | None:
-    """Return the result of a call in which each rank has returned, or None if a value cannot be rebuilt.
+    """Return the result of a call in which each rank has returned, or None if a return value cannot be rebuilt.
 
     If this function returns None, call `diagnose` to build the result of the failed call.
 
@@ -188,7 +188,7 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If the attempt was ended because of a verdict, the result is that verdict or a newer one with the same finding. The newer
+    If a verdict was the reason to end the attempt, return this verdict, or a newer verdict with the same finding. A newer
     verdict can name more ranks, because more ranks have reported their collectives in the meantime.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
@@ -236,7 +236,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
     """Return a failure for each rank of this node that probably kept ranks on other nodes waiting.
 
-    A rank is probably the cause if it had not failed, and was not in a collective, when the watcher stopped it.
+    A rank probably kept other nodes waiting if it had not failed, and was not in a collective, when the watcher stopped it.
     """
     at = attempt.stopped_at
     if at is None:
@@ -288,9 +288,9 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    The verdict explains secondary failures. A MISMATCH verdict also explains the abort of a rank, because gloo ends a rank
-    by abort() if a peer sends more bytes than the rank expects. A rank that is only late does not break a connection, so a
-    late rank is the cause only if other ranks have timed out.
+    The verdict on the collectives explains secondary failures. A MISMATCH verdict also explains the abort of a rank, because
+    gloo ends a rank by abort() if a peer sends more bytes than the rank expects. A rank that is only late does not break a
+    connection, so a late rank is the cause of failures only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False

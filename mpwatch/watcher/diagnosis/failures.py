@@ -40,12 +40,12 @@ def is_crash(exit_code: int | None) -> bool:
 
 
 def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
-    """Return whether the time `at` is not later than the time at which the watcher began to stop the ranks."""
+    """Return whether `at` is a time before the watcher began to stop the ranks."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether the function of this rank returned in time.
+    """Return whether the function of this rank has returned, and its return value counts.
 
     If the function returned after the watcher began to stop the ranks, its return value does not count, because a signal may
     have ended the function. After a timeout, a return value counts only if the watcher received it before the watcher began

@@ -10,7 +10,7 @@ A rank that died of a SIGKILL that the watcher did not send is a *suspect*. Ther
    increments the counter before it kills a process. mpwatch uses the counter if it cannot read the kernel's log:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
      them.
-   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause.
+   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause of the deaths.
    - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
      likely cause.
 

@@ -16,7 +16,7 @@ from mpwatch.wire.exceptions import decoder
 
 
 class PeerErrorKind(Enum):
-    """The kinds of failures that a peer perhaps caused, from certain to vague."""
+    """The kinds of failures that a peer perhaps caused, with the most certain kinds first."""
 
     CONNECTION_LOST = auto()  # a connection to a peer broke
     PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang

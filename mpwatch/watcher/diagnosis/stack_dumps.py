@@ -5,8 +5,8 @@ it:
 
 - When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. A block with the head
   OTHER_THREADS_HEAD says that Python has left out stacks. If Python does not answer in time, faulthandler writes the stack
-  of the main thread. The pipe contains Python's text, faulthandler's text, or a mixture of both. The end of a text is
-  missing if the rank was too slow, or if the pipe was full.
+  of the main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of Python's
+  or faulthandler's text is missing if the rank was too slow, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME, unless the main thread
@@ -86,7 +86,7 @@ class StackDumpParser:
         return self._dump_start is not None and not self.is_complete()
 
     def is_unanswered(self, request: int) -> bool:
-        """Return whether the rank has written nothing since the request for stacks with this number, which counts from 1."""
+        """Return whether the rank has written nothing since the request for stacks number `request` (the first one is 1)."""
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
@@ -215,7 +215,7 @@ def add_source_lines(stacks: str, started_at: float) -> str:
 
 
 def _is_thread_of_mpwatch(block: str) -> bool:
-    """Whether this thread belongs to mpwatch, and runs no user code."""
+    """Return whether a thread belongs to mpwatch, and runs no user code."""
     frames = list(parse_frames(block)) if block.startswith("Thread ") else []
     target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
     is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)

@@ -31,7 +31,7 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks for which the other ranks wait, or an empty set if these ranks are not certain."""
+    """Return the ranks for which the other ranks wait, or an empty set if it is not certain which ranks these are."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -44,7 +44,7 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks to blame for the silence of ranks, or an empty set if the ranks to blame are not certain.
+    """Return the ranks to blame for the silence of ranks, or an empty set if it is not certain which ranks are to blame.
 
     This function blames a rank that sends heartbeats only if no silent rank is to blame, and all silent ranks wait in the
     same collective.

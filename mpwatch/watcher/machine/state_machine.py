@@ -129,7 +129,7 @@ class StateMachine:
 
     @property
     def _lease_deadline(self) -> float:
-        """When the lease requires that the ranks are stopped or killed. The time is infinite while there are no ranks."""
+        """The time at which the lease requires the watcher to stop or kill the ranks, or infinity if there are no ranks."""
         if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf
         return self._lease.stop_at if self.is_call_running() else self._lease.kill_at
@@ -407,7 +407,7 @@ class StateMachine:
         return [m.RequestExit(rank) for rank in ranks]
 
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
-        """After the first signal, ask the ranks for their stacks and stop the ranks.
+        """After the first signal that interrupts the run, ask the ranks for their stacks and stop the ranks.
 
         After the second signal, kill the ranks.
 
