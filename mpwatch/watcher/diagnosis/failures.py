@@ -151,7 +151,7 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    Such a death is a failure, because the ranks that were still running perhaps needed the dead rank.
+    A death after the return is a failure, because the ranks that were still running perhaps needed the dead rank.
     """
     if (
         observed.died_at is None
