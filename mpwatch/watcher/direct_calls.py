@@ -10,17 +10,20 @@ Passing a call to another thread takes longer than running a short function. So 
 
 Rules:
 
-1. While no call is running, the watcher thread offers idle ranks to the caller's threads. The watcher thread does not read
-   the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread withdraws the offer.
-2. For each message that the caller's thread sends or receives, it must first take a right (pending_call.py). A single call
-   into C code takes the right, sends or receives the message, and records the message. So the records are correct, no matter
-   where an exception interrupts the thread.
-3. Before the watcher thread handles events, it takes all remaining rights. The caller's thread can be in a signal handler,
-   so the watcher thread does not wait for that thread. The watcher thread waits only for a call into C code that has already
-   taken a right.
-4. An unfinished call belongs to the watcher thread as soon as that thread has taken the rights of the call.
+1. While no call is running, the watcher thread offers idle ranks: the caller's threads may call these ranks directly. The
+   watcher thread does not read the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread
+   withdraws the offer.
+2. For each message that it sends or receives, the caller's thread must first take a right, which only one thread can have
+   (pending_call.py). A single call into C code takes the right, sends or receives the message, and records the message. The
+   records of the messages are always correct, because no exception interrupts a call into C code.
+3. Before the watcher thread handles events, it takes all rights that are left, so that the caller's thread sends and
+   receives nothing more. The watcher thread does not wait for the caller's thread, which may be running a slow signal
+   handler. The watcher thread waits only for a call into C code that has already taken a right.
+4. When the watcher thread has taken the rights of an unfinished call, the watcher thread finishes this call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
-   offer before it reads the registered calls. So at least one of the two threads notices the other thread.
+   offer before it reads the registered calls. If the caller's thread and the watcher thread act at the same moment, at least
+   one of them notices the other: the caller's thread sees that the ranks are not offered, or the watcher thread sees the
+   registered call.
 """
 
 import time
@@ -55,7 +58,7 @@ class DirectCalls:
         self._last_call_at = 0.0
 
     def execute(self, call: PendingCall, deadline: float) -> bool:
-        """Try to make a call. Return whether the call is over.
+        """Try to make a call, and return whether the call is over.
 
         If the call is not over, the watcher thread has to make or finish it. The watcher thread also makes or finishes the
         call if an exception interrupts this method.
@@ -87,7 +90,7 @@ class DirectCalls:
 
     @property
     def are_offered(self) -> bool:
-        """Whether ranks are offered to the caller's threads. The watcher thread does not read the channels of such ranks."""
+        """Whether ranks are offered to the caller's threads, and the watcher thread does not read their channels."""
         return bool(self._offered)
 
     @property
@@ -116,11 +119,14 @@ class DirectCalls:
         return stopped
 
     def reopen(self) -> None:
-        """Allow direct calls to the offered ranks again. Only the watcher thread calls this method and the methods below."""
+        """Allow direct calls to the offered ranks again. Only the watcher thread calls `reopen`, `offer` and `withdraw`."""
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer these ranks, or all ranks if `ranks` is None. Stop reading their channels. Raises OSError."""
+        """Offer these ranks to the caller's threads, or all ranks if `ranks` is None. Stop reading their channels.
+
+        Raises OSError.
+        """
         idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:
             handle.pause_messages()

@@ -1,8 +1,8 @@
 """Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
 
-The calls of `mpwatch.map` run in other threads, so HostSignals installs no signal handlers for them (host_signals.py). This
-module defers only signals that would end the program without an exception. The waiting thread then stops the calls, logs the
-report and raises the signal again.
+The calls of `mpwatch.map` do not run in the main thread, so HostSignals installs no signal handlers for these calls
+(host_signals.py). This module defers only signals that would end the program without an exception. When SIGTERM or SIGHUP
+comes, the main thread stops the calls, logs the report and raises the signal again.
 """
 
 import os
@@ -20,7 +20,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class EndSignals:
-    """The signals that end the program.
+    """Defers SIGTERM and SIGHUP, if these signals would end the program without an exception.
 
     Args:
         wake: ends the wait. It is called in a signal handler.

@@ -1,6 +1,6 @@
-"""The loop of the watcher thread: start the ranks, wait for events, pass them to the state machines, execute the actions.
+"""The loop of the watcher thread: start ranks, wait for events, pass events to state machines, execute their actions.
 
-Runs in the watcher thread (watcher_thread.py). No user code runs here.
+This module runs in the watcher thread (watcher_thread.py), and runs no user code.
 
     commands of the caller ----.
     channels: messages --------+--> Selector.wait(deadline) --> events --> StateMachine of each RestartGroup
@@ -13,17 +13,19 @@ Runs in the watcher thread (watcher_thread.py). No user code runs here.
 
 Guarantees:
 
-- Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks may remain, and are logged: a rank
-  that SIGKILL does not end, and a dead rank that a debugger holds (process_pool.py).
-- The loop handles a rank's last message before the rank's death, because `_on_exit` first reads the rest of the channel.
-- The loop waits in one place, `Selector.wait`. The wait lasts at most until the next deadline of a state machine, the next
-  delayed restart or the next DelayedAction. Two other waits are short and bounded. Before a restart, the loop waits at most
-  KILL_SECONDS for killed helpers, that is, for processes that earlier ranks had started. The loop also waits at most 50 ms
-  for a debugger that holds a dead rank. A third wait lasts as long as the whole program is suspended (suspension.py).
+- When `EventLoop.run` ends, every rank is dead and reaped, except two kinds of ranks, which are logged: a rank that SIGKILL
+  does not end, and a dead rank that a debugger holds (process_pool.py).
+- The loop handles a rank's last message before the rank's death, because `_on_exit` first reads the rest of the rank's
+  channel.
+- The loop waits for events in one place, `Selector.wait`. `Selector.wait` waits at most until the next deadline of a state
+  machine, the next delayed action (such as a delayed restart), or the time to withdraw an offer (direct_calls.py). The loop
+  has two other waits, which are short. Before a restart, the loop waits at most KILL_SECONDS for killed helpers, that is,
+  for processes that earlier ranks had started. The loop also waits at most 50 ms for a debugger that holds a dead rank.
+  While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
-  wake-up, the loop first takes over the calls that these threads have begun.
-- All events of one wake-up are handled before the first action is executed. So the loop does not mistake a death in the same
-  wake-up for a consequence of an action.
+  wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
+- The loop handles all events of a wake-up before it executes the first action, so that the loop does not mistake a death in
+  this wake-up for a consequence of the action.
 """
 
 import heapq
@@ -291,9 +293,9 @@ class EventLoop:
             self._offer_idle_ranks()
 
     def _suspend(self) -> list[m.Event | CallEvent]:
-        """If this wake-up has a request to suspend the program, suspend all ranks, too. Return the resulting events.
+        """If the program must be suspended, suspend all ranks until the program continues. Return the resulting events.
 
-        All deadlines are shifted before any deadline is checked.
+        All deadlines are shifted by the time of the suspension before any deadline is checked.
         """
         events: list[m.Event | CallEvent] = []
         while self._suspend_commands:
@@ -363,7 +365,7 @@ class EventLoop:
     def _take_over_calls(self) -> list[m.Event | CallEvent]:
         """Continue the calls that threads of the caller have begun.
 
-        Return events from the messages that these calls have received.
+        Return events for the messages that the caller's threads have already received.
         """
         events: list[m.Event | CallEvent] = []
         for call in self._direct_calls.stop():
@@ -469,7 +471,10 @@ class EventLoop:
             self._monitor_of(handle).start()
 
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
-        """Read the collectives that a rank has sent. If the rank is crashing, allow it to die afterwards."""
+        """Read the collectives that a rank has sent.
+
+        If the rank is crashing, let the rank die after the watcher has read its collectives.
+        """
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
         answer = sockets.read_answer()
@@ -500,7 +505,10 @@ class EventLoop:
         return self._monitors[self._group_of(handle.observations.worker.rank)]
 
     def _request_collectives(self, group: RestartGroup) -> None:
-        """Ask the ranks of a group for their collectives, for the report. Ranks that have answered are not asked again."""
+        """Ask the ranks of a group for their collectives, for the report.
+
+        Ranks that have already reported their collectives are not asked again.
+        """
         for rank in group.setups:
             handle = self._pool.handles.get(rank)
             if handle is not None and handle.observations.died_at is None:
@@ -509,7 +517,7 @@ class EventLoop:
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
         """Ask a rank for its collectives.
 
-        With `again`, ask the rank even if it has already answered, because the rank perhaps has called more collectives.
+        If `again` is True, ask the rank even if it has already answered, because it may have called more collectives.
         """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
@@ -518,7 +526,8 @@ class EventLoop:
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read everything that the dead rank has sent, and then its exit code.
 
-        If the rank has sent no answer, its part of the shared memory can contain messages that the rank could not send.
+        If the dead rank has sent no answer, also read the messages that the rank could not send, and wrote to shared memory
+        instead.
         """
         observed = handle.observations
         if observed.died_at is not None:
@@ -551,7 +560,7 @@ class EventLoop:
         handle.observations.stopped_step = self._pool.get_stop_memory(handle.observations.worker.rank).read_stopped_step()
 
     def _take_stacks(self, handle: RankHandle) -> None:
-        """If stacks were dumped for the report, store them."""
+        """Store the rank's stacks, if they were dumped for the report."""
         if handle.observations.is_dump_for_report:
             handle.observations.stacks = self._format_stacks(handle)
 
@@ -569,7 +578,7 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks, for a StacksRequest. First store stacks that were dumped for the report."""
+        """Ask a rank for its stacks, after storing the stacks that the rank has already dumped for the report."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -578,9 +587,9 @@ class EventLoop:
     def _wake_rank(self, handle: RankHandle, observed: RankObservations) -> None:
         """Interrupt the system call in which the main thread of a stopped rank waits, if the rank has not answered yet.
 
-        Python runs a signal's handler when the main thread returns to Python. The main thread does not return if the signal
-        came just before a system call that blocks, or if another thread received the signal. A request for stacks sends a
-        second signal, which interrupts the system call.
+        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt a system call
+        if the signal came just before the call, or if another thread received the signal. A request for stacks sends a
+        second signal, which interrupts the main thread's system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
         if is_same_call and observed.answer is None and observed.died_at is None:
@@ -629,10 +638,10 @@ class EventLoop:
         return [group for group in self._unfinished_groups if group.call is event.call]
 
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return a list that has only the group of the idle ranks that a call needs. Split or merge groups if necessary.
+        """Return a list of one group, which has exactly the idle ranks that a call needs.
 
-        Return an empty list if the call comes too late, because ranks are lost. In this case, the remaining ranks also end
-        soon, except independent ranks.
+        Split or merge groups if necessary. Return an empty list if the call comes too late, because ranks are lost. When
+        ranks are lost, the remaining ranks also end soon, unless the ranks are independent.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -648,7 +657,7 @@ class EventLoop:
         return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
 
     def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """Refuse a call of independent ranks, because some of its ranks are lost. The caller then restarts these ranks."""
+        """Refuse a call of independent ranks, so that the caller first restarts the lost ranks."""
         if self._are_independent:
             call.ranks_to_restart = tuple(sorted(lost))
             self._commands.wake_callers()
@@ -678,7 +687,7 @@ class EventLoop:
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
         """Pass a stop request to the state machine.
 
-        On several nodes, the leader gets the stop requests of this node instead.
+        On several nodes, pass a stop request of this node to the leader instead.
         """
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
@@ -694,8 +703,7 @@ class EventLoop:
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
         """Prepare the ranks for a call. Return False if the call comes too late, because a rank was lost.
 
-        A call that came too late has no observations when all ranks have ended. So the caller notices that the call was
-        late.
+        The caller notices that the call came too late, because the call has no observations when all ranks have ended.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -809,17 +817,14 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """For each rank that did not return after a stop request, log where it is.
-
-        The watcher is now stopping these ranks.
-        """
+        """Log where each rank is that did not return in time after a stop request."""
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
         self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
-        """Answer a call of independent ranks after these ranks have ended. Other ranks stay alive."""
+        """Answer a call of independent ranks when these ranks have ended. Other ranks stay alive."""
         group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
         call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
         self._remove_group(group)
@@ -829,7 +834,10 @@ class EventLoop:
             self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Record which ranks have ended first. Calls of other ranks then end, too, and report these ranks as the reason."""
+        """Record which ranks have ended first.
+
+        Calls of other ranks end, too, and report the ranks that ended first as the reason.
+        """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
             self._lost_ranks = exited or sorted(group.setups)

@@ -1,12 +1,13 @@
-"""Handles exceptions of the calling program's signal handlers before and after a run. Runs in the caller's thread.
+"""Handles exceptions that the calling program's signal handlers raise before and after a run.
 
-Before and after a run, the program's own handlers are installed. If a handler raises an exception, this exception appears in
-the code that is running. So the handler's exception could be mistaken for an exception of this code:
+This module runs in the caller's thread. Before and after a run, the calling program's own signal handlers are installed. If
+a signal handler raises an exception, this exception appears in the code that the signal has interrupted. So the handler's
+exception could be mistaken for an exception of this code:
 
 - User code runs when arguments are pickled, when return values and exceptions are rebuilt, and when observers are called. An
   exception of user code is reported as the failure of an argument, a rank or an observer.
-- The preparation of a run handles OSError in many places. The handler of an alarm usually raises TimeoutError, which is an
-  OSError.
+- The preparation of a run handles OSError in many places. The calling program's handler of SIGALRM usually raises
+  TimeoutError, which is an OSError.
 
 So the exception is replaced by another exception, which no code handles:
 
@@ -14,7 +15,8 @@ So the exception is replaced by another exception, which no code handles:
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-So an exception of a handler ends slow code at once. No rank has to be stopped in this case.
+An exception that the calling program's signal handler raises ends slow code at once. No rank has to be stopped, because
+mpwatch replaces the exceptions of signal handlers only before and after a run.
 """
 
 import os
@@ -32,9 +34,10 @@ T = TypeVar("T")
 def run_until_handler_raises(action: Callable[[], T]) -> T:
     """Return the result of `action`.
 
-    If a signal handler raises an exception meanwhile, end `action` and raise this exception. In a thread that is not the
-    main thread, only call `action`, because Python runs signal handlers in the main thread. Handlers of real-time signals
-    are not watched. Reading these handlers would double the time that this function adds to a short call of a WorkerGroup.
+    If a signal handler raises an exception while `action` runs, end `action` and raise this exception. In a thread that is
+    not the main thread, only call `action`, because Python runs signal handlers in the main thread. Handlers of real-time
+    signals are not watched, because reading these handlers would double the time that this function adds to a short call of
+    a WorkerGroup.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
@@ -64,9 +67,9 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
 
 
 class _HandlerWatch:
-    """Replaces the calling program's handlers, but still calls them.
+    """Replaces the calling program's signal handlers, but still calls them.
 
-    The first exception of these handlers is kept in `error`.
+    `error` is the first exception that one of the calling program's signal handlers has raised.
     """
 
     def __init__(self, host_handlers: Mapping[int, Any]) -> None:
@@ -81,7 +84,7 @@ class _HandlerWatch:
             set_handler(signum, self._call_host_handler)
 
     def restore(self) -> None:
-        """Restore the calling program's handlers. If the program has set another handler meanwhile, that handler stays."""
+        """Restore the calling program's handlers. A handler that the program has set since `replace` was called stays."""
         self._is_watching = False  # if an exception prevents the rest, the handlers do what the host's own do
         for signum, handler in self._host_handlers.items():
             if get_handler(signum) == self._call_host_handler:

@@ -1,24 +1,23 @@
-"""Installs mpwatch's signal handlers during a run, and then restores those of the calling program.
+"""Installs mpwatch's signal handlers during a run, and restores the calling program's handlers after the run.
 
-Runs in the caller's thread.
+This module runs in the caller's thread.
 
 During a run no handler raises an exception in the caller's thread:
 
-- SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
-  program's own handler gets the signal when the run is over. In two cases, SIGINT raises KeyboardInterrupt at once: at the
-  prompt of a debugger, and when SIGINT comes a second time while user code (an observer, `retry_if`, `env`) runs in the
-  caller's thread.
-- A signal of the option `stop_signals` asks the ranks to save their state and return. The program's own handler does not get
-  this signal. If the signal comes again, or the ranks exceed `stop_timeout`, the signal is deferred and stops the run.
-  SIGINT then stops the run as Ctrl-C does, and every other signal as SIGTERM does.
-- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it. A
-  shell without job control starts a program in the background (`&`) with SIGQUIT ignored. In such a program, SIGQUIT asks
-  for the stacks, too.
+- SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the run at once, and the program's own handler gets the
+  signal when the run is over. In two cases, SIGINT raises KeyboardInterrupt at once: at the prompt of a debugger, and when
+  SIGINT comes a second time while user code (an observer, `retry_if`, `env`) runs in the caller's thread.
+- A signal of the option `stop_signals` asks the ranks to save their state and return, and does not reach the program's own
+  handler. If a signal of `stop_signals` comes a second time, or the ranks exceed `stop_timeout`, the signal is deferred and
+  stops the run: SIGINT as Ctrl-C does, and every other signal as SIGTERM does.
+- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it.
+  SIGQUIT also asks for the stacks if the calling program ignores SIGQUIT, because a shell without job control starts
+  programs in the background (`&`) with SIGQUIT ignored.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
-- For any other signal, the program's own handler is called at once. If the handler raises, the run is stopped as SIGTERM
-  would stop it, and the exception is raised when the run is over.
+- When a signal comes that mpwatch does not use, the program's own handler is called at once. If the program's own handler
+  raises an exception, the run is stopped as SIGTERM would stop it, and the exception is raised when the run is over.
 
 mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
 except SIGQUIT and the signals of `stop_signals` and `forward_signals`. For a call outside the main thread, mpwatch changes
@@ -29,8 +28,8 @@ Ctrl-C ends the program.
                                                     |
                                                     `--> Python's handler ---> Interrupted ---> watcher_wakeup
 
-The caller's thread waits for a descriptor, not for a lock. A signal that comes just before a thread waits for a lock does
-not wake that thread.
+The caller's thread waits for a descriptor and not for a lock, because a signal that comes just before a thread waits for a
+lock does not wake this thread.
 
 Before and after a run, the calling program has its own handlers. handler_errors.py handles the exceptions that these
 handlers raise.
@@ -61,9 +60,9 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HostSignals:
-    """The signals of the calling program during one blocking call.
+    """Handles the signals of the calling program during one blocking call.
 
-    An exception can interrupt any method between two bytecodes. The method can then be called again.
+    If an exception interrupts a method of this class, the method can be called again.
 
     Args:
         commands: the command queue to the watcher thread.
@@ -145,7 +144,7 @@ class HostSignals:
         self.is_taken_over = True
 
     def _find_host_handlers(self, signals: Collection[int], python_handlers: Mapping[int, Any]) -> dict[int, Any]:
-        """Return a dict with the calling program's handler for each of these signals.
+        """Return a dict with the calling program's handler for each signal in `signals`.
 
         The dict is empty while a WorkerGroup starts or ends.
         """
@@ -155,10 +154,11 @@ class HostSignals:
         return found | {signum: python_handlers[signum] for signum in signals if signum in python_handlers}
 
     def start_posting(self) -> None:
-        """Post an event for each signal and each request that has come. From now on, post each event when it comes.
+        """For each signal and stop request that has come, post an event to the watcher thread.
 
-        Call this method only after the command that starts the work was posted. Otherwise a signal would interrupt idle
-        ranks, and the work would start afterwards.
+        Later signals and stop requests are posted as soon as they come. Call this method only after the command that starts
+        the ranks' work was posted. A signal that comes before this command would interrupt idle ranks, and the work would
+        still start.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -167,7 +167,10 @@ class HostSignals:
                 self._commands.post(event if self.call is None else CallEvent(self.call, event))
 
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
-        """Make the watcher thread act as if this signal had come. The calling program's handler does not get the signal."""
+        """Make the watcher thread act as if this signal had come.
+
+        The calling program's handler of this signal is not called.
+        """
         if os.getpid() == self.pid:  # this is not a child that the calling program has forked
             self._post(Interrupted(signum, cause))
 
@@ -187,7 +190,10 @@ class HostSignals:
         return True
 
     def close_stop_requests(self) -> str:
-        """Refuse requests to stop from now on. Return the cause of the first request, or an empty text if there was none."""
+        """Refuse stop requests from now on.
+
+        Return the cause of the first stop request, or an empty text if there was none.
+        """
         return self._stop_cause.setdefault(None, "")
 
     def _post(self, event: Interrupted | StopRequested) -> None:
@@ -207,14 +213,14 @@ class HostSignals:
         self.post_interrupt(signal.SIGINT)
 
     def end_with_program(self) -> None:
-        """Stop the ranks as SIGTERM does, because the program ends and does not wait for this daemon thread."""
+        """Stop the ranks as SIGTERM does, because the program ends and does not wait for the caller's daemon thread."""
         self._is_ended_by_program = True
         self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
 
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
-        """Wait until a signal or the watcher thread wakes up this thread, but at most `seconds`. None means no limit.
+        """Wait until a signal or the watcher thread wakes up the caller's thread, but at most `seconds`.
 
-        The wait also ends if one of the connections in `others` can be read.
+        If `seconds` is None, there is no limit. The wait also ends if one of the connections in `others` can be read.
         """
         wait([self._caller_wakeup.fileno(), *others], seconds)
         self._forward_wakeups()
@@ -231,7 +237,10 @@ class HostSignals:
         return True
 
     def restore(self) -> None:
-        """Restore the calling program's handlers and wake-up descriptor. A handler that was set during the run stays."""
+        """Restore the calling program's handlers and wake-up descriptor.
+
+        A handler that the program has set during the run stays.
+        """
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)
@@ -244,7 +253,7 @@ class HostSignals:
             self._forward_wakeups()
 
     def release_wakeup(self) -> None:
-        """Make the wake-up pipe available to other threads, because this thread does not wait any more."""
+        """Make the wake-up pipe available to other threads, because the caller's thread does not wait any more."""
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def will_end_program(self) -> bool:
@@ -257,8 +266,8 @@ class HostSignals:
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
-        This delivery is the last step of every blocking call. Outside the main thread, raise KeyboardInterrupt if the call
-        was interrupted.
+        The delivery of deferred signals is the last step of every blocking call. Outside the main thread, raise
+        KeyboardInterrupt if the call was interrupted.
         """
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:
@@ -277,7 +286,7 @@ class HostSignals:
                 self.deliver_received()
 
     def _forward_wakeups(self) -> None:
-        """Copy signal numbers to the calling program's wake-up descriptor, except those of deferred and stop signals."""
+        """Copy numbers of signals to the calling program's wake-up descriptor, except deferred signals and stop signals."""
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:
@@ -285,7 +294,7 @@ class HostSignals:
                 os.write(self._host_wakeup_fds[0], forwarded)
 
     def _defer_signal(self, signum: int, _: object) -> None:
-        """Defer a signal. This is the handler of DEFERRED_SIGNALS."""
+        """Defer a signal. This method is the handler of DEFERRED_SIGNALS."""
         if os.getpid() == self.pid:
             if self.is_at_prompt and signum == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -300,7 +309,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _receive_stop_signal(self, signum: int, _: object) -> None:
-        """Request a stop. This is the handler of the signals in `stop_signals`."""
+        """Request a stop. This method is the handler of the signals in `stop_signals`."""
         is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
         if os.getpid() != self.pid or signum in self._received_stop_signals or is_for_prompt:
             self._defer_signal(signum, None)
@@ -314,7 +323,7 @@ class HostSignals:
             self.received.append(signum)
 
     def _request_stacks(self, signum: int, _: object) -> None:
-        """Request the stacks of all ranks. This is the handler of SIGQUIT."""
+        """Request the stacks of all ranks. This method is the handler of SIGQUIT."""
         if os.getpid() == self.pid:
             if not self.is_at_prompt:  # where the command `ranks` shows them
                 self.stacks_request = StacksRequest()
@@ -324,7 +333,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _request_suspension(self, signum: int, _: object) -> None:
-        """Request a suspension of the program. This is the handler of SIGTSTP."""
+        """Request a suspension of the program. This method is the handler of SIGTSTP."""
         if os.getpid() == self.pid:
             self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
             return
@@ -332,7 +341,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _forward_signal(self, signum: int, frame: object) -> None:
-        """Forward a signal to the ranks. This is the handler of the signals in `forward_signals`."""
+        """Forward a signal to the ranks. This method is the handler of the signals in `forward_signals`."""
         if os.getpid() == self.pid:
             self._commands.post(ForwardSignal(signum, self.call))
             if callable(self._host_handlers[signum]):
@@ -368,12 +377,13 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return a dict of the signals that have no handler, but must be taken over. The values are SIG_DFL or SIG_IGN.
+    """Return a dict of the signals that mpwatch must handle although the calling program has no handler for them.
 
-    Each of these signals is one of DEFERRED_SIGNALS, SIGQUIT or SIGTSTP, and would end or stop the calling program. The dict
-    also has SIGQUIT if the calling program ignores this signal.
+    The values of the dict are SIG_DFL or SIG_IGN. The dict has those of DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end
+    or stop the calling program. The dict also has SIGQUIT if the calling program ignores SIGQUIT.
 
-    `signal.getsignal` also returns SIG_DFL for a signal that C code handles. Only the kernel knows which signals are caught.
+    This function asks the kernel which signals are caught, because `signal.getsignal` also returns SIG_DFL for a signal that
+    C code handles.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

@@ -1,8 +1,8 @@
-"""Refuse to start ranks during the import of a module that the ranks would import, too. Runs in the caller's thread.
+"""Refuse to start ranks during the import of a module that the ranks would import, too.
 
-To unpack its call, a rank imports the module of the called function. If the import of that module starts ranks, each new
-rank imports the module again, and the number of processes grows without end. The same happens with `__main__` in a process
-that multiprocessing has spawned.
+This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If the import
+of that module starts ranks, each new rank imports the module again, and the number of processes grows without end. A process
+that multiprocessing has spawned also imports `__main__`, which must not start ranks during this import.
 """
 
 import sys
@@ -35,7 +35,7 @@ def check_not_importing() -> None:
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the module whose import has led to `frame`. Return None if no import has led to `frame`."""
+    """Return the frame of the module whose import has led to `frame`, or None if no import has led to `frame`."""
     while frame is not None and frame.f_code is not call_payload.unpack.__code__:
         if frame.f_code.co_name == "<module>":
             return frame

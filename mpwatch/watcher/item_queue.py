@@ -69,7 +69,7 @@ class ItemQueue:
         self.is_exhausted = False  # whether all items have been taken once
 
     def take_chunk(self, now: float, end: int) -> list[Task]:
-        """Return the next items for a rank. The list is empty if there are no items at present.
+        """Return the next items for a rank, or an empty list if the queue has no items at present.
 
         Args:
             now: the time, in seconds.
@@ -104,7 +104,10 @@ class ItemQueue:
             self._returned.appendleft(task)
 
     def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
-        """Decide whether to try a failed item again, and queue the item if so. Raises any exception of `retry_if`."""
+        """Decide whether to try a failed item again, and queue the item if so.
+
+        Raises any exception that `retry_if` raises.
+        """
         task.attempts += 1
         task.budget = task.budget or RestartBudget(self._policy)
         decision = task.budget.decide(failed_attempt)
@@ -133,10 +136,10 @@ class ItemQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are items that were taken before and have to be taken again."""
+        """Whether the queue has items that were already given to a rank, and must be given to a rank again."""
         return bool(self._returned or self._delayed)
 
     @property
     def due_at(self) -> float | None:
-        """The time from which the next failed item can be tried again, or None if there is no such item."""
+        """The time from which the next failed item can be tried again, or None if no failed item waits."""
         return self._delayed[0][0] if self._delayed else None

@@ -1,10 +1,10 @@
-"""Read a line from the user, in a terminal or in a notebook. Runs in the main thread of the caller.
+"""Read a line from the user, in a terminal or in a notebook. This module runs in the main thread of the calling program.
 
-`input` works in a terminal and in a notebook, because IPython's kernel replaces this function. In a terminal, `input` uses
-the readline module if Python has it, for editing, history and completion. While `input` waits, a thread watches the rank's
-socket. If the rank ends, that thread sends SIGURG to the main thread, and the handler of SIGURG raises PromptClosedError.
-The signal can come after the handler of the calling program was restored. A late SIGURG does no harm, because the default
-action of SIGURG is to do nothing.
+Python's `input` also works in a notebook, because IPython's kernel replaces `input` with its own function. In a terminal,
+`input` uses the readline module for editing, history and completion, if Python has this module. While `input` waits for the
+user, another thread watches the rank's socket. If the rank ends, the thread that watches its socket sends SIGURG to the main
+thread, and the handler of SIGURG raises PromptClosedError. A SIGURG that comes after `input` has returned does no harm,
+because a process ignores SIGURG by default.
 """
 
 import os
@@ -34,14 +34,14 @@ REPEAT_MS = 50
 
 
 class PromptClosedError(BaseException):
-    """The rank has ended while its prompt was open.
+    """The rank has ended while the prompt of its debugger was open.
 
-    This class is no subclass of Exception, because IPython's kernel would log and ignore such an exception.
+    PromptClosedError is no subclass of Exception, because IPython's kernel would log and ignore a subclass of Exception.
     """
 
 
 def explain_missing_prompt() -> str:
-    """Return the reason why this process cannot show a prompt. The text is empty if this process can show a prompt."""
+    """Return the reason why this process cannot show a prompt, or an empty text if it can show a prompt."""
     if threading.current_thread() is not threading.main_thread():
         return "the run was started in a thread that is not the main thread of its program"
     if in_notebook():
@@ -55,7 +55,7 @@ def explain_missing_prompt() -> str:
 
 
 class LineInput:
-    """A context manager that reads the lines that the user types at the prompts of one interaction.
+    """A context manager that reads the lines that the user types at the prompts of debuggers.
 
     Args:
         commands: passes the modes of the terminal to the guardian, which restores them if this process is killed.
@@ -82,8 +82,8 @@ class LineInput:
     def read(self, prompt: str, socket: int, complete: Complete) -> str:
         """Read one line from the user, and return this line without its newline.
 
-        Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C. Raises PromptClosedError if the other end of the socket is
-        closed.
+        Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C. Raises PromptClosedError if the rank's end of the socket
+        is closed.
         """
         with ExitStack() as stack:
             handler = signal.signal(signal.SIGURG, self._close_prompt)
@@ -110,7 +110,7 @@ class LineInput:
         return line
 
     def _close_prompt(self, *_: object) -> None:
-        """Raise PromptClosedError if `input` is waiting. This is the handler of SIGURG."""
+        """Raise PromptClosedError if `input` is waiting. This method is the handler of SIGURG."""
         if self._is_reading:
             self._is_reading = False
             raise PromptClosedError
@@ -119,7 +119,7 @@ class LineInput:
     def _terminal_modes(self) -> Iterator[None]:
         """Restore the modes of the terminal when the `with` block ends.
 
-        If this process is killed, the guardian process restores the modes.
+        If this process is killed, the guardian process restores the modes of the terminal.
         """
         try:
             fd = sys.stdin.fileno()
@@ -137,7 +137,7 @@ class LineInput:
 
 
 def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
-    """When the other end of the socket is closed, send SIGURG to the main thread repeatedly until `stop` is readable."""
+    """When the rank's end of the socket is closed, send SIGURG to the main thread again and again until `read` ends."""
     poll = select.poll()
     poll.register(socket, 0)  # nothing but the end
     poll.register(stop, select.POLLIN)
@@ -150,7 +150,10 @@ def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
 
 @contextmanager
 def _own_history(readline: ModuleType, history: list[str]) -> Iterator[None]:
-    """Replace the history of readline with the lines of the debugger. Restore the user's own history at the end."""
+    """Replace the history of readline with the lines of the debugger.
+
+    Restore the user's own history when the `with` block ends.
+    """
     others = [readline.get_history_item(number + 1) for number in range(readline.get_current_history_length())]
     _set_history(readline, history)
     try:

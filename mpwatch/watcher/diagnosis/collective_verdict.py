@@ -1,25 +1,26 @@
 """Compares the collectives that all ranks have called, and decides which rank differs from the others. Pure.
 
-torch's flight recorder numbers the collectives of each process group. Ranks that work together call the same collective with
-the same number. Three things can be wrong:
+torch's flight recorder numbers the collectives of each process group. In a correct program, all ranks of a process group
+call the same collective with the same number. Three things can be wrong:
 
 - MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
   collective with a mismatch can never succeed.
-- ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If this other
-  rank has not returned, it can still call the collective.
-- CROSSED: ranks wait for one another in different collectives. Such crossed ranks can still continue if one of their calls
-  was asynchronous.
+- ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. The absent rank
+  can still call the collective, unless its function has returned.
+- CROSSED: ranks wait for one another in different collectives. Ranks that wait for one another can still continue if one of
+  their calls was asynchronous.
 
-The minority of the ranks is blamed. If it is not certain which ranks are the minority, the verdict names all ranks that
-differ, and blames no rank.
+The verdict blames the ranks that are in the minority. If it is not certain which ranks are the minority, the verdict names
+all ranks whose collectives differ, and blames no rank.
 
-torch and mpwatch can number the ranks differently, because a program can make several worlds or number its processes itself.
-So each rank reports its number in its torch world. If two ranks report the same number, there is no verdict on that world.
-There is also no verdict on process groups whose ranks are unknown.
+torch's number of a rank can differ from mpwatch's number, because a program can make several torch worlds (default process
+groups), or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a
+world report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are
+unknown.
 
-torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But then the process that compares
-the dumps must import torch. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So
-mpwatch makes its own comparison, and a test compares the verdicts of mpwatch and torch.
+mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher's process
+would have to import torch. torch's comparison also wrongly assumes that the first rank is right, and wrongly reports
+reshaped tensors as a mismatch. A test compares the verdicts of mpwatch with the verdicts of torch.
 """
 
 import math
@@ -58,7 +59,10 @@ class VerdictKind(Enum):
 
 
 class Group(NamedTuple):
-    """A process group together with one of its backends. This object is equal on all ranks of the process group."""
+    """A process group together with one of its backends.
+
+    The reports of all ranks of a process group lead to equal Group objects.
+    """
 
     name: str
     backend: str
@@ -139,20 +143,23 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits. If the rank does not wait, return its last collective, or None."""
+    """Return the collective in which the rank waits, or else its last collective, or None if it has called no collective."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
-    """Return the warning that ranks have waited `seconds` for other ranks. The warning says where the other ranks are."""
+    """Return a warning that says how long ranks have waited in a collective.
+
+    The warning also says where the late ranks are.
+    """
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
-    """For each world, return a dict from torch's rank numbers to mpwatch's rank numbers.
+    """For each torch world, return a dict from torch's rank numbers to mpwatch's rank numbers.
 
-    A world in which two ranks report the same number is left out.
+    A torch world in which two ranks report the same number is left out.
     """
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
@@ -165,7 +172,7 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the stalls that need a warning, and add them to `warned`.
+    """Return the verdicts on waiting ranks that need a new warning, and record these verdicts in `warned`.
 
     If ranks wait for the same rank in several process groups, one warning is enough.
     """
@@ -181,7 +188,7 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 class _GroupTable:
-    """Gives each process group a number, because comparing and hashing the tuples of ranks is slow.
+    """Gives each process group a number, because a number is faster to compare and hash than the tuple of the group's ranks.
 
     Args:
         worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
@@ -195,7 +202,7 @@ class _GroupTable:
         self._index_by_id: dict[tuple[object, ...], int] = {}  # the calls keep the tuples of ranks alive
 
     def get_key(self, call: Collective, world: str) -> Key:
-        """Return the key of a collective."""
+        """Return the key of a collective: the index of its process group, and its number in this group."""
         by_id = call.group, call.backend, id(call.ranks), call.group_number, world
         index = self._index_by_id.get(by_id)
         if index is None:
@@ -208,20 +215,20 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return those ranks of a collective's process group that have answered. These are mpwatch's rank numbers."""
+        """Return mpwatch's numbers of the ranks in a collective's process group that have reported their collectives."""
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
-        """Return how many ranks in a collective's process group have not answered."""
+        """Return how many ranks in a collective's process group have not reported their collectives."""
         return len(self.groups[key[0]].ranks) - len(self._members[key[0]])
 
     def get_order(self, key: Key) -> tuple[int, Group]:
-        """Return a sort key: the collective with the lowest number comes first."""
+        """Return a sort key that puts the collective with the lowest number first."""
         return key[1], self.groups[key[0]]
 
 
 class _RankCalls:
-    """The collectives of one rank by key (oldest first), and the highest collective number in each process group."""
+    """The collectives that one rank has called (oldest first), and the highest collective number in each process group."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, Collective] = {}
@@ -258,7 +265,7 @@ def _is_waiting(call: Collective) -> bool:
 
 
 def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> CollectiveVerdict | None:
-    """Return the verdict on the first collective that ranks have called differently, or None."""
+    """Return a MISMATCH verdict on the first collective in which the calls of the ranks differ, or None."""
     by_key: dict[Key, dict[int, Collective]] = {}
     for rank, of_rank in calls.items():
         for key, call in of_rank.by_key.items():
@@ -271,7 +278,10 @@ def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> Coll
 
 
 def _find_camps(called: Mapping[int, Collective]) -> list[list[int]]:
-    """Group the ranks by their calls. Return these groups, the largest first, or an empty list if all calls are the same."""
+    """Return the groups of ranks that made the same call, the largest group first.
+
+    Return an empty list if all calls are the same.
+    """
     for read in DIFFERENCES:
         camps: dict[Signature, list[int]] = {}
         for rank, call in called.items():
@@ -335,9 +345,9 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that says what each camp has called. A camp is a group of ranks with the same call.
+    """Return a phrase that says what each camp has called, to follow the names of the first camp's ranks.
 
-    The phrase stands after the names of the ranks of the first camp.
+    A camp is a group of ranks that made the same call.
     """
     parts = []
     for camp in camps:
@@ -373,8 +383,8 @@ def _find_absent(
 ) -> list[CollectiveVerdict]:
     """Return the verdicts on collectives in which ranks wait for a rank that has not called the collective.
 
-    Verdicts on ranks that have returned come first, and then the verdict with the longest wait. The verdict on ranks that
-    wait for one another comes last.
+    The order of the verdicts is: verdicts on ranks that have returned, verdicts on other ranks (the longest wait first), and
+    at the end a verdict on ranks that wait for one another.
     """
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
@@ -402,7 +412,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives of `keys` whose absent ranks all wait in other collectives of the returned list."""
+    """Return those collectives of `keys` whose waiting ranks wait only for one another."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]
@@ -464,9 +474,10 @@ def _make_crossed(
     absent_from: Mapping[Key, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks that wait in different collectives, or in send or recv, for other ranks.
+    """Return the verdict on ranks that wait for other ranks in different collectives, or in send or recv.
 
-    Ranks are blamed only if all of them wait for one another. Otherwise a rank that does not wait may be the cause.
+    The verdict blames ranks only if all ranks wait for one another, because otherwise the cause may be a rank that does not
+    wait.
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}

@@ -1,16 +1,16 @@
-"""Estimates when a rank died. Runs in the watcher thread. This module does no I/O, but reads the clock.
+"""Estimates when a rank died. This module runs in the watcher thread, and does no I/O except reading the clock.
 
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
 - A death is later than the time stamps of all messages that the watcher read before it noticed the death.
-- A death is earlier than the time stamps of the messages that the watcher read later in the same wake-up.
+- A death is earlier than the time stamps of the messages that the watcher read in the same wake-up after it had noticed the
+  death.
 
-For example, a rank raises an exception because another rank died. The message of the rank that raised the exception has a
-later time than the death, even if the watcher wakes up late.
+An exception that a death has caused gets a later time than the death, even if the watcher wakes up late.
 
-A message can arrive much later than its time stamp. So the time of a death is never earlier than the first signal that the
-watcher sent to the dead rank. Otherwise a rank that the watcher killed could look as if it had died first.
+A message can arrive much later than its time stamp. The time of a death is never earlier than the first signal that the
+watcher sent to the dead rank, so that a rank that the watcher killed does not look like the first failure.
 """
 
 import math
@@ -27,16 +27,16 @@ class DeathClock:
         self._latest_stamp = 0.0
 
     def start_wakeup(self) -> None:
-        """Begin a new wake-up. Messages that are read from now on do not change the times of earlier deaths."""
+        """Begin a new wake-up, whose messages do not change the times of deaths in earlier wake-ups."""
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
-        """Set the time of a death to now. `record_message` can replace this time with an earlier time."""
+        """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
         observed.died_at = time.monotonic()
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Make the times of this wake-up's deaths earlier than the time of this message.
+        """Change the times of the deaths in this wake-up so that they are earlier than the time of a message.
 
         `stamp` is the time at which the rank sent the message.
         """

@@ -1,17 +1,19 @@
-"""Decides which rank failed first and why. Makes a RunResult from the observations. Runs in the caller's thread.
+"""Decides which rank failed first and why. Makes a RunResult from what the watcher observed.
 
-These rules choose the root cause among several failures. A rule decides only if the rules before it leave a tie:
+This module runs in the caller's thread. The following rules choose the root cause among several failures. A rule decides
+only if the rules before it leave a tie:
 
 1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
 2. A rank's own failure has priority over a secondary failure, which only reports that a peer was lost or late
-   (peer_errors.py). The times of these failures do not matter, because a rank that is about to fail often closes its
-   connections before it fails.
-3. The earlier failure has priority. The time of an exception is the time at which mpwatch caught the exception in the rank.
-   For the time of a death, see death_order.py.
+   (peer_errors.py). A secondary failure is often earlier than its cause, because a rank that is about to fail often closes
+   its connections before it fails.
+3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
+   exception in the rank. For the time of a death, see death_order.py.
 
-If all failures only report that a peer was late, the missing rank is to blame: see stragglers.py.
+If all failures only report that a peer was late, the rank that was late is to blame (stragglers.py).
 
-Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time.
+This module unpickles exceptions and return values, which runs user code. The user code may take any time, because no rank
+waits for the watcher while the user code runs.
 """
 
 import signal
@@ -133,7 +135,7 @@ class LoadedValue(NamedTuple):
 
 
 def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
-    """Rebuild a return value. This runs user code, which can raise any exception.
+    """Rebuild a return value by running user code, which can raise any exception.
 
     Args:
         content: the body of the RETURNED message, or the content of its file. It is an OSError if the file was unreadable.
@@ -159,9 +161,9 @@ def build_success(
     log_dir: str,
     elapsed: float,
 ) -> RunResult[Any] | None:
-    """Return the result of a call in which each rank has returned, or None if a value cannot be rebuilt.
+    """Return the result of a call in which each rank has returned, or None if a return value cannot be rebuilt.
 
-    If this function returns None, call `diagnose`.
+    If this function returns None, call `diagnose` to build the result of the failed call.
 
     Args:
         workers: the ranks.
@@ -186,8 +188,8 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict has ended the attempt, this function keeps that verdict. The last answers of the ranks can only add ranks to
-    the verdict.
+    If a verdict was the reason to end the attempt, return this verdict, or a newer verdict with the same finding. A newer
+    verdict can name more ranks, because more ranks have reported their collectives in the meantime.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -200,9 +202,9 @@ def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectiv
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """Mark the last collective of each rank that has lost a peer as WAITING.
+    """If a rank has lost a peer, or has timed out waiting for a peer, mark its last collective as WAITING.
 
-    torch has already marked this collective as completed.
+    torch marks a collective as completed even if the collective has failed.
     """
     for rank, observed in attempt.ranks.items():
         answer = observed.collectives
@@ -215,7 +217,7 @@ def _correct_collectives(attempt: AttemptObservations) -> None:
 
 
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that timed out waiting for a peer, or that were silent while they waited in a collective.
+    """Return the ranks that timed out while they waited for a peer, or that were silent while they waited in a collective.
 
     Call this before `drop_payloads`.
     """
@@ -224,7 +226,7 @@ def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that lost a connection whose other end was perhaps a peer.
+    """Return the ranks that lost a connection, which was perhaps a connection to a peer.
 
     Call this before `drop_payloads`.
     """
@@ -234,7 +236,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
     """Return a failure for each rank of this node that probably kept ranks on other nodes waiting.
 
-    These ranks had not failed, and were not waiting in a collective when the watcher stopped them.
+    A rank probably kept other nodes waiting if it had not failed, and was not in a collective, when the watcher stopped it.
     """
     at = attempt.stopped_at
     if at is None:
@@ -251,7 +253,8 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
     """Return the failures that another failure explains, and mark them as secondary.
 
-    Only two kinds of failures are considered: a broken connection (POSSIBLY_PEER), and a text about a peer (HINT).
+    This function considers only two kinds of failures: a broken connection (POSSIBLY_PEER), and an exception whose text is
+    perhaps about a peer (HINT).
     """
     peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
     deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
@@ -285,9 +288,9 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    The verdict does not explain a rank's own failure. gloo ends a rank by abort() if a peer sends more bytes than the rank
-    expects. Such an abort is a consequence of a mismatch. A rank that is only late cannot break a connection. So a late rank
-    is the cause only if other ranks have timed out.
+    The verdict on the collectives explains secondary failures. A MISMATCH verdict also explains the abort of a rank, because
+    gloo ends a rank by abort() if a peer sends more bytes than the rank expects. A rank that is only late does not break a
+    connection, so a late rank is the cause of failures only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -301,7 +304,7 @@ def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: Col
 
 
 def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
-    """Return all failures: the known failures, which become secondary, and the new failures of the ranks to blame."""
+    """Return the known failures, marked as secondary, and a new failure for each rank that the verdict blames."""
     blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
     latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
     at = latest if attempt.stopped_at is None else attempt.stopped_at
@@ -315,7 +318,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return a dict from ranks to the collectives in which they waited, or else to their last collectives."""
+    """Return a dict from each rank to the collective in which the rank waited, or else to the rank's last collective."""
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()
@@ -324,7 +327,7 @@ def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
 
 
 def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict | None) -> Failures:
-    """Return the hangs: ranks that were silent for too long, or that kept their peers waiting until the peers timed out."""
+    """Return the failures of ranks that were silent for too long, or that kept peers waiting until the peers timed out."""
     at = attempt.stopped_at
     if at is None:
         return {}
@@ -343,10 +346,10 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return the hangs of the silent ranks, and of the ranks for which silent ranks waited.
+    """Return a HANG failure for each silent rank, and for each rank for which silent ranks waited.
 
-    The hang of a silent rank begins at its last heartbeat. If a silent rank waits for another rank, the silent rank is the
-    victim, even if the other rank sent heartbeats.
+    The HANG failure of a silent rank begins at the rank's last heartbeat. If a silent rank waits for another rank, the
+    silent rank is the victim, even if the other rank sent heartbeats.
     """
     assert attempt.stopped_at is not None
     stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout
@@ -376,7 +379,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """Return whether the rank was running when the watcher stopped the ranks.
 
-    A silent rank counts as running even if it has returned meanwhile, because its silence is the reason for the stop.
+    A rank whose silence is the reason for the stop counts as running, even if its function has returned in the meantime.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False
@@ -385,7 +388,10 @@ def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) ->
 
 
 def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
-    """Return a sort key. The failure with the smallest key is the root cause. The module's docstring has the rules."""
+    """Return a sort key that is smallest for the root cause.
+
+    The docstring of diagnose.py explains how the root cause is chosen.
+    """
     at, failure = timed
     lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
     return not is_before_stop(attempt, at - lag), failure.is_secondary, at
@@ -418,7 +424,7 @@ def _get_reason(
     states: Mapping[int, WorkerState],
     verdict: CollectiveVerdict | None,
 ) -> str:
-    """Return a sentence that says what ended the attempt. The text is empty if the failure of a rank ended the attempt."""
+    """Return a sentence that says what ended the attempt, or an empty text if the failure of a rank ended the attempt."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:

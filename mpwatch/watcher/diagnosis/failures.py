@@ -1,7 +1,8 @@
-"""Builds the ProcessFailure of one rank from what the watcher observed of the rank. Runs in the caller's thread.
+"""Builds the ProcessFailure of one rank from what the watcher observed of the rank.
 
-`find_failure` is the entry point. diagnose.py decides which failure is the root cause, and which failures are consequences.
-This module marks a failure as secondary only if a lost or late peer has certainly caused the failure (peer_errors.py).
+This module runs in the caller's thread, and its entry point is `find_failure`. diagnose.py decides which failure is the root
+cause, and which failures are consequences. This module marks a failure as secondary only if a lost or late peer has
+certainly caused the failure (peer_errors.py).
 """
 
 import signal
@@ -39,15 +40,16 @@ def is_crash(exit_code: int | None) -> bool:
 
 
 def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
-    """Return whether `at` is earlier than the time at which the watcher began to stop the ranks."""
+    """Return whether `at` is a time before the watcher began to stop the ranks."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether the function of this rank returned in time.
+    """Return whether the function of this rank has returned, and its return value counts.
 
-    If the function returned after the watcher began to stop the ranks, the value does not count, because a signal may have
-    ended the function. After a timeout, a value that the watcher received too late does not count either.
+    If the function returned after the watcher began to stop the ranks, its return value does not count, because a signal may
+    have ended the function. After a timeout, a return value counts only if the watcher received it before the watcher began
+    to stop the ranks.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -108,8 +110,8 @@ def build_mismatch(
 ) -> TimedFailure:
     """Build the failure of a rank that called a different collective from its peers.
 
-    `before` is the failure that the mismatch has caused in this rank. The new failure has the same exception, exit code and
-    stack.
+    `before` is the failure that the mismatch has caused in this rank, or None. The new failure gets the exception, the exit
+    code and the stack of `before`.
     """
     if before is None:
         return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)
@@ -149,7 +151,7 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    Those ranks perhaps needed the dead rank.
+    A death after the return is a failure, because the ranks that were still running perhaps needed the dead rank.
     """
     if (
         observed.died_at is None
@@ -164,8 +166,8 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
     """Return True if the rank died by itself, or False if the watcher caused the death.
 
-    While the watcher stops the ranks, the result is True only for a crash, and for a SIGKILL that the watcher did not send.
-    Other signals do not count, because some schedulers send the signal that stops the run to all processes.
+    If a rank dies while the watcher stops the ranks, return True only after a crash, or after a SIGKILL that the watcher did
+    not send. Return False after other signals, because some schedulers also send the ranks the signal that stops the run.
     """
     if is_before_stop(attempt, at):
         return True
@@ -204,13 +206,13 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 def _get_exit_status(code: object) -> int:
     """Return the status that a shell shows for sys.exit(code).
 
-    Return 1 instead of 0, because sys.exit(256) is no success.
+    Return 1 where a shell shows 0, for example for sys.exit(256), because the rank has failed.
     """
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
-    """Build the failure of a rank whose function raised an exception that the rank never sent."""
+    """Build the failure of a rank whose function raised an exception that the rank never sent to the watcher."""
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)

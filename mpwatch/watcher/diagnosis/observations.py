@@ -1,7 +1,7 @@
 """What the watcher observed of each rank and of an attempt. Data only.
 
-The event loop writes this data in the watcher thread. When the attempt has ended, the diagnosis reads this data in the
-caller's thread. All times are seconds of CLOCK_MONOTONIC.
+The event loop writes the observations in the watcher thread. When the attempt has ended, the diagnosis reads the
+observations in the caller's thread. All times in this module are seconds of CLOCK_MONOTONIC.
 """
 
 from collections.abc import Iterable, Mapping
@@ -78,15 +78,14 @@ class RankObservations:
     def add_collectives(self, answer: RankCollectives) -> None:
         """Store the rank's collectives.
 
-        If the rank has called no collective since its earlier answer, keep the earlier answer. The earlier answer can name
-        the source line in which the rank waited for a collective. After the collective has failed, the rank's new answers do
-        not name this line.
+        If the rank has called no collective since its earlier answer, keep the earlier answer. If a collective has failed,
+        only the rank's earlier answer names the source line in which the rank waited for the collective.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
 
     def get_progress(self, run_started_at: float) -> Progress | None:
-        """Return the rank's last `mpwatch.report()`, with its time counted from the start of the run."""
+        """Return the rank's last `mpwatch.report()`, with the time of the report in seconds since the start of the run."""
         return make_progress(self.heartbeat, run_started_at)
 
 
@@ -128,7 +127,7 @@ class AttemptObservations:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt: how often these ranks had been started before."""
+        """The number of this attempt, which is the number of earlier starts of these ranks."""
         return next(iter(self.ranks.values())).worker.restart_count
 
     @property
@@ -138,7 +137,7 @@ class AttemptObservations:
 
     @property
     def unused_heartbeat_timeout(self) -> float | None:
-        """The `heartbeat_timeout` if it did not apply, because no rank has sent a heartbeat or a report. Otherwise None."""
+        """The `heartbeat_timeout` if it had no effect, because no rank has sent a heartbeat or a report. Otherwise None."""
         beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
@@ -150,8 +149,8 @@ class AttemptObservations:
     def drop_payloads(self) -> None:
         """Delete the contents of the ranks' answers, because these contents can be large.
 
-        The observations can exist much longer than the attempt. The kind and the time of each answer stay, because the live
-        view needs them.
+        The observations can exist much longer than the attempt to which they belong. The kind and the time of each answer
+        stay, because the live view needs them.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:
@@ -159,7 +158,7 @@ class AttemptObservations:
 
 
 def make_progress(heartbeat: HeartbeatSample, run_started_at: float) -> Progress | None:
-    """Return the last report, with its time counted from the start of the run. Return None if there was no report."""
+    """Return the last report of a rank, or None. The time of the report is in seconds since the start of the run."""
     if heartbeat.report is None:
         return None
     at, step, total, metrics = heartbeat.report

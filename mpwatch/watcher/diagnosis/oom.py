@@ -1,15 +1,16 @@
-"""Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. Runs in the watcher thread.
+"""Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. This module runs in the watcher thread.
 
 A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
 
-1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If the log can be read, only the
-   log decides: the OOM killer has killed exactly the suspects that the log names. The log can be read only with the
-   necessary rights, and only if this process sees the kernel's own pids. In most containers the log cannot be read.
-2. The counter `oom_kill` of this process's memory cgroup counts the kills. The kernel increments the counter before it kills
-   a process. The counter is used if the log cannot be read:
+1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If mpwatch can read the kernel's
+   log, only the log decides: the OOM killer has killed exactly the suspects that the log names. To use the log, the watcher
+   needs the right to read it, and must be in the kernel's first PID namespace. In most containers, mpwatch cannot read the
+   kernel's log.
+2. The counter `oom_kill` of the watcher's memory cgroup counts the processes that the OOM killer has killed. The kernel
+   increments the counter before it kills a process. mpwatch uses the counter if it cannot read the kernel's log:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
      them.
-   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause.
+   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause of the deaths.
    - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
      likely cause.
 
@@ -34,7 +35,7 @@ KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+
 
 
 class OomDetector:
-    """Compares the evidence of OOM kills with the evidence at an earlier moment.
+    """Finds out from the kernel's log and the counters which deaths of ranks were OOM kills.
 
     Use an OomDetector as a context manager, and enter the context before the ranks are started.
     """
@@ -57,7 +58,7 @@ class OomDetector:
         self._stack.close()
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Record the suspects of one wake-up, and the present values of the counters.
+        """Record the suspects of one wake-up, and read the counters of OOM kills.
 
         Call this method right after the deaths, because later kills also increase the counters.
         """
@@ -78,8 +79,8 @@ class OomDetector:
     def resolve_suspects(self) -> str:
         """Look up the suspects in the kernel's log, if it can be read. Call this method when ranks have ended.
 
-        If processes other than the ranks were killed since the last call of this method, return a text with the evidence.
-        Otherwise the text is empty.
+        Return the evidence that processes other than the ranks were killed since the last call of this method, or an empty
+        text if there is no such evidence.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)
@@ -113,7 +114,7 @@ def _describe_rise(file: str, times: int) -> str:
 def _open_log() -> int | None:
     """Open the kernel's log at its end.
 
-    Return None if the log cannot be read, or if its pids are not those of this process's PID namespace.
+    Return None if this process cannot read the kernel's log, or does not see the pids that are in the log.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
@@ -140,5 +141,5 @@ def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
 
 
 def _find_kills(lines: Iterable[str]) -> dict[int, str]:
-    """Return the log's texts about the processes that the OOM killer killed, as a dict from pids to texts."""
+    """Return a dict from the pid of each process that the OOM killer killed to the log's text about this process."""
     return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

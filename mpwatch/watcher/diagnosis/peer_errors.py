@@ -1,10 +1,10 @@
 """Recognises failures that are only the consequence of another rank's failure: the rank lost a peer, or waited for a peer.
 
-The patterns are data, in the table below. Pure.
+The table PATTERNS lists exceptions that a lost or late peer causes. Pure.
 
-A failure of this kind is secondary even if it comes first, because a rank that is about to fail often closes its connections
-before it fails. The texts of gloo, TCPStore and sockets were observed in runs. The texts of NCCL come from its source code.
-The texts of UCC and MPI are untested.
+A failure that a peer has caused is secondary even if it comes first, because a rank that is about to fail often closes its
+connections before it fails. The patterns for gloo, TCPStore and sockets are texts that were observed in runs. The patterns
+for NCCL are texts from NCCL's source code. The patterns for UCC and MPI are untested.
 """
 
 import re
@@ -16,7 +16,7 @@ from mpwatch.wire.exceptions import decoder
 
 
 class PeerErrorKind(Enum):
-    """The kinds of failures that a peer perhaps caused, from certain to vague."""
+    """The kinds of failures that a peer perhaps caused, with the most certain kinds first."""
 
     CONNECTION_LOST = auto()  # a connection to a peer broke
     PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang
@@ -31,7 +31,7 @@ class PeerErrorKind(Enum):
 
 
 class PeerErrorPattern(NamedTuple):
-    """A pattern for exceptions. An exception must match all fields that are not empty."""
+    """A pattern for exceptions. An exception fits the pattern if it matches all fields that are not empty."""
 
     kind: PeerErrorKind
     type_name: str  # the class name ends with this

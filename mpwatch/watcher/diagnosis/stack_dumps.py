@@ -1,17 +1,18 @@
 """Parses what a rank writes into its stack pipe, and formats stacks for the report.
 
-The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
+The stack pipe is the rank's stderr while the rank's interpreter starts. When the rank is ready, only stacks are written into
+it:
 
 - When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. A block with the head
-  OTHER_THREADS_HEAD says that stacks were left out. faulthandler writes the stack of the main thread. The pipe contains
-  one of these two texts, or a mixture of both. The end of a text is missing if it has not come in time, or if the pipe was
-  full.
+  OTHER_THREADS_HEAD says that Python has left out stacks. If Python does not answer in time, faulthandler writes the stack
+  of the main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of Python's
+  or faulthandler's text is missing if the rank was too slow, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
-All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME. Only the stack of a
-greenlet ends with another frame. The code in the rank is in worker/stack_dumps.py.
+All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME, unless the main thread
+runs a greenlet. The code that writes the stacks in a rank is in worker/stack_dumps.py.
 
-Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
+This module runs in the watcher thread, and does no I/O except in `add_source_lines`, which reads source files.
 """
 
 import linecache
@@ -54,17 +55,17 @@ class StackDumpParser:
         self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
     def feed(self, data: bytes) -> None:
-        """Add bytes that were read from the pipe."""
+        """Add bytes that the watcher has read from the stack pipe."""
         self._data += data[: MAX_BYTES - len(self._data)]
 
     def mark_ready(self, main_thread: int) -> None:
-        """Record that the rank is ready. Earlier text in the pipe is output of the interpreter, and later text is stacks."""
+        """Record that the rank is ready, and will write only stacks into the stack pipe from now on."""
         self.main_thread = main_thread
         self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
     def start_dump(self) -> None:
-        """Record that the watcher asks the rank for stacks. The text that follows in the pipe contains these stacks."""
+        """Record that the watcher asks the rank for stacks, which the rank then writes into the stack pipe."""
         self._dump_start = len(self._data)
         self.dump_count += 1
 
@@ -75,7 +76,7 @@ class StackDumpParser:
         self._dump_start = None
 
     def discard_dump(self) -> None:
-        """Delete the stacks of an earlier call. Keep the output of the interpreter."""
+        """Delete the stacks of an earlier call, but not the output of the interpreter."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None
@@ -85,11 +86,11 @@ class StackDumpParser:
         return self._dump_start is not None and not self.is_complete()
 
     def is_unanswered(self, request: int) -> bool:
-        """Return whether no text has come since this request for stacks. The first request has number 1."""
+        """Return whether the rank has written nothing since the request for stacks number `request` (the first one is 1)."""
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
-        """Return whether one of the two signal handlers has written the requested stacks completely."""
+        """Return whether Python or faulthandler has written the requested stacks completely."""
         if self._dump_start is None:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
@@ -98,7 +99,10 @@ class StackDumpParser:
 
     @property
     def dump(self) -> str:
-        """The requested stacks. The stack of the main thread comes first. Lines in parentheses say what is missing."""
+        """The requested stacks, with the stack of the main thread first.
+
+        Lines in parentheses say which stacks are missing.
+        """
         python_stack, native_stack, others = self._split_dump()
         head = f"Current thread 0x{self.main_thread:016x}"
         main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
@@ -112,10 +116,10 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames. Perhaps a forked child of the rank wrote this stack.
+        """The stack of the last crash, without mpwatch's frames. A forked child of the rank may have written this stack.
 
-        Python 3.14 and newer add native frames. This text keeps only the native frames between the crash and the
-        interpreter.
+        Python 3.14 and newer also write native frames, of which this property keeps only the frames of the C code that
+        crashed.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -128,20 +132,20 @@ class StackDumpParser:
 
     @property
     def unforwarded_output(self) -> bytes:
-        """Output of the interpreter that the rank itself has not written to its own stderr."""
+        """Output of the rank's interpreter that the rank has not written to its own stderr."""
         return self.startup_output if self.main_thread else bytes(self._data)
 
     @property
     def failed_startup_output(self) -> str:
-        """The output of the interpreter, if the rank never became ready. Otherwise the text is empty."""
+        """The output of the rank's interpreter if the rank never became ready, or else an empty text."""
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split the text that has come since the request into three parts.
+        """Split the text that has come since the request for stacks into three parts.
 
-        The parts are the main thread's stack in Python's text, the main thread's stack in faulthandler's text, and the
-        stacks of the other threads. If faulthandler's text has a complete stack before Python's text begins, all text after
-        this stack is left out. Python wrote that text later, after the C code had ended.
+        The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
+        stacks of the other threads. If a complete stack from faulthandler comes before Python's text, Python's text is left
+        out, because Python wrote it later, after the C code had ended.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -187,7 +191,7 @@ def _is_whole(stack: str) -> bool:
 def cut_frames_of_mpwatch(stacks: str) -> str:
     """Remove mpwatch's frames that called the user's function, and the frames of a signal handler that was writing stacks.
 
-    Threads that have only such frames are left out. mpwatch's own threads are left out, too.
+    Leave out mpwatch's own threads, and threads whose frames were all removed.
     """
     blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
     # a head alone has no frames
@@ -211,7 +215,7 @@ def add_source_lines(stacks: str, started_at: float) -> str:
 
 
 def _is_thread_of_mpwatch(block: str) -> bool:
-    """Whether this thread belongs to mpwatch, and runs no user code."""
+    """Return whether a thread belongs to mpwatch, and runs no user code."""
     frames = list(parse_frames(block)) if block.startswith("Thread ") else []
     target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
     is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
@@ -233,10 +237,10 @@ def _cut_dump_handler(block: str) -> str:
 
 
 def _find_crashed_native_frames(native_stack: str) -> list[str]:
-    """Return the native frames between the crash and the interpreter.
+    """Return the native frames of the C code that crashed, without the frames of the interpreter.
 
-    If the interpreter itself has crashed, the list is empty. The stack begins with frames of the interpreter, whose signal
-    handler writes the stack. The next frame is the frame of libc that has called the signal handler.
+    If the interpreter itself has crashed, the list is empty. `native_stack` begins with frames of the signal handler that
+    writes the stack: frames of the interpreter, and then one frame of libc.
     """
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""

@@ -31,7 +31,7 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks for which the other ranks wait. The set is empty if it is not certain which ranks these are."""
+    """Return the ranks for which the other ranks wait, or an empty set if it is not certain which ranks these are."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -44,9 +44,9 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks to blame for the silent ranks. The set is empty if it is not certain which ranks are to blame.
+    """Return the ranks to blame for the silence of ranks, or an empty set if it is not certain which ranks are to blame.
 
-    Silent ranks are blamed before other ranks. A rank that sends heartbeats is blamed only if all silent ranks wait in the
+    This function blames a rank that sends heartbeats only if no silent rank is to blame, and all silent ranks wait in the
     same collective.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
@@ -68,12 +68,12 @@ def is_in_collective(observed: RankObservations) -> bool:
 
 
 def get_stacks_or_state(observed: RankObservations) -> str:
-    """Return the stacks of the rank, or the reason why it wrote no stacks. The text is empty if neither is known."""
+    """Return the rank's stacks, or the reason why the rank wrote no stacks, or an empty text if neither is known."""
     return observed.stacks or describe_blocked_process(observed) or ("" if observed.was_ready else "starting")
 
 
 def describe_blocked_process(observed: RankObservations) -> str:
-    """Return why the rank's process cannot write stacks at this moment. The text is empty if no reason is known."""
+    """Return why the rank's process cannot write stacks at this moment, or an empty text if no reason is known."""
     return BLOCKED_STATES.get(observed.process_state, "")
 
 
@@ -96,7 +96,7 @@ def _get_collective(observed: RankObservations) -> str:
 
 
 def _find_collective(stacks: str) -> str:
-    """Return the torch.distributed function in which the first thread was, or an empty text if there is no such function."""
+    """Return the torch.distributed function in which the first thread of `stacks` was, or an empty text if there is none."""
     for frame in parse_frames(stacks):
         if any(part in frame.file for part in COLLECTIVE_FILES) and CHECKPOINT_FILES not in frame.file:
             return frame.function

@@ -1,14 +1,14 @@
 """The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
-All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. The
-next reading is due at the earliest time at which a rank can have been silent for half of `heartbeat_timeout`. Readings are
-more frequent while a rank is late.
+All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. Each
+later reading is due at the earliest time at which a rank can have been silent for half of `heartbeat_timeout`. While the
+heartbeat of a rank is late, all heartbeats are read more often.
 
-If a rank was silent for the whole limit, all heartbeats are read a second time a little later. A rank has failed only if it
-is also silent at the second reading. A rank that was only suspended has sent a heartbeat before the second reading. If a
-rank hangs, the ranks that wait for this rank are also silent at the second reading.
+If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
+as failed only if it is also silent at the second reading. A rank that was suspended and continues sends a heartbeat before
+the second reading. If a rank hangs, the ranks that wait for this rank are also silent at the second reading.
 
-There is no limit for a rank that has never sent a heartbeat.
+The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat.
 """
 
 import math
@@ -38,7 +38,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Set the silence of all ranks to 0, because a debugger or Ctrl-Z has stopped some ranks."""
+        """Count the silence of all ranks from `now`, because a debugger or Ctrl-Z has stopped some ranks."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False
@@ -57,7 +57,10 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Add the time of a rank's last heartbeat. Return True if ranks are silent at the second reading, too."""
+        """Add the time of a rank's last heartbeat.
+
+        Return True if the second reading is complete and ranks are still silent.
+        """
         self._unread.discard(rank)
         if beat_at is not None:
             self._update(rank, beat_at, now)

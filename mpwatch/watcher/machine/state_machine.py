@@ -8,14 +8,13 @@ The machine does not decide whether failed ranks are restarted. run_controller.p
 
 Guarantees:
 
-- IDLE has a deadline only while ranks start or while the node has a lease. RUNNING also has deadlines for the limits of the
-  call and for heartbeats. AWAITING_DECISION has no deadline, because the user code that decides can take any time.
-  DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. AWAITING_ROOT_CAUSE has a deadline except while a
-  debugger's prompt is open.
-- In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
-  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all other ranks return or raise in this time, all ranks stay alive.
-- In one call, the machine asks a rank for its stacks at most once. The machine also stops, kills and abandons a rank at most
-  once.
+- The stage IDLE has a deadline only while ranks start or while the node has a lease. The stage RUNNING also has deadlines
+  for the limits of the call and for heartbeats. The stage AWAITING_DECISION has no deadline, because the user code that
+  decides about a restart can take any time. The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline.
+  The stage AWAITING_ROOT_CAUSE has a deadline except while a debugger's prompt is open.
+- In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, all ranks stay alive if the
+  other ranks return or raise an exception within ROOT_CAUSE_WAIT_SECONDS after the first failure.
+- In one call, the machine asks a rank for its stacks at most once, and stops, kills and abandons a rank at most once.
 - No report of a rank is lost.
 """
 
@@ -40,7 +39,7 @@ from mpwatch.watcher.machine.transitions import (
 
 
 class StateMachine:
-    """The state machine of one restart group, for all its generations and calls.
+    """The state machine of one restart group, for all starts and all calls of its ranks.
 
     Args:
         ranks: global ranks of the group. There are none if the ranks are unknown before the first Restart.
@@ -101,7 +100,10 @@ class StateMachine:
 
     @property
     def state(self) -> WorkerState:
-        """One state for all ranks of this state machine. The diagnosis, not this property, finds the final states."""
+        """One state for all ranks of this state machine.
+
+        The final states of the ranks come from the diagnosis, and not from this property.
+        """
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
                 return WorkerState.INIT
@@ -113,7 +115,7 @@ class StateMachine:
 
     @property
     def deadline(self) -> float | None:
-        """The latest time to call `handle_deadline`. It is None if there is no deadline at present."""
+        """The latest time to call `handle_deadline`, or None if there is no deadline at present."""
         if self._limits_suspended_at is not None and self.is_call_running():
             return self._lease_deadline if self._lease_deadline < math.inf else None
         call_deadline = min(self._timeout_at, self._stop_deadline)
@@ -127,7 +129,7 @@ class StateMachine:
 
     @property
     def _lease_deadline(self) -> float:
-        """The time at which the lease requires that ranks are stopped or killed. It is infinite while there are no ranks."""
+        """The time at which the lease requires the watcher to stop or kill the ranks, or infinity if there are no ranks."""
         if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf
         return self._lease.stop_at if self.is_call_running() else self._lease.kill_at
@@ -143,7 +145,7 @@ class StateMachine:
 
     @property
     def interrupt_cause(self) -> m.InterruptCause:
-        """The cause of the first interrupt of the call. This cause has no meaning if `signum` is None."""
+        """The cause of the first interrupt of the call, which has no meaning if `signum` is None."""
         return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def are_limits_active(self) -> bool:
@@ -190,7 +192,7 @@ class StateMachine:
         return self._on_rank_event(event, before, now)
 
     def handle_deadline(self, now: float) -> list[Action]:
-        """Return the actions that are due at the deadline. The list is empty before the deadline."""
+        """Return the actions that are due at the deadline, or an empty list before the deadline."""
         if self.deadline is None or now < self.deadline:
             return []
         if now >= self._lease_deadline:
@@ -218,7 +220,7 @@ class StateMachine:
         return [m.ReadHeartbeat(rank) for rank in self.heartbeats.begin_reading(running, now)]
 
     def _on_limits(self, event: m.SuspendLimits | m.ResumeLimits, now: float) -> None:
-        """Suspend the limits of the call, or continue them with the time that was left."""
+        """Suspend the time limits of the call, or continue each limit with the time that was left."""
         suspended_at = self._limits_suspended_at
         if isinstance(event, m.SuspendLimits):
             self._limits_suspended_at = now if suspended_at is None else suspended_at
@@ -405,13 +407,13 @@ class StateMachine:
         return [m.RequestExit(rank) for rank in ranks]
 
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
-        """After the first signal, ask the ranks for their stacks and stop the ranks.
+        """After the first signal that interrupts the run, ask the ranks for their stacks and stop the ranks.
 
         After the second signal, kill the ranks.
 
-        A signal also kills ranks that are already being stopped. If other nodes have ended the attempt, however, only the
-        second signal kills the ranks. The other nodes may have received the same signal a moment before. In each case, the
-        calling program's own handler gets the signal after the run.
+        A signal also kills ranks that are already being stopped. If other nodes have ended the attempt, only the second
+        signal kills the ranks, because the other nodes may have received the same signal a moment before. The calling
+        program's own handler always gets the signal after the run.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -430,10 +432,10 @@ class StateMachine:
         )
 
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
-        """Record that the ranks are asked to return. The ranks will not be restarted.
+        """Record that the ranks are asked to return, and that they will not be restarted.
 
-        If there are no ranks, a request of this node moves the machine to FINISHED. A request of the leader has no effect if
-        there are no ranks, because all nodes together decide what follows.
+        If there are no ranks, a stop request of this node moves the machine to FINISHED. A stop request of the leader has no
+        effect if there are no ranks, because all nodes together decide what follows.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -444,9 +446,9 @@ class StateMachine:
             self._stop_deadline = now + self._stop_timeout
 
     def _on_stop_timeout(self, now: float) -> list[Action]:
-        """Stop ranks that have not returned in time.
+        """Stop ranks that have not returned in time after a stop request.
 
-        If a signal has requested the stop, the call counts as interrupted. Otherwise the call counts as timed out.
+        The call counts as interrupted if a signal has requested the stop, and otherwise as timed out.
         """
         assert self.stop_request is not None
         self.is_stop_overdue = True
@@ -458,7 +460,7 @@ class StateMachine:
     def _interrupt_calls(self, now: float) -> list[Action]:
         """Interrupt the functions of all ranks of a WorkerGroup.
 
-        Ranks that return or raise within the grace period stay alive.
+        Ranks that return or raise an exception within the grace period stay alive.
         """
         self.stage = RunStage.AWAITING_ROOT_CAUSE
         self._stage_deadline = now + max(self._grace_period, m.MIN_GRACE_SECONDS)
@@ -478,8 +480,8 @@ class StateMachine:
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
 
-        If the run is not interrupted, ranks that have returned are asked for their collectives. It is possible that other
-        ranks have failed because they waited for a rank that has returned.
+        Unless the run is interrupted, ranks that have returned are asked for their collectives, because other ranks may have
+        failed while they waited for a rank that has returned.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
@@ -497,13 +499,13 @@ class StateMachine:
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Stop all ranks if no more stacks are expected.
 
-        Call this also when a rank has failed or exited before its stacks have come.
+        Call this method also when a rank has failed or exited before its stacks have come.
         """
         self._dumping.discard(rank)
         return [] if self._dumping else self._stop(now)
 
     def _stop(self, now: float) -> list[Action]:
-        """Stop the ranks after their stacks have come. If Ctrl-C is the reason, running ranks get SIGINT."""
+        """Stop the ranks after their stacks have come. If Ctrl-C is the reason for the stop, running ranks get SIGINT."""
         if self.stop_reason is not StopReason.INTERRUPTED or self.signum != signal.SIGINT:
             return self._terminate(now, self.stop_reason)
         counts = self.phase_table.counts
@@ -516,7 +518,7 @@ class StateMachine:
     ) -> list[Action]:
         """Send SIGTERM to all ranks that are alive. Running ranks get the signal `signum_for_running` instead of SIGTERM.
 
-        SIGCONT follows, because a process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
+        Each rank also gets SIGCONT, because a process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
         """
         self.stage = RunStage.TERMINATING
         self.stop_reason = stop_reason
