@@ -1,6 +1,7 @@
 """The data of one call to ranks: the request, the answer, and the messages that the caller's thread has sent or received.
 
-The caller's thread makes a PendingCall. direct_calls.py and commands.py show the two ways in which a call reaches the ranks.
+The caller's thread makes a PendingCall. The modules direct_calls.py and commands.py show the two ways in which a call
+reaches the ranks.
 """
 
 import os

@@ -51,7 +51,7 @@ class DeferredLog:
 def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
     """Log a record in the caller's thread.
 
-    Ignore an exception that a logging handler raises, unless it ends the run, as KeyboardInterrupt does.
+    Ignore an exception that a logging handler raises, unless this exception ends the run, as KeyboardInterrupt does.
 
     Args:
         level: a level of the logging module.

@@ -5,8 +5,8 @@ which moves the cursor back to the start of the line. Only the text after the la
 
     "10%\r20%\r30%\n"    becomes    "30%\n"
 
-Escape sequences that move the cursor or erase text are removed, because they would damage the lines of other ranks that the
-multiplexer shows in the same terminal. Escape sequences for colours are kept.
+Escape sequences that move the cursor or erase text are removed, because they would damage the lines of other ranks in the
+same terminal. Escape sequences for colours are kept.
 """
 
 import re

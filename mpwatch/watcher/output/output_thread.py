@@ -37,9 +37,10 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 class OutputThread:
     """The output thread, and the methods with which other threads use it.
 
-    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. All other methods
-    run in the output thread, most of them as posted jobs. After `stop_when_drained`, the output thread ends and releases its
-    resources without a call of `close`, because Ctrl-C can prevent this call. The constructor raises LaunchError.
+    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. The methods that
+    other threads do not call run in the output thread, most of them as posted jobs. After `stop_when_drained`, the output
+    thread ends and releases its resources without a call of `close`, because Ctrl-C can prevent this call. The constructor
+    raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -286,7 +287,7 @@ class OutputThread:
     def _stop_polling(self, pipe: OutputPipe) -> None:
         """Stop polling a pipe that all writers have closed.
 
-        Keep the OutputPipe, because the interpreter's startup output may still have to be written to its log file.
+        Keep the OutputPipe, because the interpreter's startup output may still have to be written to the log file.
         """
         if pipe.is_polled:
             pipe.is_polled = False

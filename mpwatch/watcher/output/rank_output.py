@@ -11,8 +11,8 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-If the watcher does not have to read a stream, the rank writes this stream directly to its log file or to the caller's own
-descriptor, without a pipe (StreamRoute in log_spec.py).
+If the watcher does not have to read a stream, the rank writes it directly to its log file or the caller's descriptor
+(StreamRoute in log_spec.py).
 
 Owners:
     RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
@@ -46,8 +46,8 @@ from mpwatch.watcher.output.sinks import open_sink
 class RankOutput:
     """The output of all ranks of one watcher thread.
 
-    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls the other methods.
-    If the caller never closes a WorkerGroup, the watcher thread calls `close`.
+    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`, and the caller's thread calls the other
+    methods. If the caller never closes a WorkerGroup, the watcher thread calls `close`.
 
     Args:
         spec: where the output goes.

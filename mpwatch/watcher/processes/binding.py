@@ -39,8 +39,8 @@ def bind_rank(
 ) -> Binding:
     """Return the CPUs of a rank.
 
-    If `bind` is a function, mpwatch does not know the CPUs of the other ranks, and assumes that no other rank uses the CPUs
-    of this rank.
+    If `bind` is a function, mpwatch cannot know the CPUs of the other ranks, and assumes that they do not use this rank's
+    CPUs.
 
     Args:
         bind: the option.
@@ -66,7 +66,7 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
     - If the cores cannot be divided equally, some ranks get one extra core. If the machine has only one kind of core, the
-      ranks that get an extra core are chosen so that as few ranks as possible span two NUMA nodes.
+      extra cores are distributed so that as few ranks as possible span two NUMA nodes.
     - On a hybrid processor, which has several kinds of cores, each rank gets its share of each kind.
 
     Raises ValueError if there are fewer CPUs than ranks.

@@ -1,7 +1,7 @@
 """Starts the guardian process and sends it orders. Runs in the watcher thread.
 
-If the calling program is killed, the guardian carries out the orders: it kills process groups, and restores a terminal.
-guardian/main.py describes the format of the orders.
+If the calling program is killed, the guardian carries out the orders: it kills process groups, and restores a terminal. See
+guardian/main.py for the format of the orders.
 """
 
 import json

@@ -69,8 +69,8 @@ POLL_SECONDS = 0.001
 class RankPopen(Popen):
     """The operating system's side of a rank's process: pid, sentinel, signals, exit code, reaping.
 
-    `start` makes a RankPopen. Any thread of the calling program may call the methods of multiprocessing's Popen: `poll`,
-    `wait`, `terminate`, `kill` and `close`. Only the watcher thread calls the other methods of a RankPopen.
+    `start` makes a RankPopen. Any thread of the calling program may call multiprocessing's methods `poll`, `wait`,
+    `terminate`, `kill` and `close`, but only the watcher thread calls the other methods.
 
     Attributes:
         name: the name of the multiprocessing.Process.

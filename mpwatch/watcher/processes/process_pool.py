@@ -343,8 +343,8 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread while a process is started.
 
-    The new process inherits the blocked signals, so they cannot end it. As soon as a rank runs, it sets these signals to be
-    ignored.
+    The new process inherits the blocked signals, so these signals cannot end the process. As soon as a rank runs, the rank
+    ignores the signals that were blocked.
 
     A scheduler such as SLURM may send a signal to the watcher and all ranks, although only the watcher should handle the
     signal.
