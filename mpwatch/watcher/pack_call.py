@@ -1,4 +1,7 @@
-"""Pack a call for the ranks. If the call cannot be sent, the error names the part that cannot be pickled."""
+"""Pack a call so that it can be sent to the ranks.
+
+If the call cannot be sent, the error names the part that cannot be pickled.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,13 +23,16 @@ def pack_call(call: Call) -> Payload:
 
 
 def pack_items(items: Mapping[str, Any]) -> Payload:
-    """Return a payload whose arguments are items of `mpwatch.map`. Raises LaunchError, which names the wrong item."""
+    """Return a payload whose arguments are items of `mpwatch.map`.
+
+    Raises LaunchError if an item cannot be packed, and names this item in the error.
+    """
     call = Call(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
     return run_until_handler_raises(partial(_pack, call, items.items))
 
 
 def _split_call(call: Call) -> Call:
-    """Return a call whose `parts` is a list of dicts, one for each rank, with the values of the PerRank arguments."""
+    """Return a call whose `parts` has a dict for each rank, with the values that the rank gets for the PerRank arguments."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

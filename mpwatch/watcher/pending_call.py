@@ -1,6 +1,7 @@
 """The data of one call to ranks: the request, the answer, and the messages that the caller's thread has sent or received.
 
-The caller's thread makes a PendingCall. direct_calls.py and commands.py show the two ways in which a call reaches the ranks.
+The caller's thread makes a PendingCall. The modules direct_calls.py and commands.py show the two ways in which a call
+reaches the ranks.
 """
 
 import os
@@ -65,7 +66,7 @@ class IdleRanks:
         return True
 
     def read_heartbeats(self) -> list[HeartbeatSample]:
-        """Return the last heartbeat and report of each rank. The samples are empty if all ranks have ended."""
+        """Return the last heartbeat and report of each rank. Each HeartbeatSample is empty if all ranks have ended."""
         try:
             return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
         except ValueError:
@@ -75,9 +76,9 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. A single
-    call into C code takes the channel from the list, sends or receives the message, and records the message. To stop the
-    caller's thread, the watcher thread takes all rights that are left.
+    The caller's thread needs a right for each message that it sends or receives. A right is an entry in a list: the channel
+    over which the message is sent or received. A single call into C code takes the channel from the list, sends or receives
+    the message, and records the message. To stop the caller's thread, the watcher thread takes all rights that are left.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -98,7 +99,10 @@ class DirectCall:
         self._has_failed = False
 
     def send(self, frame: bytes, ancillary: list[Any]) -> bool:
-        """Send a message to each rank. Return False if this fails, or if the watcher thread has taken the rights."""
+        """Send a message to each rank.
+
+        Return False if a send fails, or if the watcher thread has taken the rights to send.
+        """
         count = len(self.idle_ranks.channels)
         try:
             rights = map(list.pop, repeat(self._to_send, count))
@@ -110,7 +114,7 @@ class DirectCall:
     def receive(self, deadline: float) -> None:
         """Receive the return value of each rank.
 
-        Stop at the first rank that sends a different message, or no message before the deadline.
+        Stop at the first rank whose message is not a return value, or that sends no message before the deadline.
         """
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
@@ -125,7 +129,7 @@ class DirectCall:
                 return
 
     def take_rights(self) -> None:
-        """Prevent the caller's thread from sending or receiving another message. The watcher thread calls this."""
+        """Prevent the caller's thread from sending or receiving another message. The watcher thread calls this method."""
         self._take_rights(self._to_send, self.sent)
         self._take_rights(self._to_receive, self.received)
 
@@ -146,7 +150,7 @@ class DirectCall:
         return self._has_returned
 
     def get_bodies(self) -> list[bytes]:
-        """Return each rank's return value in pickled form. Call this only when all ranks have returned."""
+        """Return each rank's return value in pickled form. Call this method only when all ranks have returned."""
         return [data[HEADER.size :] for data, *_ in self.received]
 
     def get_progress(self, started_at: float) -> dict[int, Progress]:
@@ -161,7 +165,7 @@ class DirectCall:
         }
 
     def observe_ranks(self) -> dict[int, RankObservations]:
-        """Return a dict from each rank to its observations. Call this only when all ranks have returned."""
+        """Return a dict from each rank to its RankObservations. Call this method only when all ranks have returned."""
         now = time.monotonic()
         observed = {}
         for handle, (data, *_), heartbeat in zip(self.idle_ranks.handles, self.received, self.heartbeats, strict=True):
@@ -215,7 +219,7 @@ class PendingCall:
     """Whether the watcher thread continues a call that the caller's thread has begun."""
 
     def has_begun(self) -> bool:
-        """Return whether the caller's thread has sent the call to a rank."""
+        """Return whether the caller's thread has sent the call to at least one rank."""
         return self.direct is not None and bool(self.direct.sent)
 
     def was_sent_to(self, handle: "RankHandle") -> bool:
@@ -225,12 +229,12 @@ class PendingCall:
     def is_over(self) -> bool:
         """Return whether the call has ended, or cannot begin because ranks were lost.
 
-        In both cases, other ranks stay alive.
+        If this method returns True, the ranks that were not lost stay alive.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 
 def is_return_value(received: Received) -> bool:
-    """Return whether this is a whole RETURNED message without a file descriptor."""
+    """Return whether `received` is a complete message of the kind RETURNED, without a file descriptor."""
     data, ancillary, flags, _ = received
     return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)

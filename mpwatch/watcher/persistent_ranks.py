@@ -1,15 +1,16 @@
 """The ranks of a WorkerGroup, which stay alive between calls. Runs in the caller's threads.
 
 Calls of different ranks may run at the same time, each in a thread of the caller. If a rank is lost in one call, the other
-calls end, too.
+running calls end, too, unless the WorkerGroup has scope="worker".
 
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
-Each restart creates a new WatcherThread. Between calls, the WatcherThread notices a lost rank at once, and stops the other
-ranks. The next call then restarts all ranks.
+A restart of all ranks creates a new WatcherThread. Between calls, the WatcherThread notices a lost rank at once, and stops
+the other ranks. If a rank was lost, the next call restarts all ranks.
 
-With scope="worker", a lost rank ends only its own call. The next call that needs this rank makes the same WatcherThread
-restart the rank. If all ranks are lost, the next call creates a new WatcherThread, which starts all ranks again.
+With scope="worker", the loss of a rank ends only the call in which the rank was lost. With scope="worker", the next call
+that needs a lost rank makes the same WatcherThread restart this rank. If all ranks are lost, the next call creates a new
+WatcherThread, which starts all ranks again.
 """
 
 import logging
@@ -60,8 +61,9 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class PersistentRanks:
     """The ranks of one WorkerGroup.
 
-    The caller ensures that calls which run at the same time need different ranks, and that no call runs during `start` and
-    `close`. Any thread may read `state` and `workers`. A call has a live view only if no other running call has a live view.
+    The caller must ensure that calls which run at the same time need different ranks, and that no call runs during `start`
+    and `close`. Any thread may read `state` and `workers`. A call has a live view only if no other running call has a live
+    view.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -81,7 +83,7 @@ class PersistentRanks:
 
     @property
     def state(self) -> WorkerState:
-        """The state of all ranks: INIT, HEALTHY or UNHEALTHY. It is UNHEALTHY if the next call has to restart ranks."""
+        """The state of all ranks: INIT, HEALTHY, or UNHEALTHY if the next call has to restart ranks."""
         watcher_thread = self._watcher_thread
         if watcher_thread is None:
             return WorkerState.UNHEALTHY
@@ -107,7 +109,10 @@ class PersistentRanks:
 
     @property
     def lacks_process_group(self) -> bool:
-        """Whether torch's process group of `backend` does not exist yet. Only a call of all ranks can make this group."""
+        """Whether the ranks still have to make torch's process group for the option `backend`.
+
+        Only a call of all ranks can make this process group.
+        """
         watcher_thread = self._watcher_thread
         is_joined = watcher_thread is not None and self._joined == (watcher_thread, self._process_group_version)
         return self._spec.backend is not None and not is_joined
@@ -130,7 +135,8 @@ class PersistentRanks:
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         runs in the background, so it has no live view.
 
-        Return None if `ranks` is set and torch's process group is gone, because a rank was lost. See `lacks_process_group`.
+        Return None if `ranks` is set and torch's process group no longer exists, because a rank was lost. See
+        `lacks_process_group`.
 
         Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal of the options. If a signal
         came during the call and the calling program's handler raises an exception, this method raises the same exception.
@@ -168,14 +174,17 @@ class PersistentRanks:
         return result
 
     def close(self) -> None:
-        """End the ranks, and wait for their end. Then deliver the signals that have come during this time."""
+        """End the ranks, and wait for their end.
+
+        After the end of the ranks, the calling program's signal handlers get the signals that came during the wait.
+        """
         if self._watcher_thread is not None and (blocking_call := self._begin(self._watcher_thread)) is not None:
             self._execute(blocking_call, Shutdown(), until=lambda: False)
             blocking_call.raise_error()
             blocking_call.signals.deliver_received()
 
     def take_stacks(self) -> Stacks:
-        """Return the present stacks of all ranks. The result is empty if there are no ranks.
+        """Return the present stacks of all ranks. Return an empty Stacks object if there are no ranks.
 
         Any thread may call this method.
         """
@@ -183,7 +192,11 @@ class PersistentRanks:
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Make the guardian process write these bytes to a terminal if this process is killed. None withdraws them."""
+        """Make the guardian process restore a terminal if this process is killed.
+
+        `restore` has the path of the terminal and the bytes to write to it. If `restore` is None, the guardian process
+        restores no terminal.
+        """
         watcher_thread = self._watcher_thread
         if watcher_thread is not None:
             watcher_thread.commands.post(TerminalRestore(restore))
@@ -191,14 +204,17 @@ class PersistentRanks:
     def explain_loss(self, rank: int, reason: str) -> None:
         """Set the reason that is logged when this rank is restarted, alone or with all other ranks.
 
-        Do this only if the rank was lost in a call.
+        Do nothing if the rank was not lost in a call.
         """
         if rank in self._loss_reasons:
             self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
             self._loss_reasons[rank] = reason
 
     def shut_down_in_background(self) -> None:
-        """End the ranks, but do not wait for their end. This is for a WorkerGroup that has no references any more."""
+        """End the ranks, but do not wait for their end.
+
+        Use this method for a WorkerGroup that the program has not closed and no longer refers to.
+        """
         watcher_thread, self._watcher_thread = self._watcher_thread, None
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
@@ -207,7 +223,7 @@ class PersistentRanks:
     def shut_down_at_exit(self) -> None:
         """End the ranks when the calling program ends, and wait for their end. Call no observers, and show no live view.
 
-        Later calls cannot start ranks.
+        After this method, a new call cannot start ranks.
         """
         self._is_at_exit = True
         watcher_thread = self._watcher_thread
@@ -219,7 +235,7 @@ class PersistentRanks:
                 self._close(watcher_thread)
 
     def publish_run_ended(self, reason: str = "") -> None:
-        """Publish that there will be no more calls."""
+        """Publish the event RunEnded, because there will be no more calls."""
         restarts = max(0, self._restart_count)
         publish = self._event_bus.publish_run_ended
         run_until_handler_raises(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
@@ -252,7 +268,10 @@ class PersistentRanks:
         return watcher_thread
 
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
-        """Make the watcher thread restart lost ranks, with scope="worker". Start no rank if all ranks are lost."""
+        """With scope="worker", make the watcher thread restart these lost ranks.
+
+        If all ranks are lost, the watcher thread has ended, and starts no rank.
+        """
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
         counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -271,8 +290,8 @@ class PersistentRanks:
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call.
 
-        The call is posted before the ranks start, so the call fails if the ranks cannot start. If another call has started
-        the ranks, and they were lost before this call began, start the ranks again.
+        The watcher thread gets the call before it starts the ranks, so the call fails if the ranks cannot start. If another
+        call has started the ranks, and these ranks were lost before this call began, start the ranks again.
         """
         outcome = None
         while outcome is None:
@@ -281,7 +300,7 @@ class PersistentRanks:
         return outcome
 
     def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall, begin: BeginCall) -> CallOutcome | None:
-        """Execute the call. Return None if a rank had died before the call reached it."""
+        """Execute the call. Return None if a rank died before the call reached this rank."""
         blocking_call = begin(watcher_thread)
         if blocking_call is None:
             return None
@@ -322,7 +341,7 @@ class PersistentRanks:
         return result
 
     def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
-        """Return the ranks that have ended together with this call. A later call would start these ranks again."""
+        """Return the ranks that have ended together with this call, and that a later call would start again."""
         if self._is_at_exit:
             return ()
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)

@@ -1,21 +1,22 @@
 """The state machine's tables: phases of a rank, stages of a run, events, actions and legal transitions. Pure data.
 
-Read this file first. state_machine.py applies these tables, and no other module changes the state of a run.
+Read this file first. state_machine.py applies the tables of this file, and no other module changes the state of a run.
 
 Rules:
 
-1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
-2. An event that is not in the table raises IllegalEventError with the event and the phase. Such an error shows that mpwatch
-   has a bug.
-3. Each restart group has one StateMachine, and is in one `RunStage`. The second drawing shows how the methods of the
-   StateMachine change the stage.
-4. Each event of a rank carries a `generation`, which counts the starts of the rank from zero. The machine ignores events of
-   an earlier generation, because the process that has sent them was replaced.
-5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
+1. Each rank is in one `RankPhase`. For each phase, `TRANSITIONS` lists the legal events, and the phase that follows each
+   event.
+2. If TRANSITIONS does not list an event, the machine raises IllegalEventError, which names the event and the phase. An
+   IllegalEventError shows that mpwatch has a bug.
+3. Each restart group has one StateMachine, and is in one `RunStage`. The second drawing below shows what changes the stage.
+4. Each event of a rank has a `generation`: 0 for the first start of the rank, 1 for the second start, and so on. The machine
+   ignores events of an earlier generation, because a restart has replaced the process that sent these events.
+5. The machine uses no clock, pid, pipe or signal. The inputs of the machine are events and times, and its outputs are
+   actions.
 
 Theory of operation. The event loop turns each message, exit, signal and command into an `Event`, and passes it to
-`StateMachine.handle`. The event loop calls `StateMachine.handle_deadline` no later than at `StateMachine.deadline`. Both
-methods return the `Action`s that the event loop then executes.
+`StateMachine.handle`. When the time `StateMachine.deadline` comes, the event loop calls `StateMachine.handle_deadline`.
+`handle` and `handle_deadline` return `Action`s, which the event loop executes.
 
 The phases of a rank, with the events and the actions that change them:
 
@@ -54,11 +55,14 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-A WorkerGroup has one machine for the ranks of each running call, and another machine for all ranks without a call.
+In a WorkerGroup, the ranks of each running call have their own state machine, and all ranks without a call share another
+state machine.
 
-The event Resumed changes no stage. Resumed shifts the deadline of every stage, but not the times of a Lease.
+The event Resumed moves the deadline of every stage to a later time. Resumed changes neither the stage nor the times of a
+Lease.
 
-In a job of several nodes, the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
+In a job of several nodes, the machine begins in the stage AWAITING_DECISION and has no ranks yet, because all nodes decide
+together which ranks start.
 """
 
 import math
@@ -108,7 +112,7 @@ class RunStage(Enum):
 
 
 class StopReason(Enum):
-    """What ended the call or the attempt."""
+    """Why a call or an attempt has ended."""
 
     SUCCEEDED = auto()
     FAILED = auto()
@@ -119,7 +123,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """An event of one rank. The machine ignores events of earlier generations."""
+    """An event of one rank. The state machine ignores an event of a process that a restart has replaced."""
 
     rank: int
     generation: int = field(default=0, kw_only=True)  # which start of the rank, from 0
@@ -137,12 +141,12 @@ class Returned(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Failing(RankEvent):
-    """The rank's function has raised an exception. The report of the exception follows."""
+    """The rank's function has raised an exception, and the rank has not reported this exception yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(RankEvent):
-    """The rank has reported a failure. A secondary failure only reports that a peer was lost."""
+    """The rank has reported a failure. A failure is secondary if it only shows that another rank was lost."""
 
     is_secondary: bool = False
 
@@ -154,7 +158,7 @@ class DetailsReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class StackDumped(RankEvent):
-    """The rank has answered DumpStacks or RequestCollectives, or it cannot answer."""
+    """The rank has answered DumpStacks or RequestCollectives, or cannot answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +170,19 @@ class HeartbeatRead(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Exited(RankEvent):
-    """The rank's process has exited, and all messages that it had sent were handled."""
+    """The rank's process has exited, and the watcher has handled all messages that the rank had sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart(RankEvent):
-    """Restart the ranks of this restart group. `rank` is the first of these ranks."""
+    """Restart the ranks of a restart group. The field `rank` names one rank of the group."""
 
     ranks: tuple[int, ...] = ()  # the ranks to start; empty: the same as before. In a job of several nodes they may change
 
 
 @dataclass(frozen=True, slots=True)
 class DoNotRestart(RankEvent):
-    """Do not restart the ranks of this restart group. `rank` is the first of these ranks."""
+    """Do not restart the ranks of a restart group. On a single node, the field `rank` names one rank of the group."""
 
 
 class InterruptCause(Enum):
@@ -193,7 +197,7 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The watcher has received a signal, or another `cause` has the same effect as a signal."""
+    """The watcher has received a signal, or `cause` names another reason to stop the ranks as after a signal."""
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -201,7 +205,10 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The ranks are asked to save their state and return. `should_stop` becomes True at a step that all ranks agree on."""
+    """The ranks are asked to save their state and return.
+
+    `mpwatch.should_stop` returns True in all ranks at the same step.
+    """
 
     cause: str  # such as "SIGUSR1"
     signum: int | None = None  # the signal to the calling program that has caused the request; None if there was no signal
@@ -218,7 +225,7 @@ class StartCall:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The caller has no more calls."""
+    """The caller will make no more calls, so the ranks have to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,19 +240,19 @@ class SuspendLimits:
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """No debugger's prompt is open any more, so the limits of the call continue."""
+    """No debugger's prompt is open any more, so `timeout`, `heartbeat_timeout` and the other limits count time again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The watcher and the ranks continue after a suspension. Limits do not count the time since `suspended_at`."""
+    """The watcher and the ranks run again after a suspension. Limits do not count the time from `suspended_at` to now."""
 
     suspended_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """Other nodes have ended the attempt, or this node has not heard from them for too long."""
+    """Other nodes have ended the attempt, or this node has had no contact with them for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +262,7 @@ class CollectivesMismatched:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """How long a node of a job may keep its ranks if it does not hear from the other nodes.
+    """How long a node of a job may keep its ranks without contact with the other nodes.
 
     Each contact with the other nodes renews the lease. When the lease has run out, the other nodes go on without this node.
     """
@@ -326,7 +333,7 @@ class ReadHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the rank's process group. SIGINT goes only to the rank's own process."""
+    """Send a signal to the rank's process group. SIGINT is sent only to the rank itself, and not to its process group."""
 
     rank: int
     signum: int
@@ -343,7 +350,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event is not legal in the present phase or stage. Such an event shows that mpwatch has a bug."""
+    """An event is not legal in the present phase of the rank or stage of the run, which shows a bug in mpwatch."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

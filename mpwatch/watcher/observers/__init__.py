@@ -1,1 +1,1 @@
-"""What observers, the log and the live view receive while the ranks run."""
+"""The data that observers, the log and the live view receive while the ranks run."""

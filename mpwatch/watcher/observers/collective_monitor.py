@@ -1,16 +1,17 @@
-"""Checks every few seconds whether the ranks' collectives fit together. Runs in the watcher thread.
+"""Checks every few seconds whether the ranks have called matching collectives. Runs in the watcher thread.
 
     CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdicts
         MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch must be found twice, because a collective may succeed even if its ranks use different data types. The length of a
-wait is the time from the first check to the last check that found this wait. Time in which the program was stopped, or a
-debugger's prompt was open, does not count.
+A mismatch ends the call only if two checks find the mismatch, because a collective whose ranks use different data types may
+still succeed. The module measures how long a rank waits in a collective: from the first check to the last check that found
+the rank waiting. The measured time leaves out the time in which the program was stopped or a debugger's prompt was open.
 
-On several nodes, this module finds only a mismatch among ranks of its own node. The leader compares the ranks of all nodes.
-If a rank has called no collective for `stall_after` seconds, the leader gets the collectives of all ranks of this node.
+On several nodes, this module looks only for mismatches among the ranks of its own node, and the leader node compares the
+ranks of all nodes. If a rank has called no collective for `stall_after` seconds, the node of this rank sends the collectives
+of all its ranks to the leader node.
 
 On a single node, the checks begin when two ranks have a torch process group. On several nodes, the checks begin when one
 rank has a torch process group. The checks run only during a call, and pause while a debugger's prompt is open.
@@ -108,7 +109,7 @@ class CollectiveMonitor:
             self._check_later()
 
     def begin_call(self) -> None:
-        """Delete the results of earlier calls."""
+        """When a call begins, delete the results of checks during earlier calls."""
         self.final_verdict = self._last_mismatch = None
         self._asked.clear()
         self._answers.clear()
@@ -118,7 +119,7 @@ class CollectiveMonitor:
         self._called_at = self._clock()
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Add the answer of a rank. The answer is None if the rank has closed its socket."""
+        """Add the collectives that a rank has sent as its answer. `answer` is None if the rank has closed its socket."""
         if handle in self._asked:
             self._asked.discard(handle)
             if answer is not None:
@@ -182,7 +183,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute the length of each wait: the time from the first check to the last check that found this wait."""
+        """Compute how long each rank's wait has lasted, from the first check to the last check that found this wait."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -222,8 +223,8 @@ class CollectiveMonitor:
             self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return whether this collective can never end, because some of its ranks have returned and did not call it.
+        """Return whether this collective can never end, because a rank that must call it has returned.
 
-        In a WorkerGroup, a later call can complete the collective if no rank's main thread waits for it.
+        In a WorkerGroup, a later call can complete an asynchronous collective, for which no rank's main thread waits.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

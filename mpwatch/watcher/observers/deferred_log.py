@@ -1,7 +1,8 @@
 """A queue of log records: the watcher thread and the output thread add records, and the caller's thread logs them.
 
-A logging handler is user code. If the handler waits for a lock that the caller holds, only the caller's thread is delayed.
-Exceptions of a logging handler are ignored, except those that end the run.
+A logging handler is user code, which may wait for a lock. Because a logging handler runs only in the caller's thread, it
+never delays the watcher thread or the output thread. If a logging handler raises an exception, the exception is ignored,
+unless it is KeyboardInterrupt or an exception that a signal handler raises.
 """
 
 import logging
@@ -14,7 +15,7 @@ log = logging.getLogger("mpwatch")
 
 
 class DeferredLog:
-    """The queue of log records. `wake` makes the caller's thread call `emit`."""
+    """The queue of log records. The function `wake` makes the caller's thread call `emit`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -30,13 +31,13 @@ class DeferredLog:
 
     @property
     def has_records(self) -> bool:
-        """Whether there are records to emit."""
+        """Whether the queue has log records."""
         return bool(self._records)
 
     def emit(self) -> None:
         """Log the queued records, in the caller's thread.
 
-        After an exception, the next call continues with the next record.
+        If KeyboardInterrupt ends a call of `emit`, the next call of `emit` continues with the next record.
         """
         while self._records:
             level, text, args = self._records.popleft()
@@ -48,7 +49,9 @@ class DeferredLog:
 
 
 def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
-    """Log a record in the caller's thread. Ignore exceptions of a logging handler, except those that end the run.
+    """Log a record in the caller's thread.
+
+    Ignore an exception that a logging handler raises, unless this exception ends the run, as KeyboardInterrupt does.
 
     Args:
         level: a level of the logging module.

@@ -26,7 +26,7 @@ MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps 
 
 
 class EventBus:
-    """The events of one run, or of a WorkerGroup until it is closed.
+    """The events of one run, or all events of one WorkerGroup.
 
     Args:
         run_id: the run_id of the events.
@@ -50,13 +50,13 @@ class EventBus:
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether events of this kind are observed, logged or kept."""
+        """Return whether an observer, the log or the result uses events of this kind."""
         return (self._keep_events and kind is not Progressed) or self._is_observed(kind)
 
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
-        """Queue an event of these ranks, and wake up the caller's thread. Any thread may call this method.
+        """Queue an event of the given ranks, and wake up the caller's thread. Any thread may call this method.
 
         Args:
             kind: class of the event.
@@ -101,10 +101,10 @@ class EventBus:
         )
 
     def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
-        """Publish that the run has ended, and dispatch all events.
+        """Publish that the run has ended, and pass all queued events to the observers.
 
-        Only the first call publishes the event. A second call follows if an exception has interrupted the first call. The
-        second call dispatches the events that are left.
+        If an exception interrupts this method, the caller calls it a second time. The second call does not publish the event
+        RunEnded again, and dispatches the events that are still queued.
         """
         if self._has_started and not self._has_ended:
             if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call
@@ -121,7 +121,7 @@ class EventBus:
             self.dispatch()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state of the run or the WorkerGroup. Publish StateChanged if the state is new.
+        """Set the state of the run or the WorkerGroup. If the state is new, publish the event StateChanged.
 
         Raises ValueError if the transition to this state is not legal.
         """
@@ -136,7 +136,7 @@ class EventBus:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are events to dispatch."""
+        """Whether the queue has events that were not dispatched yet."""
         return bool(self._queue)
 
     def dispatch(self) -> None:

@@ -1,7 +1,7 @@
 """Publish the progress reports of running ranks for the observers that want them. Runs in the caller's thread.
 
-A ViewDriver updates ProgressEvents in the same way as a live view. For each update, the ViewDriver requests the statuses of
-the ranks from the watcher thread.
+A ViewDriver updates ProgressEvents in the same way as it updates a live view. For each update, the ViewDriver requests the
+statuses of the ranks from the watcher thread.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 
 
 class ProgressEvents:
-    """A View (view_driver.py) that shows nothing, and publishes each new report.
+    """A View (view_driver.py) that shows nothing, and publishes each new progress report as an event.
 
     Args:
         event_bus: the event bus of the run or the WorkerGroup.
@@ -26,7 +26,7 @@ class ProgressEvents:
         self._published: dict[int, float] = {}  # by rank: the time of the last report that was published
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Publish the reports that are new."""
+        """Publish the progress reports that were not published yet."""
         for status in statuses:
             report = status.report
             if report is not None and report.at != self._published.get(status.rank):
@@ -45,5 +45,5 @@ class ProgressEvents:
         """Do nothing, because this view shows nothing."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """At the end of the call, publish the reports that have come since the last `show`."""
+        """At the end of the call, publish the progress reports that have come since the last call of `show`."""
         self.show(statuses)

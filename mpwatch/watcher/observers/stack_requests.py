@@ -1,11 +1,12 @@
-"""Answers requests for the stacks and collectives of all ranks, and does not stop the ranks. Runs in the watcher thread.
+"""Answers requests for the stacks and collectives of all ranks, without stopping the ranks. Runs in the watcher thread.
 
     any thread --- StacksRequest ---> `begin` asks each rank by a signal (rank_handle.py), and over its request socket
                                       `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-The state machine also asks for stacks and collectives when it stops the ranks. The CollectiveMonitor asks for collectives.
-One answer of a rank serves all requests that are waiting for it.
+The state machine, too, asks the ranks for stacks and collectives before it stops them, and the CollectiveMonitor asks the
+ranks for collectives. If several requests wait for an answer of the same rank, one answer of this rank is enough for all of
+them.
 """
 
 import time
@@ -40,7 +41,7 @@ WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, Ran
 
 
 class StackRequests:
-    """The unanswered requests for stacks.
+    """The requests for stacks that were not answered yet.
 
     Args:
         pool: the processes of the ranks.
@@ -99,13 +100,13 @@ class StackRequests:
             self._answer()
 
     def add_stacks(self, handle: RankHandle) -> None:
-        """Record the stacks of a rank that has sent its stacks or has exited."""
+        """Record the stacks of a rank when the rank has sent all its stacks or has exited."""
         if handle in self._asked:
             self._take(handle)
             self._answer_if_complete()
 
     def add_collectives(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Record the collectives of a rank. The answer is None if the rank cannot send them."""
+        """Record the collectives of a rank. `answer` is None if the rank cannot send its collectives."""
         if handle in self._asked_for_collectives:
             self._asked_for_collectives.discard(handle)
             if answer is not None:
@@ -124,7 +125,7 @@ class StackRequests:
             handle.stack_parser.end_dump()
 
     def _answer(self) -> None:
-        """Answer all requests. Stacks and collectives that have not come by now are missing in the answers."""
+        """Answer all requests. If a rank has not sent its stacks or collectives, they are missing in the answers."""
         for handle in list(self._asked):
             self._take(handle)
         self._asked_for_collectives.clear()

@@ -1,8 +1,8 @@
 """The status of each rank at one moment: state, heartbeat, last report, and memory and CPU time from the kernel.
 
-When the caller's thread posts a StatusRequest, `current_statuses` runs in the watcher thread, which owns this data. The
-function needs some tens of microseconds for each rank, and changes nothing. When the call is over, `final_statuses` runs in
-the caller's thread, and uses the observations of the ranks.
+When the caller's thread posts a StatusRequest, `current_statuses` runs in the watcher thread, which owns the data of the
+running ranks. `current_statuses` takes some tens of microseconds for each rank, and changes nothing. When the call is over,
+`final_statuses` runs in the caller's thread, and uses the observations that the watcher has recorded for each rank.
 """
 
 import math
@@ -68,7 +68,7 @@ def _final_status(observed: RankObservations, stopped_at: float | None, now: flo
 def _final_state(observed: RankObservations, stopped_at: float | None) -> WorkerState:
     """Return the state of a rank that has answered or exited.
 
-    A failure after the watcher's signal to stop does not count.
+    If the rank failed after the watcher had sent it a signal to stop, the state is STOPPED and not FAILED.
     """
     answer = observed.answer
     if answer is not None and answer.kind is MessageKind.RETURNED:

@@ -1,4 +1,4 @@
-"""Decides which exceptions of observers, views and logging handlers end the run. All other exceptions are ignored."""
+"""Ignores exceptions that observers, views and logging handlers raise, unless such an exception has to end the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,10 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 @contextmanager
 def ignore_user_errors() -> Iterator[None]:
-    """Ignore all exceptions in the `with` block, even SystemExit, except those that end the run."""
+    """Ignore each exception of the `with` block, also SystemExit.
+
+    Raise only the exceptions in ENDS_RUN, which end the run.
+    """
     try:
         yield
     except ENDS_RUN:

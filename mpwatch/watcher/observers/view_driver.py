@@ -3,12 +3,12 @@
     caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A view in a terminal reserves some rows. If the watcher is killed, the guardian process writes a text that releases these
-rows.
+A live view in a terminal reserves some rows of the terminal for itself. If the calling program is killed, the guardian
+process writes bytes to the terminal that release the rows of the live view.
 
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
-exception, the exception is logged and the view is removed. A view never makes a run fail. Without a view, the driver makes
-no requests and needs no wake-ups.
+exception, the exception is logged and the view is removed. A view never makes a run fail. If a call has no view, the driver
+requests no statuses from the watcher thread.
 """
 
 import logging
@@ -29,11 +29,11 @@ MAX_CLOSES = 2
 
 
 class View(Protocol):
-    """A display of the ranks during one call. Each method may raise any exception."""
+    """A display of the ranks during one call. Each method of a view may raise any exception."""
 
     @property
     def period(self) -> float:
-        """The seconds until the next update. The value is infinite if the view needs no more updates."""
+        """The seconds from one update of the view to the next. The value is infinite if the view needs no more updates."""
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
@@ -43,10 +43,10 @@ class View(Protocol):
         """Show the present statuses, which are sorted by rank."""
 
     def pause(self) -> None:
-        """Leave the terminal to other output until the next `show`."""
+        """Let other output use the terminal until the next call of `show`."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Show the final statuses, sorted by rank. The list is empty if no status is known.
+        """Show the final statuses, sorted by rank. `statuses` is empty if no status is known.
 
         This method may be called twice.
         """
@@ -56,11 +56,14 @@ MakeView = Callable[[], View | None]
 
 
 def no_view() -> None:
-    """Return None. Calls without a view use this function as their MakeView."""
+    """Return None. A call that has no live view uses this function as its MakeView."""
 
 
 class ViewDriver:
-    """Updates the view of one call, in the caller's thread. The methods raise only exceptions that end the run."""
+    """Updates the view of one call, in the caller's thread.
+
+    The methods of a ViewDriver raise only exceptions that end the run, such as KeyboardInterrupt.
+    """
 
     def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
         self._commands = commands
@@ -73,16 +76,19 @@ class ViewDriver:
         self._guard(lambda: self._open_view(make_view))
 
     def seconds_to_next_update(self) -> float | None:
-        """Return how long the caller's thread may sleep.
+        """Return how long the caller's thread may sleep before the next update.
 
-        If the value is None, the thread may sleep until a wake-up comes.
+        Return None if the caller's thread may sleep until another thread wakes it up.
         """
         if self._view is None or self._request is not None or self._due_at == math.inf:
             return None
         return max(0.0, self._due_at - time.monotonic())
 
     def update(self) -> None:
-        """Show the statuses if they have come. Request new statuses if an update is due."""
+        """Show the statuses that the watcher thread has sent.
+
+        If an update is due, request new statuses from the watcher thread.
+        """
         if self._view is None:
             return
         if self._request is None:
@@ -96,14 +102,17 @@ class ViewDriver:
             self._guard(lambda: self._show(shown))
 
     def pause(self) -> None:
-        """Release the rows of the terminal for a debugger's prompt or a shell. The next update draws the view again."""
+        """Release the view's rows of the terminal, because a debugger's prompt or a shell uses the terminal.
+
+        The next update draws the view again.
+        """
         view = self._view
         if view is not None:
             self._guard(view.pause)
             self._post_restore(view)
 
     def resume(self) -> None:
-        """Draw the view again soon after `pause`."""
+        """After `pause`, make an update due now, so that the view is drawn again."""
         if self._due_at < math.inf:
             self._due_at = 0.0
 
@@ -111,8 +120,8 @@ class ViewDriver:
         """Close the view, because the call is over or an exception has ended the call.
 
         If an exception such as KeyboardInterrupt has interrupted `close`, the BlockingCall calls `close` again. The second
-        call closes the view once more, because the terminal must be restored. A third call does not close the view, because
-        perhaps the view itself has raised the exception.
+        call of `close` closes the view once more, because the terminal must be restored. A third call of `close` does not
+        close the view, because the view itself may raise an exception each time.
         """
         view = self._view
         self._close_count += 1
@@ -146,9 +155,9 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If `do` raises, remove the view and log a warning.
+        """Call `do`. If `do` raises an exception, remove the view and log a warning.
 
-        If the exception ends the run, only raise it again.
+        If `do` raises an exception that ends the run, such as KeyboardInterrupt, only raise the same exception again.
         """
         try:
             do()

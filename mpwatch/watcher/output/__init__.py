@@ -1,1 +1,1 @@
-"""The stdout and stderr of the ranks: from their pipes to log files and to the caller. Start with rank_output.py."""
+"""Passes the stdout and stderr of the ranks on to log files and to the caller. Start with rank_output.py."""

@@ -1,12 +1,12 @@
 r"""Assemble the bytes of one stream into lines as a terminal would show them. Pure.
 
-A progress bar is one line that is written many times. Each update starts with a carriage return ("\r"), which moves the
-cursor back to the start of the line. Only the text after the last carriage return of a line is kept:
+A progress bar is one line that is written many times. Each update of the progress bar starts with a carriage return ("\r"),
+which moves the cursor back to the start of the line. Only the text after the last carriage return of a line is kept:
 
     "10%\r20%\r30%\n"    becomes    "30%\n"
 
-Escape sequences that move the cursor or erase text are removed. The multiplexer shows the lines of several ranks below each
-other, and such a sequence would damage the lines of other ranks. Escape sequences for colours are kept.
+Escape sequences that move the cursor or erase text are removed, because they would damage the lines of other ranks in the
+same terminal. Escape sequences for colours are kept.
 """
 
 import re
@@ -24,7 +24,10 @@ class LineAssembler:
         self._unfinished = b""  # the line without a newline so far
 
     def feed(self, data: bytes) -> bytes:
-        """Add bytes that the stream has received. Return the lines that are now complete, each with its newline."""
+        """Add bytes that the rank has written to the stream.
+
+        Return the lines that are now complete, each with its newline.
+        """
         end = data.rfind(b"\n") + 1
         complete = b"".join((self._unfinished, memoryview(data)[:end])) if end else b""
         self._unfinished = _remove_overwritten(data[end:] if end else self._unfinished + data)
@@ -43,7 +46,7 @@ class LineAssembler:
 
 
 def add_prefix(lines: bytes, prefix: bytes) -> bytes:
-    """Return these complete lines with the prefix before each of them."""
+    """Put the prefix before each line, and return the lines. Each line ends with a newline."""
     if not lines or not prefix:
         return lines
     with_one_more = memoryview(lines.replace(b"\n", b"\n" + prefix))
@@ -51,7 +54,7 @@ def add_prefix(lines: bytes, prefix: bytes) -> bytes:
 
 
 def _remove_overwritten(text: bytes) -> bytes:
-    """Keep only the text that stays visible. Search for single bytes first, because regular expressions are much slower."""
+    """Return the text that stays visible when a terminal shows `text`."""
     if b"\x1b" in text:
         text = CURSOR_CONTROLS.sub(b"", text)
     if b"\r" in text:

@@ -1,17 +1,18 @@
-"""Merge the output of several ranks into the caller's stdout and stderr. This module has no clock and no pipe.
+"""Merge the output of several ranks into the caller's stdout and stderr. This module reads no clock and no pipe.
 
 There are two modes:
 
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-A call can begin without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints in this time,
-line mode begins. Otherwise passthrough mode begins. When a second rank prints later, passthrough mode changes to line mode.
-Line mode stays until the end of the call.
+If neither line mode nor passthrough mode is set when a call begins, the first output of the call is held back for
+HOLD_SECONDS. If a second rank prints before HOLD_SECONDS have passed, line mode begins. If only one rank prints during
+HOLD_SECONDS, passthrough mode begins. As soon as a second rank prints, passthrough mode changes to line mode. Line mode
+stays until the end of the call.
 
-In line mode, LineAssembler keeps only the latest update of a progress bar. Every SHOW_SECONDS, this update is shown as a
-separate line if it has changed. The last update is shown as soon as the line ends with a newline, the stream ends, or the
-call ends (`flush`).
+In line mode, LineAssembler keeps only the latest update of a progress bar. Every SHOW_SECONDS, the latest update of a
+progress bar is shown as a separate line if the update is new. The last update of a progress bar is shown when its line ends
+with a newline, its stream ends, or the call ends (`flush`).
 """
 
 import math
@@ -25,7 +26,7 @@ SHOW_SECONDS = 2.0  # before an unfinished line is shown, and between two update
 
 
 class RankStream:
-    """One stream of one rank.
+    """The stdout or the stderr of one rank.
 
     Args:
         rank: the global rank.
@@ -42,7 +43,7 @@ class RankStream:
         self.due_at = math.inf  # when the unfinished line is shown next
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Return the lines that are now complete, except a line that was already shown in exactly this state."""
+        """Add bytes, and return the lines that are now complete, except a line whose whole text was already shown."""
         lines, shown = self.assembler.feed(data), self.shown
         if lines:
             self.shown, self.due_at = b"", math.inf
@@ -51,19 +52,19 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the unfinished line with a newline. Return empty bytes if the line was already shown in this state."""
+        """Return the unfinished line with a newline, or empty bytes if the line has not changed since it was last shown."""
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
 
     def discard_unfinished_line(self) -> None:
-        """Drop the unfinished line. The next byte begins a new line."""
+        """Drop the unfinished line, so that the next byte begins a new line."""
         self.assembler.flush()
         self.shown, self.due_at = b"", math.inf
 
 
 class OutputMultiplexer:
-    """Merges the output of one call of the ranks.
+    """Merges the output that all ranks print during one call.
 
     Args:
         is_line_mode: whether to begin in line mode, even if only one rank prints.
@@ -107,7 +108,7 @@ class OutputMultiplexer:
                 self._write_update(rank_stream)
 
     def flush(self, now: float) -> None:
-        """Write everything, even unfinished lines. Call this when all ranks have answered or ended."""
+        """Write all remaining output, even unfinished lines, because all ranks have answered the call or ended."""
         self._choose_mode(now)
         for rank_stream in self._rank_streams:
             self._end_line(rank_stream)
@@ -121,9 +122,9 @@ class OutputMultiplexer:
             self._end_line(rank_stream)
 
     def take_pending(self) -> list[tuple[str, bytes]]:
-        """Return and remove the output to write now.
+        """Return the output that has to be written now, and remove it from this object.
 
-        Each element is a pair: the caller's stream, and the bytes for this stream.
+        Each element of the list is a pair: "stdout" or "stderr", and the bytes for this stream of the caller.
         """
         pending, self._pending = self._pending, []
         return pending
@@ -152,7 +153,7 @@ class OutputMultiplexer:
     def _change_to_line_mode(self) -> None:
         """Begin line mode, because a second rank prints.
 
-        The first rank's unfinished line is shown again when it is complete.
+        When the unfinished line of the first rank is complete, the whole line is shown again.
         """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:

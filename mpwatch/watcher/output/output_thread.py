@@ -1,7 +1,7 @@
 """The output thread: reads the ranks' pipes, writes the log files, and writes to the caller's streams.
 
-No other thread does this work. Other threads give jobs to this thread (`post`). The output thread runs jobs and reads pipes
-one after another, so it needs no locks. The bytes from a pipe take this way:
+Other threads give jobs to the output thread (`post`). The output thread runs jobs and reads pipes one after another, so it
+needs no locks. The bytes from a pipe take this way:
 
     OutputPipe.read --> StderrTail.feed (stderr) --> log file --> OutputMultiplexer.feed --> Sink.write (the caller's stream)
 """
@@ -37,9 +37,10 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 class OutputThread:
     """The output thread, and the methods with which other threads use it.
 
-    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. All other methods
-    run in the output thread, most of them as posted jobs. After `stop_when_drained`, the thread ends and releases its
-    resources by itself, because Ctrl-C can prevent the call of `close`. The constructor raises LaunchError.
+    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. The methods that
+    other threads do not call run in the output thread, most of them as posted jobs. After `stop_when_drained`, the output
+    thread ends and releases its resources without a call of `close`, because Ctrl-C can prevent this call. The constructor
+    raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -85,20 +86,20 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """If `is_held` is True, do not read pipes or write output, except in `drain_all`. Otherwise continue."""
+        """While `is_held` is True, read pipes and write output only in `drain_all`. Otherwise continue."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
         """Wait until everything that the ranks have written so far has reached the log files and the caller's streams.
 
-        Return False if this takes longer than `timeout` seconds. There is no limit if `timeout` is None.
+        Return False if the wait takes longer than `timeout` seconds. If `timeout` is None, the wait has no limit.
         """
         return not self.has_output() or self._wait_for(
             partial(self._drain_all, with_unfinished_lines=with_unfinished_lines), timeout
         )
 
     def has_output(self) -> bool:
-        """Return False only if all output has been read from the pipes and written."""
+        """Return whether the pipes may contain output, or output that was read may not have been written yet."""
         poll = select.poll()
         for pipe in list(self._pipes.values()):
             if pipe.is_polled:
@@ -107,10 +108,10 @@ class OutputThread:
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks whose `end_pipes` was posted.
+        """Do what `drain_all` does, but only for ranks that have ended, and for which the job `end_pipes` was posted.
 
-        Do not write the unfinished lines of other ranks. The job `end_pipes` drains the pipes. So this method only waits
-        until all jobs that were posted before are done.
+        The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done. Do
+        not write the unfinished lines of ranks that have not ended.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -124,11 +125,18 @@ class OutputThread:
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the thread drain all pipes and end, but do not wait for its end. No rank will run any more."""
+        """Make the output thread write all remaining output and end, but do not wait for its end.
+
+        Call this method only when no rank will run any more.
+        """
         self.post(self._drain_and_stop)
 
     def close(self) -> None:
-        """End the thread and release its resources. Wait for a slow reader only once, and at most LAST_DRAIN_SECONDS."""
+        """End the output thread and release its resources.
+
+        Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams. Do not wait if the last wait for the
+        reader reached its time limit.
+        """
         if self._thread is None:
             self._release()
             return
@@ -147,7 +155,7 @@ class OutputThread:
     # --- jobs
 
     def start_call(self, multiplexer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
-        """Use this multiplexer and these sinks for the output of a new call. Before that, write out all earlier output."""
+        """Write the remaining output of earlier calls. Use this multiplexer and these sinks for the output of a new call."""
         self._multiplexer.flush(time.monotonic())
         self._write_to_sinks()
         self._close_sinks()
@@ -235,10 +243,10 @@ class OutputThread:
             self._wait_for_batch()
 
     def _wait_for_batch(self) -> None:
-        """Let output accumulate after a small read. Run jobs at once.
+        """After a small read, wait a moment for more output, but run each job at once.
 
-        Otherwise a rank that prints line by line would wake this thread for each line. The wake-ups would take more of the
-        rank's time than the printing.
+        Without this wait, a rank that prints line by line would wake the output thread for each line. Each wake-up would
+        take more of the rank's time than the printing of a line.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -249,13 +257,16 @@ class OutputThread:
             self._jobs.popleft()()
 
     def _drain(self, pipe: OutputPipe) -> None:
-        """Read the bytes that are in the pipe now, up to a limit, because a child of the rank can write without end."""
+        """Read the bytes that are in the pipe now, up to a limit, because a child of the rank may never stop writing."""
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(pipe):
                 break
 
     def _read(self, pipe: OutputPipe) -> int:
-        """Read and distribute one portion of bytes. Return the number of bytes, which may be 0."""
+        """Read bytes once from the pipe, and pass them to the log file and the multiplexer.
+
+        Return how many bytes were read.
+        """
         self._is_drained = False
         data = pipe.read(READ_SIZE) if pipe.is_polled else None
         if data:
@@ -274,7 +285,10 @@ class OutputThread:
             self._write_to_sinks()
 
     def _stop_polling(self, pipe: OutputPipe) -> None:
-        """Stop polling a pipe that all writers have closed. Keep the pipe, because startup output may still come."""
+        """Stop polling a pipe that all writers have closed.
+
+        Keep the OutputPipe, because the interpreter's startup output may still have to be written to the log file.
+        """
         if pipe.is_polled:
             pipe.is_polled = False
             self._selector.unregister(pipe.fd)
@@ -293,7 +307,7 @@ class OutputThread:
                 self._call_sink(stream, partial(sink.write, data))
 
     def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
-        """Call a method of a sink. If the method fails in any way, log a warning and write nothing more to this stream."""
+        """Call a method of a sink. If the method fails in any way, log a warning and write nothing more to the sink."""
         if stream in self._broken_sinks:
             return
         try:

@@ -18,7 +18,7 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 class StdioFds:
     """The descriptors that become the stdout and stderr of one rank.
 
-    None means that the rank inherits the caller's descriptor.
+    If `stdout` or `stderr` is None, the rank inherits this descriptor from the caller.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class OutputPipe:
         self.is_polled = False  # False before it is registered, and after its end was read
 
     def read(self, size: int) -> bytes | None:
-        """Return bytes from the pipe, or None if it is empty now. Return empty bytes if no process can write any more."""
+        """Return bytes from the pipe, None if no bytes have come yet, or b"" if all writers have closed the pipe."""
         try:
             return os.read(self.fd, size)
         except BlockingIOError:
             return None
 
     def close_file(self) -> None:
-        """Close the log file. Later output is not written to the file."""
+        """Close the log file, so that later output is not written to it."""
         file_fd, self.file_fd = self.file_fd, None
         if file_fd is not None:
             os.close(file_fd)

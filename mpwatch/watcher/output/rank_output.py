@@ -1,4 +1,4 @@
-"""The output of the ranks, from their stdout and stderr to log files and to the caller. The entry point of this folder.
+"""The output of the ranks, from their stdout and stderr to log files and to the caller. Read this module first.
 
     rank's process           output thread of the watcher's process                           where it arrives
     --------------           --------------------------------------                           ----------------
@@ -11,8 +11,8 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-A stream that the watcher does not have to read has no pipe. The rank writes such a stream directly to its log file or to the
-caller's own descriptor (StreamRoute in log_spec.py).
+If the watcher does not have to read a stream, the rank writes it directly to its log file or the caller's descriptor
+(StreamRoute in log_spec.py).
 
 Owners:
     RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
@@ -21,9 +21,10 @@ Owners:
 
 Guarantees:
     - No line is lost, as long as the caller's streams accept everything that is written to them.
-    - A slow reader of the caller's stdout or stderr delays the output thread, and then the ranks. It never delays the
-      watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
-    - When `drain_all` has returned True, everything that a rank wrote before it answered or died has arrived.
+    - A slow reader of the caller's stdout or stderr delays the output thread, and then the ranks. A slow reader never delays
+      the watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
+    - When `drain_all` has returned True, all output that a rank wrote before it answered the call or died has arrived in the
+      log files and the caller's streams.
     - No thread waits for the end of a pipe, because a child process of a rank can keep the pipe open.
     - The use of memory is bounded, because bytes are written before more bytes are read.
 """
@@ -45,8 +46,8 @@ from mpwatch.watcher.output.sinks import open_sink
 class RankOutput:
     """The output of all ranks of one watcher thread.
 
-    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls the other methods.
-    If the caller never closes a group, the watcher thread calls `close`.
+    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`, and the caller's thread calls the other
+    methods. If the caller never closes a WorkerGroup, the watcher thread calls `close`.
 
     Args:
         spec: where the output goes.
@@ -68,10 +69,10 @@ class RankOutput:
         return self._output_thread is not None
 
     def use_current_streams(self) -> None:
-        """Begin a call: write the later output of the ranks to the streams of the LogSpec.
+        """When a call begins, choose the caller's streams for the output of the ranks: the streams of the LogSpec.
 
-        If the LogSpec has no streams, write the output to the present sys.stdout and sys.stderr. In a notebook, these
-        streams show the output in the cell that runs now.
+        If the LogSpec has no streams, the output is written to the present sys.stdout and sys.stderr. In a notebook,
+        sys.stdout and sys.stderr show the output in the cell that runs now.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -110,9 +111,9 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """If `is_held`, write output only in `drain_all`, because a debugger's prompt is open.
+        """While `is_held` is True, write output only in `drain_all`, because a debugger's prompt is open.
 
-        When the pipe of a rank is full, the rank has to wait.
+        While output is held, a rank has to wait if its pipe is full.
         """
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
@@ -120,13 +121,16 @@ class RankOutput:
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
         """Wait until everything that the ranks have written so far has reached the log files and the caller's streams.
 
-        Return False if this takes longer than `timeout` seconds. There is no limit if `timeout` is None.
+        Return False if the wait takes longer than `timeout` seconds. If `timeout` is None, the wait has no limit.
         """
         thread = self._output_thread
         return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks that have ended. Do not write unfinished lines of other ranks."""
+        """Do what `drain_all` does, but only for ranks that have ended.
+
+        Do not write unfinished lines of ranks that still run.
+        """
         return self._output_thread is None or self._output_thread.drain_ended_ranks(timeout)
 
     @property
@@ -135,11 +139,14 @@ class RankOutput:
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the output thread end when everything is written, but do not wait for its end. No rank will run any more."""
+        """Make the output thread write all remaining output and end, but do not wait for its end.
+
+        Call this method only when no rank will run any more.
+        """
         if self._output_thread is not None:
             self._output_thread.stop_when_drained()
 
     def close(self) -> None:
-        """End the output thread and release its resources. Call this when no rank is alive."""
+        """End the output thread and release its resources. Call this method when no rank is alive."""
         if self._output_thread is not None:
             self._output_thread.close()

@@ -3,8 +3,8 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for the reader, and then the ranks wait, too. `stop_fd` can end
-this wait. Otherwise a run could not end while the reader, such as a pager, is stopped.
+If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. The descriptor
+`stop_fd` can end the output thread's wait, so that a run can end even if the reader, such as a pager, is stopped.
 """
 
 import codecs
@@ -29,10 +29,13 @@ class Sink(Protocol):
     """One of the caller's streams. Only the output thread uses this class."""
 
     def write(self, data: bytes) -> bool:
-        """Write all data. Return False if `stop_fd` ended the wait for the reader. Raises any exception of the stream."""
+        """Write all data.
+
+        Return False if `stop_fd` ended the wait for the reader. Raises any exception that the stream raises.
+        """
 
     def flush(self) -> None:
-        """Flush the stream. Raises any exception of the stream."""
+        """Flush the stream. Raises any exception that the stream raises."""
 
     def close(self) -> None:
         """Release the sink's own resources. The caller's stream stays open."""
@@ -41,7 +44,8 @@ class Sink(Protocol):
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
     """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    The caller's thread calls this, because a notebook's stream finds its cell in the context (contextvars) of this thread.
+    The caller's thread calls this function, because a notebook's stream finds its cell in the context (contextvars) of the
+    thread.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
@@ -63,9 +67,9 @@ def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
 class _FileSink:
     """Writes bytes to the file, pipe or terminal behind the caller's stream.
 
-    The caller can also write to the file at any time. To keep lines whole, each write ends at the end of a line and is small
-    enough to be atomic. A pipe guarantees atomic writes of PIPE_BUF bytes. An empty pipe accepts more than PIPE_BUF bytes in
-    one piece.
+    The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
+    to be atomic. A write ends at the end of a line, unless the line is too long for one write. A pipe guarantees that a
+    write of at most PIPE_BUF bytes is atomic. An empty pipe accepts more than PIPE_BUF bytes in one piece.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -106,16 +110,15 @@ class _FileSink:
             return 0
 
     def _wait_for_room(self) -> bool:
-        """Return False if `stop_fd` ended the wait."""
+        """Wait until the reader has made room for more bytes. Return False if `stop_fd` ended the wait."""
         return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
-    """Return a second descriptor of the same file, whether writing to it can block, and how many bytes are written at once.
+    """Return a new descriptor of the file behind `fd`, whether a write to it can block, and how many bytes to write at once.
 
-    The caller's descriptor may be in blocking mode. This mode is not changed, because other processes share the open file.
-    If the system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be
-    reopened.
+    The blocking mode of the caller's descriptor is not changed, because other processes may share the open file. If the
+    system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
     # exception cannot leak the descriptor.

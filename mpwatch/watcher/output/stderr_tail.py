@@ -10,7 +10,7 @@ TAIL_LINES = 50  # C++ prints a stack of some twenty lines after the message of 
 
 
 class StderrTail:
-    """Keeps the end of one rank's stderr. If stderr comes over a pipe, the output thread calls `feed`."""
+    """Keeps the end of one rank's stderr. If the rank's stderr is a pipe, the output thread calls `feed`."""
 
     def __init__(self) -> None:
         self.log_files: dict[str, str] = {}  # paths of the log files, by stream
@@ -33,7 +33,10 @@ class StderrTail:
                 self._call_offset = os.stat(self.direct_file).st_size
 
     def last_lines(self) -> str:
-        """Return the last lines as a terminal would show them. Return "" if the rank inherited the caller's stderr."""
+        """Return the last lines of stderr as a terminal would show them.
+
+        Return "" if the rank inherited the caller's stderr.
+        """
         tail, is_cut = self._tail, self._is_cut
         if self.direct_file:
             tail, is_cut = _read_tail(self.direct_file, self._call_offset)
@@ -43,7 +46,10 @@ class StderrTail:
 
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
-    """Return the last bytes of the file after `offset`, and whether earlier bytes after `offset` were left out."""
+    """Return the end of the file: at most TAIL_BYTES, and no bytes before `offset`.
+
+    Also return whether bytes after `offset` were left out because of TAIL_BYTES.
+    """
     with suppress(OSError), open(path, "rb") as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(tail_offset)

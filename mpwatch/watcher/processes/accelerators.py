@@ -1,9 +1,9 @@
-"""Finds out whether it is possible that torch finds a GPU or another accelerator in a rank. Runs in the watcher.
+"""Finds out whether torch can possibly find a GPU or another accelerator in a rank. Runs in the watcher.
 
 This module reads files and does not import torch, because the import takes a second. This module can find an accelerator
-that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count,
-because no backend of torch.distributed supports it. Also, the package accelerate does not use this GPU if there are several
-processes.
+that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count as an
+accelerator, because no backend of torch.distributed supports it. The package accelerate, too, does not use the GPU of a Mac
+if there are several processes.
 """
 
 import os
@@ -31,7 +31,7 @@ def find_torch_accelerators() -> set[str]:
 
 
 def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
-    """Return whether a process with this environment has only CPUs: nothing was found, or the environment hides the GPUs."""
+    """Return whether a process has only CPUs, because no accelerator was found, or because `env` hides the GPUs."""
     are_gpus_visible = all(DEVICE_ENTRY.match(env[name]) for name in VISIBLE_DEVICES if name in env)
     return not found or (found == {"gpu"} and not are_gpus_visible)
 

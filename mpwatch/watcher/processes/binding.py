@@ -2,10 +2,10 @@
 
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
-"cores" and "numa" follow torch's `torch.numa.binding`, which torchrun uses. "numa" is torch's mode "node". "cores" splits
-whole cores, as torch's mode "exclusive" does. There are two differences. Unlike torch's mode "exclusive", "cores" needs no
-GPU, and splits the CPUs of all NUMA nodes. If the NUMA node of a GPU is unknown, torch takes node 0, but mpwatch uses all
-nodes.
+The values "cores" and "numa" of `bind` follow `torch.numa.binding`, which torchrun uses. The value "numa" does what torch's
+mode "node" does. The value "cores" splits whole cores, as torch's mode "exclusive" does. Unlike torch's mode "exclusive",
+"cores" needs no GPU, and splits the CPUs of all NUMA nodes. If the NUMA node of a GPU is unknown, torch binds the rank to
+node 0, but mpwatch gives the rank its share of all nodes.
 """
 
 import math
@@ -39,8 +39,8 @@ def bind_rank(
 ) -> Binding:
     """Return the CPUs of a rank.
 
-    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. So mpwatch assumes that no other rank uses
-    the CPUs of this rank.
+    If `bind` is a function, mpwatch cannot know the CPUs of the other ranks, and assumes that they do not use this rank's
+    CPUs.
 
     Args:
         bind: the option.
@@ -65,9 +65,9 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - If the cores cannot be divided equally, some ranks get one extra core. If there is only one kind of core, these ranks
-      are chosen so that as few ranks as possible span two NUMA nodes.
-    - On a hybrid processor, each rank has its share of each kind of core.
+    - If the cores cannot be divided equally, some ranks get one extra core. If the machine has only one kind of core, the
+      extra cores are distributed so that as few ranks as possible span two NUMA nodes.
+    - On a hybrid processor, which has several kinds of cores, each rank gets its share of each kind.
 
     Raises ValueError if there are fewer CPUs than ranks.
     """
@@ -98,7 +98,7 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
 def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int, ...]:
     """Return the number of cores of each rank, chosen so that as few ranks as possible span two packages or NUMA nodes.
 
-    If several choices are left, the first ranks have the most cores.
+    If several choices are equally good, the first ranks get the extra cores.
 
     Args:
         places: the package and the NUMA node of each core. There are at least as many cores as ranks.
@@ -128,8 +128,8 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
     """Return for each rank all CPUs of the NUMA node of its GPU.
 
-    If the node of the GPU is unknown or has no usable CPU, the rank gets its share of all nodes. Each share is a contiguous
-    block of nodes. If there are fewer nodes than ranks, several ranks share a node.
+    If the node of the GPU is unknown or has no usable CPU, the rank gets its share of all NUMA nodes. The share of a rank is
+    a contiguous block of nodes. If there are fewer nodes than ranks, several ranks share a node.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:
@@ -157,5 +157,8 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return the share of one rank. `users[n]` is the number of cores that n ranks share."""
+    """Return how many cores or CPUs one rank has for itself.
+
+    `users[n]` is the number of cores or CPUs that n ranks share.
+    """
     return max(1, sum(count // ranks for ranks, count in users.items()))

@@ -42,7 +42,7 @@ class CollectiveSockets:
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
-        """Use a socket whose descriptor the rank has sent. This object then owns the descriptor. Raises OSError.
+        """Use a socket whose descriptor the rank has sent, and own this descriptor from now on. Raises OSError.
 
         Args:
             selector: calls `on_readable` when an answer, or the stack of a crash, has come.
@@ -62,7 +62,10 @@ class CollectiveSockets:
         selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
-        """Ask the rank for its collectives, unless an answer is still missing. Return False if the rank cannot be asked."""
+        """Ask the rank for its collectives, unless its last answer is still missing.
+
+        Return False if the rank cannot be asked.
+        """
         if self._requests is None:
             return False
         if not self.is_pending:
@@ -74,7 +77,7 @@ class CollectiveSockets:
         return True
 
     def read_answer(self) -> RankCollectives | None:
-        """Read the bytes that have come. Return the answer if it is complete, and None otherwise."""
+        """Read the bytes that the rank has sent. Return the rank's answer if it is complete, and None otherwise."""
         assert self._requests is not None
         try:
             data = self._requests.recv(READ_SIZE)
@@ -100,7 +103,7 @@ class CollectiveSockets:
     def hold_crash(self) -> bool:
         """Make a crashing rank wait until `read_crash` is called.
 
-        Return False if the rank has waited before, or cannot be asked.
+        Return False if the rank is not crashing, is already waiting, or cannot be asked for its collectives.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False
@@ -119,7 +122,7 @@ class CollectiveSockets:
             return False
 
     def read_crash(self) -> bytes:
-        """Return the part of the crash stack that the rank has written. The rank then continues."""
+        """Let the crashing rank continue, and return the part of the crash stack that the rank has written so far."""
         data = b""
         if self._crash is None or self._selector is None or self._on_crash is None:
             return data

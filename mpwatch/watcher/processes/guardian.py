@@ -1,7 +1,7 @@
 """Starts the guardian process and sends it orders. Runs in the watcher thread.
 
-If the calling program is killed, the guardian carries out the orders: it kills process groups, and restores a terminal.
-guardian/main.py has the format of the orders.
+If the calling program is killed, the guardian carries out the orders: it kills process groups, and restores a terminal. See
+guardian/main.py for the format of the orders.
 """
 
 import json
@@ -94,7 +94,7 @@ class Guardian:
             self._is_gone = True
 
     def close(self) -> None:
-        """Kill the guardian process and reap it. After that, the guardian kills no process group."""
+        """Kill the guardian process and reap it, so that the guardian kills no process group."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._socket.close()  # last, since a live guardian would take it for the death of this process, and kill the groups

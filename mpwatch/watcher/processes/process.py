@@ -2,25 +2,27 @@
 
     ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
-SIGTERM is sent in three steps: machine/state_machine.py decides and returns the action SendSignal, event_loop.py executes
-the action, and `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent in the same way. SIGINT goes only to the rank
-itself (`ProcessPool.interrupt_call`).
+SIGTERM and SIGKILL are sent in three steps: machine/state_machine.py decides and returns the action SendSignal,
+event_loop.py executes the action, and `RankPopen.send_signal_to_group` calls killpg. SIGINT is sent only to the rank itself
+(`ProcessPool.interrupt_call`).
 
-A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
-thread may call its `join`. The start of a rank differs from the start of other such processes in three points:
+A rank is an ordinary multiprocessing.Process of the spawn context, so `multiprocessing.active_children()` lists the rank,
+and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
+points:
 
-- The child does not import `__main__` again. The start of a rank does not set multiprocessing's start method in the calling
-  program.
-- Before its first instruction, the child already leads its own process group, so a signal also reaches the processes that it
-  starts. The child also already has its CPUs, its environment, an empty stdin, and its stdout and stderr.
-- The sentinel of a rank is a pidfd where the system has pidfds. The sentinel of multiprocessing is a pipe, which a forked
-  grandchild keeps open.
+- The rank does not import the `__main__` module of the calling program. The start of a rank does not set multiprocessing's
+  start method in the calling program.
+- From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
+  that the rank starts. From its first instruction on, the rank also has its CPUs, its environment, an empty stdin, and its
+  stdout and stderr.
+- The sentinel of a rank is a pidfd where the system has pidfds. The sentinel of an ordinary multiprocessing.Process is a
+  pipe, which a process that the rank has forked can keep open after the rank's death.
 
-Guarantee: a dead rank stays a zombie until its process group has been killed, so no other process gets its pid. Then the
-rank is reaped.
+Guarantee: a dead rank is reaped only after its process group was killed, so until then no other process can get the rank's
+pid.
 
 This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
-docstring of os_support/cpython_private.py says what breaks without them.
+docstring of os_support/cpython_private.py says what would break without these three methods.
 """
 
 import errno
@@ -67,8 +69,8 @@ POLL_SECONDS = 0.001
 class RankPopen(Popen):
     """The operating system's side of a rank's process: pid, sentinel, signals, exit code, reaping.
 
-    `start` makes a RankPopen. Any thread of the calling program may call the methods of multiprocessing's Popen: `poll`,
-    `wait`, `terminate`, `kill` and `close`. Only the watcher thread calls the other methods.
+    `start` makes a RankPopen. Any thread of the calling program may call multiprocessing's methods `poll`, `wait`,
+    `terminate`, `kill` and `close`, but only the watcher thread calls the other methods.
 
     Attributes:
         name: the name of the multiprocessing.Process.
@@ -184,9 +186,9 @@ class RankPopen(Popen):
         return data.getvalue()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code. Return UNKNOWN_EXIT if the code is lost, and None while the rank runs.
+        """Return the exit code, but do not reap the rank.
 
-        Do not reap the rank.
+        Return UNKNOWN_EXIT if the exit code is lost, and None while the rank runs.
         """
         if self.returncode is not None:
             return self.returncode
@@ -203,8 +205,8 @@ class RankPopen(Popen):
     def read_exit_code(self) -> int | None:
         """Return the exit code of a rank whose sentinel is readable, or None if the code is unknown.
 
-        A debugger can delay the exit code for longer than this method waits. The code is lost if the calling program ignores
-        SIGCHLD, or if other code of the program has reaped the rank.
+        The exit code is unknown if a debugger delays it for longer than this method waits. The exit code is lost if the
+        calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while (code := self.poll()) is None and time.monotonic() < deadline:
@@ -212,7 +214,7 @@ class RankPopen(Popen):
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
-        """Wait for the end of the rank, at most until `deadline` (CLOCK_MONOTONIC). Return whether the rank has ended."""
+        """Wait for the end of the rank, until `deadline` (CLOCK_MONOTONIC) at most. Return whether the rank has ended."""
         try:
             return bool(wait([self.sentinel], max(0.0, deadline - time.monotonic())))
         except OSError:  # too little memory, or too low a limit of open files, to wait for anything
@@ -270,9 +272,9 @@ class RankPopen(Popen):
         return True
 
     def _wait_for_status(self) -> tuple[int, int]:
-        """Return the pid and the status from waitpid.
+        """Return the pid and the status that waitpid returns for a dead rank.
 
-        Wait only if a debugger holds the rank, or if the sentinel is not a pidfd.
+        A wait is necessary only if a debugger holds the rank, or if the sentinel is not a pidfd.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
@@ -280,9 +282,9 @@ class RankPopen(Popen):
         return ended
 
     def abandon(self) -> None:
-        """Leave behind a rank that cannot be killed or reaped. At its end, the calling program does not wait for this rank.
+        """Leave behind a rank that cannot be killed or reaped. At the end of the calling program, do not wait for this rank.
 
-        When the rank is dead, the subprocess module reaps the rank before the next start of a process.
+        If the rank dies later, the subprocess module reaps the rank before the program starts another process.
         """
         with self._lock:
             if not self._is_reaped:
@@ -302,14 +304,14 @@ class RankPopen(Popen):
     def close(self) -> None:
         """Close the descriptors of a reaped rank.
 
-        The descriptors of a running rank stay open, because the watcher waits on them.
+        The descriptors of a running rank stay open, because the watcher uses them to wait for the rank.
         """
         if self._is_reaped:
             super().close()
 
 
 class _WatchedProcess(RankProcess):
-    """The multiprocessing.Process of a rank, in the watcher. In the rank itself, this object is a plain RankProcess."""
+    """The multiprocessing.Process of a rank, in the watcher. In the rank itself, the same object is a plain RankProcess."""
 
     def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
@@ -327,7 +329,7 @@ class _WatchedProcess(RankProcess):
 def _fill_pipe(pipe: int, data: bytes) -> None:
     """Write all data to the pipe before the child is started.
 
-    A later write might wait for a child that dies and never reads.
+    A write after the start of the child could wait without end, because the child may die before it reads.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE

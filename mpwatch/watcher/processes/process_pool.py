@@ -1,4 +1,4 @@
-"""The pool of rank processes. The pool starts and reaps these processes, and owns all that they need.
+"""The pool of the ranks' processes. The pool starts and reaps the ranks, and owns their pipes, sockets and memory.
 
 Runs in the watcher thread.
 
@@ -15,11 +15,11 @@ Runs in the watcher thread.
     sentinel, multiprocessing's pipe         by RankPopen, in `reap` and `abandon`
     pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
 
-A helper is a process that a rank started in its process group. Helpers are killed when the rank is reaped.
+A helper is a process that a rank started in its process group. When the pool reaps a rank, it also kills the rank's helpers.
 
 Guarantee: when the pool is closed, every rank that it started is dead and reaped, and every descriptor that it opened is
-closed. There are two exceptions, and each of them is logged: a rank that SIGKILL does not end, and a dead rank that a
-debugger holds.
+closed. The guarantee has two exceptions, which are logged: a rank that SIGKILL does not end, and a dead rank that a debugger
+holds.
 """
 
 import dataclasses
@@ -180,10 +180,10 @@ class ProcessPool:
         return self._slots[rank]
 
     def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
-        """Send a rank its call. Before the first call, also send the output that its interpreter printed during the start.
+        """Send a rank its call. Before the rank's first call, also send the startup output of its interpreter.
 
-        The rank writes that output to its own stderr, because the write may block and the watcher must not block. Raises
-        LaunchError.
+        The rank writes its startup output to its own stderr, because this write may block and the watcher must not block.
+        Raises LaunchError.
         """
         try:
             if handle.stack_parser.startup_output:
@@ -207,7 +207,7 @@ class ProcessPool:
     def interrupt_call(self, handle: RankHandle, number: int) -> None:
         """Send SIGINT to the rank, to interrupt the call with this number.
 
-        During a different call, the rank ignores this signal.
+        If the rank receives this signal during a different call, the rank ignores it.
         """
         record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], number)
         handle.process.send_signal(signal.SIGINT)
@@ -217,11 +217,11 @@ class ProcessPool:
         return read_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def read_heartbeat_time(self, handle: RankHandle) -> float | None:
-        """Read only the time of the rank's last heartbeat. This is faster than `read_heartbeat`."""
+        """Read only the time of the rank's last heartbeat. This method is faster than `read_heartbeat`."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def get_stop_memory(self, rank: int) -> StopMemory:
-        """Return the StopMemory of a rank that was started. This also works if the rank is dead."""
+        """Return the StopMemory of a rank that was started. The method also works if the rank is dead."""
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def map_slots(self) -> None:
@@ -263,7 +263,7 @@ class ProcessPool:
         del self.handles[handle.observations.worker.rank]  # last: after an error the end of the pool tries again
 
     def _kill_and_reap_all(self) -> None:
-        """Kill and reap the ranks that are left. Ranks are left only if the watcher itself has failed."""
+        """If the watcher itself has failed, kill and reap the ranks that still exist."""
         for handle in self.handles.values():
             handle.process.send_signal_to_group(signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
@@ -292,8 +292,8 @@ class ProcessPool:
     def wait_for_helpers(self) -> None:
         """Wait until the helpers (child processes) of reaped ranks are gone.
 
-        The helpers were killed when their rank was reaped. The kernel needs time to free a process with much memory or a
-        GPU, and a restarted rank needs that memory.
+        The helpers were killed when their rank was reaped. The kernel needs time to free the memory or the GPU of a killed
+        helper, and a restarted rank may need that memory or GPU.
         """
         while self._killed_groups:
             group = self._killed_groups.pop()
@@ -343,9 +343,11 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread while a process is started.
 
-    The process inherits the blocked signals, and a rank then ignores these signals.
+    The new process inherits the blocked signals, so these signals cannot end the process. As soon as a rank runs, the rank
+    ignores the signals that were blocked.
 
-    A scheduler such as SLURM may send a signal to all processes, although the signal is only for the watcher.
+    A scheduler such as SLURM may send a signal to the watcher and all ranks, although only the watcher should handle the
+    signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -357,13 +359,13 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
 def _worker_fields(worker: Worker) -> dict[str, Any]:
     """Return a dict of the Worker's fields that are sent to the rank.
 
-    `state` is not sent, because it belongs to the rank.
+    The field `state` is not sent, because only the function in the rank uses it.
     """
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
 
 
 def _describe_rank(worker: Worker, fn_name: str) -> list[str]:
-    """Return the words at the end of a rank's command line."""
+    """Return words that describe the rank, for the end of its command line."""
     fn = [f"fn={_make_printable(fn_name)[:NAME_LENGTH]}"] if fn_name else []
     return ["mpwatch", f"rank={worker.rank}/{worker.world_size}", *fn, f"run={_make_printable(worker.run_id)[:ID_LENGTH]}"]
 

@@ -1,20 +1,20 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has five parts. Parts 2 to 4 replace variables of earlier parts. Part 5 replaces none.
+A rank's environment has five parts, listed below. A variable of part 2, 3 or 4 of the environment replaces the variable of
+the same name in an earlier part. Part 5 replaces none.
 
 1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
-4. The variables that list visible GPUs, if visible_devices="own" is set. This part is left out if the user's `env` lists
-   only one GPU.
+4. The variables that list visible GPUs, if visible_devices="own" is set, unless the user's `env` already lists only one GPU.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 
-TORCH_FR_BUFFER_SIZE=128 is also a default, unless the user sets TORCH_NCCL_TRACE_BUFFER_SIZE. With this default, torch's
-flight recorder keeps the last collectives (worker/collectives.py). ACCELERATE_USE_CPU=true is also a default if there are
-several ranks and torch can find no accelerator.
+The defaults also include TORCH_FR_BUFFER_SIZE=128, unless the user sets TORCH_NCCL_TRACE_BUFFER_SIZE. With
+TORCH_FR_BUFFER_SIZE=128, torch's flight recorder keeps the last 128 collectives (worker/collectives.py). If there are
+several ranks and torch can find no accelerator, the defaults also include ACCELERATE_USE_CPU=true.
 """
 
 import os
@@ -60,8 +60,8 @@ class RankSetup(NamedTuple):
 def reserve_port() -> socket.socket:
     """Return a socket that reserves its port for the ranks while the socket is open. Raises LaunchError.
 
-    The socket is bound but does not listen, and has SO_REUSEADDR. So torch's store, which sets SO_REUSEADDR too, can listen
-    on the same port. The kernel does not give the port to a program that asks for any free port.
+    The socket is bound and has SO_REUSEADDR, but does not listen, so torch's store, which also sets SO_REUSEADDR, can listen
+    on the same port. The kernel does not give the reserved port to a program that asks for any free port.
     """
     try:
         reserved = socket.socket()
@@ -101,7 +101,7 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
 def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
     """Return a RankSetup for each Worker, with the whole environment of its rank and the CPUs from the option `bind`.
 
-    The user's `env` may set MASTER_ADDR and MASTER_PORT. The returned Workers have these values, too.
+    If the user's `env` sets MASTER_ADDR or MASTER_PORT, the Workers in the returned RankSetups have the same values.
 
     Args:
         spec: the options.
@@ -171,10 +171,10 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 
 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
-    """Return the number of threads with which a rank should compute, and how many processes compile for this rank.
+    """Return how many threads a rank should use to compute, and how many processes should compile for this rank.
 
-    A bound rank computes with a thread on each of its cores, and compiles on each of its CPUs. A CPU quota of the cgroup is
-    always divided among the ranks.
+    A bound rank computes with one thread for each of its cores, and compiles with one process for each of its CPUs. If the
+    cgroup has a CPU quota, the quota is divided equally among the ranks.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:
