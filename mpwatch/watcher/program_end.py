@@ -14,8 +14,8 @@ threads. So there are two ways in which Ctrl-C ends a program while another thre
 At the end of every program, `_interrupt_and_wait` ends the runs of daemon threads, because Python does not wait for these
 threads. When `_interrupt_and_wait` has returned, persistent_ranks.py ends the ranks of WorkerGroups.
 
-The first run or call outside the main thread registers `_interrupt_after_script` and `_interrupt_and_wait` with Python.
-`_interrupt_after_script` and `_interrupt_and_wait` do nothing if no call is running.
+The first run or call in a thread other than the main thread registers `_interrupt_after_script` and `_interrupt_and_wait`
+with Python. `_interrupt_after_script` and `_interrupt_and_wait` do nothing if no call is running.
 """
 
 import atexit
@@ -95,8 +95,8 @@ def _interrupt_and_wait() -> None:
 
     If no Ctrl-C has come, end only the runs of daemon threads. Return when the interrupted calls or the ended runs are over.
 
-    If a thread that is not a daemon thread still runs, Ctrl-C has ended Python's wait, because Python waits for every thread
-    except daemon threads.
+    Python waits for every thread except daemon threads, so any other thread that still runs shows that Ctrl-C has ended this
+    wait.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

@@ -16,11 +16,12 @@ decisions about restarts, and the live view.
 
 In the first 2 ms of a call of idle ranks, the calling program's own signal handlers are installed, and can raise exceptions.
 After the first 2 ms, mpwatch's signal handlers are installed, which raise no exception while the caller's thread waits
-(host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. Any other exception in the caller's thread
-stops the ranks in the same way as SIGTERM. A second exception in the caller's thread kills the ranks. When the ranks have
-ended, `BlockingCall.execute` re-raises the first exception. An exception in the caller's thread does not stop idle ranks. A
-rank is idle before it begins a call, and again when it has answered the call. If other code uses `PyThreadState_SetAsyncExc`
-to raise an exception in a caller's thread that is not the main thread, the exception is raised only when the wait is over.
+(host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. An exception in the caller's thread that
+does not come from Ctrl-C stops the ranks in the same way as SIGTERM. If a second exception comes while the ranks are being
+stopped, the ranks are killed. When the ranks have ended, `BlockingCall.execute` re-raises the first exception of the
+caller's thread. An exception in the caller's thread does not stop idle ranks. A rank is idle before it begins a call, and
+again when it has answered the call. If other code uses `PyThreadState_SetAsyncExc` to raise an exception in a caller's
+thread that is not the main thread, the exception is raised only when this thread no longer waits.
 """
 
 import logging
@@ -298,9 +299,9 @@ class BlockingCall:
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
-        During this wait, the calling program's own signal handlers stay installed. To install mpwatch's handlers and to
-        remove them again would take a quarter of the time of a short call. If a signal comes during this wait, its handler
-        runs at once, or when `deadline` has come.
+        While this method waits, the calling program's own signal handlers stay installed. To install mpwatch's handlers and
+        to remove them again would take a quarter of the time of a short call. If a signal comes while this method waits, the
+        signal's handler runs at the latest when `deadline` has passed.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -308,7 +309,10 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for wake-ups. Do not use `Thread.join` here: a signal might not end that wait (see host_signals.py)."""
+        """Wait for wake-ups.
+
+        Do not use `Thread.join` here, because a signal may not wake up a thread that waits for a lock (see host_signals.py).
+        """
         self._run_callbacks()  # for what has come before the signal handlers were installed
         while not (until() or self.watcher_thread.is_finished):
             seconds = min((s for d in self._drivers if (s := d.seconds_to_next_update()) is not None), default=None)

@@ -18,7 +18,8 @@ counts as user code.
 Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- The watcher thread's wait always ends: the caller's thread releases the lock `is_over` even after an exception.
+- The watcher thread always goes on after a suspension, because the caller's thread releases the lock `is_over` even after an
+  exception.
 - A process that was already stopped before the suspension stays stopped after the suspension.
 
 To stop itself, the program sets the default action of SIGTSTP, and then sends SIGTSTP to itself. In an orphaned Unix process
@@ -92,7 +93,7 @@ class ProgramSuspension:
     def suspend_after_call(self) -> None:
         """Send SIGTSTP to this process again if the signal came too late for `suspend`.
 
-        Call this method when the calling program's own signal handlers have been restored.
+        Call this method after the calling program's own signal handlers have been restored.
         """
         if self.is_requested:
             self.is_requested = False

@@ -30,7 +30,10 @@ class WakeupPipe:
 
     @property
     def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`. Any byte that is written to it wakes up the waiting thread."""
+        """The descriptor for `signal.set_wakeup_fd`.
+
+        Any byte that is written to this descriptor wakes up the thread that waits for the pair of sockets.
+        """
         return self._pair[1].fileno()
 
     def wake(self) -> None:
@@ -40,7 +43,7 @@ class WakeupPipe:
     def drain(self) -> bytes:
         """Return the bytes that were written since the last `drain`.
 
-        The method `wake` writes a zero byte. For a signal, Python writes the number of the signal.
+        The method `wake` writes a zero byte. When a signal comes, Python writes the number of the signal.
         """
         with suppress(OSError):
             return self._pair[0].recv(4096)

@@ -4,8 +4,8 @@
                                      |            |            ^                          ^
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-The event loop needs a separate thread, because an exception from outside must not interrupt the event loop. In the main
-thread, a signal handler can raise an exception between any two bytecodes. In any thread of the calling program,
+The event loop needs a separate thread, because exceptions that other code raises must not interrupt the event loop. In the
+main thread, a signal handler can raise an exception between any two bytecodes. In any thread of the calling program,
 `PyThreadState_SetAsyncExc` can raise an exception between any two bytecodes. If an exception interrupted the start or the
 reaping of a rank, the rank's process could be left behind. No other code knows the watcher thread, so no other code raises
 an exception in this thread.
@@ -147,7 +147,10 @@ class WatcherThread:
         self._setups = self.prepare_restart(range(self._spec.nprocs), self._restart_count)
 
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
-        """Return the data for the next start of these ranks. If all ranks of the run start, they get a new MASTER_PORT."""
+        """Return the data with which these ranks are started next.
+
+        If all ranks of the run start, they get a new MASTER_PORT.
+        """
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
             # the new port is reserved before the old one is released, so the two differ
             earlier, self._port_socket = self._port_socket, reserve_port()
@@ -246,8 +249,9 @@ class WatcherThread:
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
         """Return the debugger's console.
 
-        Return None if no rank has reached a breakpoint, or if a different call uses the console. Only the main thread can
-        open the debugger's prompts, so an unfinished call of the main thread opens the prompts for the ranks of all calls.
+        Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
+        thread can open the debugger's prompts, so an unfinished call of the main thread opens the prompts for the ranks of
+        all calls.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None

@@ -14,11 +14,12 @@ the rank died.
 Each item has a token, which is a number, and each rank has a pipe with the tokens of its items, in ascending order. Before a
 rank begins an item, the rank takes the item's token from its pipe. The caller can take tokens from the pipe of a rank, too.
 A rank never begins an item whose token the caller has taken, so the caller can give this item to another rank, even while
-the first rank is busy. When a rank has died, the tokens in its pipe show which items the rank had not begun. The first
-argument in a message ITEM or ITEMS is the token of the first item.
+the first rank is busy. When a rank has died, the tokens in its pipe show which items the rank had not begun. In the messages
+ITEM and ITEMS, the first argument of the pickled call is the token of the first item.
 
-The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The first byte of a message is its kind.
-Large pickled data are sent in a file, whose descriptor is sent with the message (pickling/pickle_buffers.py).
+The socket for the messages of `mpwatch.map` has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The
+first byte of each message is the kind of the message. Large pickled data are sent in a file, whose descriptor is sent with
+the message (pickling/pickle_buffers.py).
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ class TokenPipe:
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:
-    """Create two connected sockets. Return the caller's, which never blocks, and the rank's. Raises OSError."""
+    """Create two connected sockets. Raises OSError.
+
+    Return the caller's socket, which never blocks, and the rank's socket.
+    """
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other

@@ -59,9 +59,9 @@ class LaunchInfo:
 class RankProcess(SpawnProcess):
     """The process of a rank.
 
-    In the watcher, the process object belongs to a subclass of RankProcess that overrides the method `_Popen`.
+    In the watcher, the process object is an instance of a subclass of RankProcess that overrides the method `_Popen`.
 
-    In the rank, the process object belongs to RankProcess itself.
+    In the rank, the process object is an instance of RankProcess itself.
 
     Args:
         launch_info: the argument of the program's `main`.

@@ -1,4 +1,4 @@
-"""The messages between the watcher and a rank, and their framing. This module does no I/O.
+"""The messages between the watcher and a rank, and the frames in which they are sent. This module does no I/O.
 
     watcher                                             rank
        | <----------------- READY ---------------------- |   the rank can be called
@@ -18,8 +18,8 @@ A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is not sent in the
 body, but in a file, whose descriptor is sent with the frame (see pickling/pickle_buffers.py).
 
-The header of a frame contains a time of the clock CLOCK_MONOTONIC. All processes of a machine share this clock, so the
-watcher can sort the events of different ranks by time.
+The header of a frame contains the time of an event, by the clock CLOCK_MONOTONIC. All processes of a machine share this
+clock, so the watcher can sort the events of different ranks by time.
 """
 
 import enum
@@ -36,7 +36,10 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 
 
 class MessageKind(enum.IntEnum):
-    """The kind of a message. The comment beside a kind describes the body. A kind without a comment has an empty body."""
+    """The kind of a message.
+
+    The comment beside a kind describes the message's body. The body is empty if a kind has no comment.
+    """
 
     READY = 1  # READY_BODY
     CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file

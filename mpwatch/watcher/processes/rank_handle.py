@@ -103,8 +103,8 @@ class RankHandle:
     def can_be_called_directly(self) -> bool:
         """Return whether the caller's thread can call the rank without the watcher thread.
 
-        Return False if the channel is closed, or if the watcher must first send the rank its interpreter's output from
-        startup.
+        Return False if the channel is closed, or if the rank's interpreter has printed text at startup, which the watcher
+        must first send back to the rank.
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
@@ -171,7 +171,7 @@ class RankHandle:
             self._send(frame, fds)
 
     def send_file(self, kind: MessageKind, data: bytes) -> None:
-        """Send a message whose data, of any size, are in an anonymous file. Raises OSError."""
+        """Write data of any size to an anonymous file, and send the file's descriptor in a message. Raises OSError."""
         with open_anonymous_file("mpwatch-message") as file:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
@@ -232,7 +232,7 @@ class RankHandle:
             self._close_channel()
 
     def _read_returned_file(self, message: Message) -> None:
-        """Read a return value that came in a file. The watcher reads the file at once, so that no descriptor stays open."""
+        """If the rank has sent a return value in a file, read the file at once, so that no descriptor stays open."""
         if message.kind is MessageKind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
@@ -268,9 +268,9 @@ class RankHandle:
 
         While a rank's main thread runs C code, only faulthandler can write its stack, because Python cannot run a signal
         handler. Do nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
-        code. The signal is sent to the main thread itself, because faulthandler writes the stack of the thread that gets the
-        signal. The kernel could give a signal for the whole process to another thread, because PYTHON_DUMP_SIGNAL may still
-        be pending in the main thread.
+        code. This method sends the signal directly to the main thread, because faulthandler writes the stack of the thread
+        that gets the signal. The kernel could give a signal for the whole process to another thread, because
+        PYTHON_DUMP_SIGNAL may still be pending in the main thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return

@@ -1,14 +1,14 @@
 """The only place where the watcher thread waits.
 
-`Selector` returns descriptors in the order in which they became ready to be read.
+`Selector.wait` returns the handlers of ready descriptors in the order in which these descriptors became ready.
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - Building a set of all descriptors for each wake-up takes time for every descriptor, even if only one of them is ready.
 - The kernel's own set (epoll) lists descriptors in the order in which they became ready. If one rank dies and another rank
-  then sends a message, the kernel lists the death first, even if the watcher reads both much later. If a descriptor becomes
-  ready again before the watcher reads it, it keeps its old place in the kernel's list, so its place can be too early, but
-  never too late.
+  then sends a message, the kernel lists the death first, even if the watcher reads both much later. A descriptor that
+  becomes ready again before the watcher reads it keeps its old place in the kernel's list, so its place can be too early,
+  but never too late.
 """
 
 import selectors
@@ -47,7 +47,7 @@ class Selector(Generic[T]):
         """Return the handlers of the ready descriptors, in the kernel's order.
 
         Wait at most `seconds` for a ready descriptor, and then return an empty list. If `seconds` is None, wait at most
-        LONGEST_WAIT.
+        LONGEST_WAIT, which is one day.
         """
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`
         if not ready:

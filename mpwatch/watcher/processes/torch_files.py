@@ -9,9 +9,9 @@ A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm
     strategy file_system: create and open, set the size, map, count its users in its first bytes, close.
         The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
 
-Files of other kinds need no removal by mpwatch. After the death of a process, multiprocessing's resource tracker removes
-files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork context has no name in
-/dev/shm, so it ends with its processes.
+mpwatch need not remove other kinds of files from /dev/shm. After the death of a process, multiprocessing's resource tracker
+removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork context has no
+name in /dev/shm, so it ends with its processes.
 
 `remove_left_files` removes a file only if all five conditions hold:
 
@@ -26,7 +26,8 @@ The pid, the user and the age of a file (conditions 1 to 3) show which process m
 same pid. Another process can have the same pid if it starts later, or if it runs in another container that shares /dev/shm.
 Even if two processes have the same pid, mpwatch keeps every file that a process still needs (conditions 4 and 5). With
 torch's strategy file_descriptor, only the process that makes a file opens the file by name, and keeps the file open until it
-unlinks the file. With torch's strategy file_system, a file in use has a count of users above 0.
+unlinks the file. With torch's strategy file_system, each file contains a count of its users, which is above 0 while the file
+is in use.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.

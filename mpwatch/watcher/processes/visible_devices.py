@@ -8,7 +8,7 @@ The driver of each vendor reads variables that list the devices to use:
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
 For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
-one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES, and keeps one entry of
+one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES, and keeps one entry in
 its list. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or HIP_VISIBLE_DEVICES (for
 ROCm). For GPUs of Intel, the caller has to set a list of devices, because only the driver library Level Zero can count these
 GPUs.
@@ -62,7 +62,7 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
 
 def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with which a rank sees only one GPU, whose number is its local rank.
+    """Return environment variables that show a rank only the GPU whose number is the rank's local rank.
 
     Args:
         devices: the GPUs that the rank can see without these variables.

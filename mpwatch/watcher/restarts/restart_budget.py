@@ -151,7 +151,7 @@ def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt)
 def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
     """Return why a restart would fail again: the rank cannot start, or its code is wrong.
 
-    Return an empty text if a restart may succeed. This function decides only if the policy has no `retry_if`.
+    Return an empty text if a restart may succeed. This function is used only if the policy has no `retry_if`.
     """
     if cause.kind is FailureKind.START:
         return "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"

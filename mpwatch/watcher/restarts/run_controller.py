@@ -5,7 +5,7 @@
                    <--- DoNotRestart, at once --------------'
 
 Every delay before a restart, on one node or on several, is made by `schedule_restart`. RestartBudget computes the length of
-this delay. The watcher thread, not the caller's thread, waits until the delay is over, so that a slow observer cannot make
+the delay. The watcher thread, not the caller's thread, waits until the delay is over, so that a slow observer cannot make
 the delay longer.
 
 This module runs user code, because it unpickles exceptions and return values, and calls `retry_if` and `env`. If an
@@ -67,7 +67,7 @@ class RunController(Generic[T]):
         self._no_restart_reason = ""
 
     def begin(self, pending_call: PendingCall) -> None:
-        """Publish that the run has started. Call this just before the ranks are started."""
+        """Publish that the run has started. Call this method just before the ranks are started."""
         self._pending_call = pending_call
         self.event_bus.publish_run_started(self._spec, fn=self._spec.fn_name)
 
@@ -216,8 +216,8 @@ class RunController(Generic[T]):
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
 
-        The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before, their failures
-        are added to the error as a note.
+        The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before the error, a note
+        about their failures is added to it.
         """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):

@@ -35,7 +35,7 @@ MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class HostHandlerError(BaseException):
-    """A signal handler of the calling program has raised an exception.
+    """This exception means that a signal handler of the calling program has raised an exception.
 
     `run_until_handler_raises` catches a HostHandlerError, and raises the handler's exception instead.
     """
@@ -68,8 +68,8 @@ def add_note(error: BaseException, note: str) -> None:
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
     """Rebuild an exception from the three messages into which encoder.py has encoded it.
 
-    This function runs user code. If user code raises an exception other than KeyboardInterrupt or HostHandlerError, ignore
-    it.
+    This function runs user code. Ignore every exception that user code raises, except KeyboardInterrupt and
+    HostHandlerError.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.
@@ -131,7 +131,7 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
 
 
 def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
-    """Create the exception as an object of its original class ("exact" or "rebuilt", see the top of this file).
+    """Create the exception from its pickles, as an object of its original class (not as a stand-in).
 
     Raises any exception that the code of this class raises.
     """
@@ -154,8 +154,8 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 def is_builtin_class(cls: type) -> bool:
     """Return whether a class is builtin.
 
-    This function does not read the attribute `__module__`, because it can be wrong: in pytest's class Skipped, it is
-    "builtins".
+    This function does not read the attribute `__module__`, because this attribute can be wrong: in pytest's class Skipped,
+    its value is "builtins".
     """
     return getattr(builtins, cls.__name__, None) is cls
 

@@ -3,8 +3,8 @@
 This module runs in the rank, and in any process that pickles a ProcessFailure.
 
 Exceptions are the nodes of a graph, because an exception refers to its cause, to its context and, if it is a group, to its
-members. `ExceptionEncoder` makes a list of all these exceptions, and encodes the list in three messages. Each message refers
-to an exception by its index in the list.
+members. `ExceptionEncoder` makes a list of an exception and all exceptions that it refers to, and encodes this list in three
+messages. Each of the three messages refers to an exception by the exception's index in the list.
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
@@ -19,7 +19,7 @@ failed. The message `locals` is sent last, because the encoder must run code of 
 it.
 
 If an attribute of an exception cannot be pickled, only this attribute is left out. If an argument of an exception cannot be
-pickled, its `repr` replaces it.
+pickled, the argument's `repr` is pickled instead.
 """
 
 import marshal
@@ -59,8 +59,8 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 class ExceptionEncoder:
     """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` is a list of all these exceptions in breadth-first order, and begins with the exception itself. Each item of
-    `nodes` describes an exception, as a dictionary of builtin values.
+    `nodes` is a list of the exception and of all exceptions that it refers to, in breadth-first order. Each item of `nodes`
+    describes an exception, as a dictionary of builtin values.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -151,7 +151,7 @@ def _find_builtin_bases(cls: type) -> list[str]:
 
 
 def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | None:
-    """Return the pickles from which this exception can be rebuilt. Return None if it cannot be rebuilt."""
+    """Return the pickles from which this exception can be rebuilt. Return None if the exception cannot be rebuilt."""
     try:
         members = list(_get_members(error))
         attributes = {
@@ -174,7 +174,7 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Return a pickle of the whole exception. Add pickles of the attributes that it lacks, such as slots.
+    """Return a pickle of the whole exception, and pickles of attributes that this pickle lacks, such as slots.
 
     Return None if the exception cannot be rebuilt from these pickles.
     """

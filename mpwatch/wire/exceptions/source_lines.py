@@ -25,7 +25,7 @@ MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or o
 
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the sources that `linecache` has for these file names. Leave out the names of existing files."""
+    """Return the sources that `linecache` has for these file names. Leave out names of files that exist on disk."""
     import linecache
 
     found: dict[str, str] = {}
