@@ -28,7 +28,7 @@ class Ticket:
         self.has_left = False
 
     def wait(self) -> bool:
-        """Wait until the ticket is granted or has left the queues. Return False if it has left the queues."""
+        """Wait until the ticket is granted or has left the queues. Return False if the ticket has left the queues."""
         self.is_granted.wait()
         return not self.has_left
 

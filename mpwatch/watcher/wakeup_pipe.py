@@ -41,9 +41,10 @@ class WakeupPipe:
             self._pair[1].send(b"\0")
 
     def drain(self) -> bytes:
-        """Return the bytes that were written since the last `drain`.
+        """Return the bytes that were written to the pair of sockets since the last `drain`.
 
-        The method `wake` writes a zero byte. When a signal comes, Python writes the number of the signal.
+        The method `wake` writes a zero byte to the pair of sockets. When a signal comes, Python writes the signal's number
+        to the pair.
         """
         with suppress(OSError):
             return self._pair[0].recv(4096)
