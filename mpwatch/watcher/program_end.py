@@ -1,19 +1,21 @@
-"""End the calls of other threads when the program ends. Runs in the main thread, at the end of the program.
+"""Ends the calls of all threads except the main thread when the program ends.
 
-Python runs signal handlers only in the main thread. As long as the main thread runs code of the program, the program handles
-Ctrl-C. When this code has ended, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program
-while another thread waits for a call:
+`_interrupt_after_script` and `_interrupt_and_wait` run in the main thread, at the end of the program.
+
+Python runs signal handlers only in the main thread. As long as the main thread runs the program's own code, this code
+handles Ctrl-C. When the main thread has finished the program's code, Python waits for all other threads, except daemon
+threads. So there are two ways in which Ctrl-C ends a program while another thread waits for a call:
 
     main thread   script ------------> wait for other threads -----------------> atexit functions --> end
                     |                   ^                    |                     ^
                     '-- Ctrl-C ---------'                    '-- Ctrl-C -----------'
                         _interrupt_after_script                  _interrupt_and_wait
 
-Python does not wait for daemon threads. At the end of any program, `_interrupt_and_wait` ends the runs of daemon threads.
-After that, the ranks of WorkerGroups are ended (persistent_ranks.py).
+At the end of every program, `_interrupt_and_wait` ends the runs of daemon threads, because Python does not wait for these
+threads. When `_interrupt_and_wait` has returned, persistent_ranks.py ends the ranks of WorkerGroups.
 
-The first call outside the main thread registers `_interrupt_after_script` and `_interrupt_and_wait`. Both functions do
-nothing if no call is running.
+The first run or call in a thread other than the main thread registers `_interrupt_after_script` and `_interrupt_and_wait`
+with Python. `_interrupt_after_script` and `_interrupt_and_wait` do nothing if no call is running.
 """
 
 import atexit
@@ -41,10 +43,10 @@ class CallOfThread(Protocol):
     ends_with_program: bool
 
     def interrupt(self) -> None:
-        """Interrupt this call as Ctrl-C interrupts a call in the main thread."""
+        """Interrupt this call in the same way as Ctrl-C interrupts a call in the main thread."""
 
     def end_with_program(self) -> None:
-        """Stop the ranks, because the program ends and does not wait for the thread."""
+        """Stop the ranks of this call, because the program is ending and does not wait for the call's thread."""
 
 
 _calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
@@ -52,7 +54,10 @@ _is_interrupted = False
 
 
 def add_call(call: CallOfThread) -> None:
-    """Interrupt this call when Ctrl-C ends the program. If Ctrl-C has already ended the program, interrupt the call now."""
+    """Register a call, so that it is interrupted when Ctrl-C ends the program.
+
+    If Ctrl-C is already ending the program, interrupt the call at once.
+    """
     _register_functions()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -60,7 +65,7 @@ def add_call(call: CallOfThread) -> None:
 
 
 def remove_call(call: CallOfThread) -> None:
-    """Mark the call as over. The end of the program does not interrupt this call any more."""
+    """Mark a call as over, so that the end of the program does not interrupt it."""
     _calls.pop(id(call), None)
     call.is_over.set()
 
@@ -77,19 +82,21 @@ def _register_functions() -> None:
 
 
 def _interrupt_after_script() -> None:
-    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for the threads of these calls.
+    """Interrupt all calls if Ctrl-C has ended the script, because Python is about to wait for the threads of these calls.
 
-    Do nothing in an interactive Python, because Ctrl-C does not end it.
+    Do nothing in an interactive Python session, because Ctrl-C does not end the session.
     """
     if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         _interrupt_calls()
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls if Ctrl-C has ended Python's wait for the threads. Otherwise end the calls of daemon threads.
+    """Interrupt all calls if Ctrl-C has ended Python's wait for the threads.
 
-    Then wait for the end of these calls. Python does not wait for daemon threads, so a daemon thread that still runs is no
-    sign of Ctrl-C.
+    If no Ctrl-C has come, end only the runs of daemon threads. Return when the interrupted calls or the ended runs are over.
+
+    Python waits for every thread except daemon threads, so any other thread that still runs shows that Ctrl-C has ended this
+    wait.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)
@@ -119,7 +126,7 @@ def _interrupt_calls() -> None:
 
 
 def _list_calls() -> list[CallOfThread]:
-    """Return the running calls of this process. After a fork, the child has none of the calls of its parent."""
+    """Return the calls that are running in this process. In a forked process, leave out the calls of its parent."""
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
     return [call for call in calls if call.pid == os.getpid()]
 

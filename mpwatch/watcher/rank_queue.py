@@ -1,7 +1,10 @@
-"""Decides which call of a WorkerGroup may use which ranks. Calls that need the same rank run in the order of arrival.
+"""Decides which call of a WorkerGroup may use which ranks.
 
-Each rank has a queue of the tickets that need this rank. A ticket is granted when it is the first ticket in all its queues.
-The ticket leaves the queues at the end of the call.
+Calls that need the same rank run in the order in which they were made.
+
+Each call has a ticket, and each rank has a queue of the tickets of all calls that need this rank. A ticket is granted, and
+its call may begin, when the ticket is the first one in the queues of all ranks that the call needs. When a call ends, its
+ticket leaves the queues.
 """
 
 import threading
@@ -10,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 
 
 class Ticket:
-    """The place of one call in the queues.
+    """The place of one call in the queues of the ranks that the call needs.
 
     Args:
         ranks: the ranks that the call needs.
@@ -25,7 +28,7 @@ class Ticket:
         self.has_left = False
 
     def wait(self) -> bool:
-        """Wait until the ticket is granted or has left the queues. Return False if the ticket has left."""
+        """Wait until the ticket is granted or has left the queues. Return False if the ticket has left the queues."""
         self.is_granted.wait()
         return not self.has_left
 
@@ -34,7 +37,9 @@ Queue = OrderedDict[Ticket, None]  # of one rank: the tickets that need it, in t
 
 
 class RankQueue:
-    """The calls of one WorkerGroup that wait or run. Any thread and any signal handler may call the methods.
+    """The calls of one WorkerGroup that are running or waiting for their ranks.
+
+    Any thread and any signal handler may call the methods of this class.
 
     If an exception such as KeyboardInterrupt interrupts a method, the method can be called again.
 
@@ -48,14 +53,17 @@ class RankQueue:
         self._starting: dict[Ticket, Callable[[], object]] = {}  # granted tickets whose `on_grant` has not returned yet
 
     def enter(self, ticket: Ticket) -> None:
-        """Add a ticket to the queues of its ranks. The ticket may be granted at once."""
+        """Add a ticket to the queues of all ranks that its call needs.
+
+        Grant the ticket at once if it is the first ticket in all these queues.
+        """
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank][ticket] = None
         self._grant([ticket])
 
     def step_back(self, ticket: Ticket, first: Ticket) -> None:
-        """Withdraw the grant of a ticket. The ticket then waits at its old place, but behind the ticket `first`.
+        """Take back the grant of a ticket, so that the call with the ticket `first` runs before this ticket's call.
 
         Args:
             ticket: a ticket that was granted. A thread waits for it afterwards.
@@ -73,7 +81,7 @@ class RankQueue:
         self._grant([first])
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a ticket that waits or was granted. Do nothing if the ticket is not in the queues."""
+        """Remove a ticket from the queues, even if the ticket was granted. Do nothing if the ticket is not in the queues."""
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank].pop(ticket, None)
@@ -84,7 +92,7 @@ class RankQueue:
         self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
     def _grant(self, candidates: Iterable[Ticket]) -> None:
-        """Grant each of these tickets if it is the first ticket in all its queues."""
+        """Grant each of these tickets that is the first ticket in the queues of all ranks that its call needs."""
         with self._lock:
             for ticket in candidates:
                 is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)

@@ -1,4 +1,4 @@
-"""Run a function on the ranks of one node. A caller's thread uses a BlockingCall to wait for the watcher thread.
+"""Runs a function on the ranks of one node. A caller's thread uses a BlockingCall to wait for the watcher thread.
 
 This module runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
@@ -14,12 +14,14 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-In the first 2 ms of a call, the calling program's own signal handlers can raise exceptions. After that, no signal handler
-raises an exception during the wait (host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. If an
-exception in the caller's thread does not come from Ctrl-C, it stops the ranks in the same way as SIGTERM. A second exception
-stops the ranks at once. `execute` re-raises the exception when the ranks have ended. An exception does not stop idle ranks.
-A rank is idle before its call begins, and again after its answer. If the caller's thread is not the main thread,
-`PyThreadState_SetAsyncExc` raises an exception in this thread only when the wait is over.
+In the first 2 ms of a call of idle ranks, the calling program's own signal handlers are installed, and can raise exceptions.
+After the first 2 ms, mpwatch's signal handlers are installed, which raise no exception while the caller's thread waits
+(host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. An exception in the caller's thread that
+does not come from Ctrl-C stops the ranks in the same way as SIGTERM. If a second exception comes in the caller's thread
+while the ranks are being stopped, the ranks are killed. When the ranks have ended, `BlockingCall.execute` re-raises the
+first exception of the caller's thread. An exception in the caller's thread does not stop idle ranks. A rank is idle before
+it begins a call, and again when it has answered the call. If other code uses `PyThreadState_SetAsyncExc` to raise an
+exception in a caller's thread that is not the main thread, the exception is raised only when this thread no longer waits.
 """
 
 import logging
@@ -73,7 +75,7 @@ def run_single_node(
     payload: Payload | None = None,
     on_start: "Callable[[BlockingCall], object] | None" = None,
 ) -> RunResult[T]:
-    """Run a function on all ranks and show their progress. Return when every rank is dead.
+    """Run a function on all ranks and show their progress. Return when the processes of all ranks have ended.
 
     Args:
         spec: the options of the run.
@@ -81,8 +83,8 @@ def run_single_node(
         payload: the packed call, which this function closes. If `payload` is None, this function packs the call.
         on_start: is called with the BlockingCall before the ranks are started.
 
-    Raises LaunchError. If a signal comes during the run, the calling program's handler runs at the end of the run, and can
-    raise an exception such as KeyboardInterrupt.
+    Raises LaunchError. If a signal comes during the run, the calling program's handler for this signal runs at the end of
+    the run, and can raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_signal_options(spec)
@@ -171,7 +173,7 @@ class BlockingCall:
             watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
-        """Post the command, start the watcher thread if necessary, and wait.
+        """Post a command to the watcher thread, start this thread if it does not run yet, and wait.
 
         Return when `until` returns True, or when all ranks are dead.
         """
@@ -208,14 +210,17 @@ class BlockingCall:
             self.signals.release_wakeup()
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save their state and return. Return False if the call is over. Any thread may call this."""
+        """Ask the ranks to save their state and return. Return False if the call is over.
+
+        Any thread may call this method.
+        """
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
         """Return the longest time in seconds to wait for the ranks' output, or None if there is no limit.
 
-        There is a limit if the run has a timeout, or if a signal has come. `seconds_left` is the time until the timeout of
-        the run.
+        The wait for the output has a limit if the run has a timeout, or if a signal has come. `seconds_left` is the time
+        until the timeout of the run.
         """
         if self.signals.received or self.signals.handler_error is not None:
             return LAST_DRAIN_SECONDS
@@ -224,7 +229,7 @@ class BlockingCall:
     def raise_error(self) -> None:
         """Re-raise an exception that a signal handler or the watcher thread has raised.
 
-        Before the exception is raised, deliver the deferred signals.
+        Before this method raises the exception, it delivers the deferred signals to the calling program's handlers.
         """
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
@@ -238,8 +243,9 @@ class BlockingCall:
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
         """Return the result of `make`. `make` rebuilds return values and exceptions, and calls observers.
 
-        If `make` raises an exception, deliver the deferred signals and re-raise the exception. If a signal handler of the
-        calling program raises an exception, `make` ends at once. So one Ctrl-C is enough to end `make`.
+        If `make` raises an exception, deliver the deferred signals to the calling program's handlers, and re-raise the
+        exception. If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once, so
+        one Ctrl-C is enough to end `make`.
         """
         try:
             result = run_until_handler_raises(make)
@@ -250,12 +256,14 @@ class BlockingCall:
         return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
-        """Deliver the deferred signals to the calling program's handlers. For SIGINT, this usually raises KeyboardInterrupt.
+        """Deliver the deferred signals to the calling program's handlers.
 
-        Call this method last, after all cleanup, and outside an `except` block. Otherwise, the context of a
-        KeyboardInterrupt could be an unrelated exception. If the signal has stopped the run, the KeyboardInterrupt gets a
-        note that says where the ranks were. If a signal will end the program without an exception, this method first logs
-        the report of the run.
+        The handler of SIGINT usually raises KeyboardInterrupt.
+
+        Call this method last, after all cleanup, and outside an `except` block. In an `except` block, an unrelated exception
+        would become the context of the KeyboardInterrupt. If Ctrl-C has stopped the run, the KeyboardInterrupt gets a note
+        that says where the ranks were. If a signal will end the program without an exception, this method first logs the
+        report of the run.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -282,7 +290,7 @@ class BlockingCall:
     def _may_be_quick(self) -> bool:
         """Return whether the call can end before mpwatch installs its signal handlers.
 
-        With `stop_signals` or `forward_signals`, the handlers are installed before the call begins.
+        With the option `stop_signals` or `forward_signals`, mpwatch installs its signal handlers before the call begins.
         """
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
@@ -291,9 +299,9 @@ class BlockingCall:
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
-        During this wait, the calling program's own signal handlers stay installed. For a short call, installing and
-        restoring mpwatch's handlers would take a quarter of the call's time. If a signal comes, its handler runs at once or
-        at the deadline.
+        While this method waits, the calling program's own signal handlers stay installed. To install mpwatch's handlers and
+        to remove them again would take a quarter of the time of a short call. If a signal comes while this method waits, the
+        signal's handler runs at the latest when `deadline` has passed.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -301,7 +309,10 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for wake-ups. Do not use `Thread.join` here, because `join` waits for a lock (see host_signals.py)."""
+        """Wait for wake-ups.
+
+        Do not use `Thread.join` here, because a signal may not wake up a thread that waits for a lock (see host_signals.py).
+        """
         self._run_callbacks()  # for what has come before the signal handlers were installed
         while not (until() or self.watcher_thread.is_finished):
             seconds = min((s for d in self._drivers if (s := d.seconds_to_next_update()) is not None), default=None)
@@ -359,8 +370,8 @@ class BlockingCall:
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
         """After an exception in the caller's thread, stop the ranks, and restore the signal handlers.
 
-        The ranks are stopped in the same way as by the signal `signum`. If another exception comes during this work, the
-        work is repeated from the start.
+        The ranks are stopped in the same way as by the signal `signum`. If another exception interrupts this method, the
+        method begins again from its start.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):
@@ -376,7 +387,7 @@ class BlockingCall:
             return
 
     def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
-        """Return False if the ranks are idle, because their call has not begun yet or has been answered."""
+        """Return False if the ranks are idle, because they have not begun their call or have already answered it."""
         call = self.signals.call
         has_begun = self._is_posted or (call is not None and call.has_begun())
         return not self.watcher_thread.is_alive() or (has_begun and not until())

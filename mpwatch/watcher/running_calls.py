@@ -6,7 +6,10 @@ from weakref import ReferenceType, ref
 
 
 class RunningCall(Protocol):
-    """A BlockingCall or a RunHandle. A RunHandle gets its BlockingCall just before its ranks start."""
+    """A call in the registry: a BlockingCall or a RunHandle.
+
+    A RunHandle is in the registry itself, because it has no BlockingCall until just before its ranks start.
+    """
 
     def ask_to_stop(self, cause: str) -> bool:
         """Ask the ranks to stop. Return False if the call is over."""
@@ -25,7 +28,7 @@ def add_call(call: RunningCall) -> None:
 def request_stop(cause: str) -> bool:
     """Ask the ranks of all running calls to stop. Return whether at least one call accepts the request.
 
-    A signal handler may call this.
+    A signal handler may call this function.
     """
     own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
     answers = [call.ask_to_stop(cause) for reference in own if (call := reference()) is not None]

@@ -1,4 +1,4 @@
-"""For the option `forward_signals`, forward signals from the calling program to the ranks.
+"""Forwards the signals in the option `forward_signals` from the calling program to the ranks.
 
     kernel ---> HostSignals: handler in the caller's thread --- ForwardSignal ---> event loop: forward_signal ---> ranks
 
@@ -25,7 +25,8 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    Log a warning about running ranks that do not catch the signal. Most signals would end a rank that does not catch them.
+    A rank that does not catch the signal does not get it, because most signals would end this rank. Log a warning about
+    running ranks that do not catch the signal.
     """
     running = [
         rank

@@ -1,12 +1,12 @@
-"""When a stop is requested, make the ranks agree on the step at which all of them stop.
+"""When a stop is requested, makes the ranks agree on the step at which all of them stop.
 
-This module runs in the watcher thread. It also logs which ranks have not returned within `stop_timeout`.
+This module runs in the watcher thread. `log_overdue_ranks` logs which ranks have not returned within `stop_timeout`.
 
     StopRequested --> begin: hold the ranks --- HOLD_SECONDS later ---> read the steps that they have passed
     one node                   '--> agree on the highest step
     several nodes              '--> on_steps_held: the leader gets the highest step of each node --- StopAfter ---> agree
 
-wire/stop_step.py has the protocol between the watcher and a rank.
+The protocol between the watcher and a rank is in wire/stop_step.py.
 """
 
 import time
@@ -55,9 +55,9 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, group: RestartGroup, cause: str) -> None:
-        """Make the ranks of a group wait at their next call of `should_stop`.
+        """Make each rank of a group wait at its next call of `should_stop`.
 
-        After HOLD_SECONDS, read the last step that each rank has passed.
+        HOLD_SECONDS later, the event loop reads the last step that each rank has passed.
         """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
@@ -75,7 +75,7 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
-        """Make each rank of a group stop before its first step with a number above `step`.
+        """Make each rank of a group stop before its first step whose number is above `step`.
 
         If `step` is None, the ranks stop at their next call of `should_stop`.
         """
@@ -91,9 +91,9 @@ class StopAgreements:
             self._deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
 
     def log_overdue_ranks(self, group: RestartGroup, stop_timeout: float) -> None:
-        """For each rank that has not returned in time, log where the rank is.
+        """Log a warning that says where each rank is that has not returned within `stop_timeout`.
 
-        The ranks have already been asked for their stacks.
+        Before this call, the watcher has asked these ranks for their stacks.
         """
         places = {}
         for rank, observed in group.observed.items():

@@ -1,6 +1,6 @@
-"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP).
+"""Suspends the ranks when the program is suspended (Ctrl-Z, SIGTSTP).
 
-Continue the ranks when the program continues (SIGCONT).
+When the program continues (SIGCONT), this module continues the ranks.
 
     caller's thread                                       watcher thread
     ---------------                                       --------------
@@ -12,18 +12,19 @@ Continue the ranks when the program continues (SIGCONT).
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. The prompt of a debugger
+If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. A debugger's prompt
 counts as user code.
 
 Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- The watcher thread's wait always ends, because the caller's thread releases the lock `is_over` even after an exception.
-- A process that was already stopped before the suspension stays stopped.
+- The watcher thread always goes on after a suspension, because the caller's thread releases the lock `is_over` even after an
+  exception.
+- A process that was already stopped before the suspension stays stopped after the suspension.
 
-To stop itself, the program restores the default action of SIGTSTP, and then raises SIGTSTP. In an orphaned Unix process
-group, the kernel ignores SIGTSTP, because no shell could continue the program. For example, `ssh -t host python x.py`
-creates an orphaned process group. After an ignored SIGTSTP, the ranks continue at once.
+To stop itself, the program sets the default action of SIGTSTP, and then sends SIGTSTP to itself. In an orphaned Unix process
+group, the kernel ignores SIGTSTP, because no shell could continue the program. The command `ssh -t host python x.py`, for
+example, starts the program in an orphaned Unix process group. If the kernel ignores SIGTSTP, the ranks continue at once.
 """
 
 import os
@@ -60,7 +61,7 @@ class ProgramSuspension:
     def request(self, *, at_once: bool) -> None:
         """Record that the program must be suspended. If `at_once` is True, suspend the program now.
 
-        The handler of SIGTSTP calls this.
+        The handler of SIGTSTP calls this method.
         """
         self.is_requested = True
         if at_once:
@@ -69,8 +70,8 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        A request during a suspension has no effect. The kernel does the same: when SIGCONT comes, it drops a pending
-        SIGTSTP.
+        A request that comes during a suspension has no effect, just as the kernel drops a pending SIGTSTP when SIGCONT
+        comes.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -90,9 +91,9 @@ class ProgramSuspension:
                 self.view.resume()
 
     def suspend_after_call(self) -> None:
-        """Raise SIGTSTP again if it came too late for `suspend`.
+        """Send SIGTSTP to this process again if the signal came too late for `suspend`.
 
-        The calling program's own signal handlers have already been restored.
+        Call this method after the calling program's own signal handlers have been restored.
         """
         if self.is_requested:
             self.is_requested = False
@@ -116,7 +117,10 @@ def _stop_this_program() -> None:
 
 
 def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> None:
-    """Stop all processes of the ranks, and continue them when the suspension is over. The watcher thread calls this."""
+    """Stop all processes of the ranks, and continue them when the suspension is over.
+
+    The watcher thread calls this function.
+    """
     if not command.is_over.locked():  # the suspension is over already
         return
     with _stopped(processes):
@@ -128,7 +132,7 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
     """Stop all processes in the Unix process groups of the ranks.
 
-    At the end of the context, continue these processes. A process that was already stopped before stays stopped.
+    At the end of the `with` block, continue these processes, except processes that were stopped before the suspension.
     """
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:

@@ -1,4 +1,4 @@
-"""A pair of sockets that wakes up a thread that waits for descriptors. Any thread or signal can write to the pair."""
+"""A pair of sockets, with which any thread or signal can wake up a thread that waits for descriptors."""
 
 import socket
 from contextlib import suppress
@@ -8,10 +8,11 @@ from mpwatch.wire.resource_errors import with_remedy
 
 
 class WakeupPipe:
-    """A pair of sockets. A thread that waits for the pair is woken up by `wake`, or by a signal.
+    """A pair of sockets. The method `wake`, or a signal, wakes up a thread that waits for this pair.
 
     A thread can wait for the pair together with other descriptors. Any thread and any signal handler can call `wake` at any
-    time. The pair stays readable until `drain` is called, so a wake-up that comes before the wait is not lost.
+    time. The pair stays readable until `drain` is called, so a thread also notices a wake-up that came before the thread
+    began to wait.
     """
 
     def __init__(self) -> None:
@@ -24,12 +25,15 @@ class WakeupPipe:
             end.setblocking(False)
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the descriptor that the thread must wait for."""
         return self._pair[0].fileno()
 
     @property
     def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`. Any byte that is written to this descriptor wakes up the reader."""
+        """The descriptor for `signal.set_wakeup_fd`.
+
+        Any byte that is written to this descriptor wakes up the thread that waits for the pair of sockets.
+        """
         return self._pair[1].fileno()
 
     def wake(self) -> None:
@@ -37,9 +41,10 @@ class WakeupPipe:
             self._pair[1].send(b"\0")
 
     def drain(self) -> bytes:
-        """Return the bytes that were written since the last `drain`.
+        """Return the bytes that were written to the pair of sockets since the last `drain`.
 
-        `wake` writes a zero, and a signal writes its number.
+        The method `wake` writes a zero byte to the pair of sockets. When a signal comes, Python writes the signal's number
+        to the pair.
         """
         with suppress(OSError):
             return self._pair[0].recv(4096)

@@ -4,15 +4,16 @@
                                      |            |            ^                          ^
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-The event loop needs a separate thread, because Python can raise an exception in a thread between any two bytecodes. In the
-main thread, a signal handler can raise an exception. In any thread of the calling program, `PyThreadState_SetAsyncExc` can
-raise an exception, too. If an exception interrupted the start or the reaping of a rank, the rank could be left behind. No
-other code knows the watcher thread, so no other code raises an exception in this thread.
+The event loop needs a separate thread, because exceptions that other code raises must not interrupt the event loop. In the
+main thread, a signal handler can raise an exception between any two bytecodes. In any thread of the calling program,
+`PyThreadState_SetAsyncExc` can raise an exception between any two bytecodes. If an exception interrupted the start or the
+reaping of a rank, the rank's process could be left behind. No other code knows the watcher thread, so no other code raises
+an exception in this thread.
 
 No user code runs in the watcher thread.
 
-There is one special case: when the calling program is ending, Python cannot start a thread. Then the event loop of a simple
-run runs in the caller's thread (see `WatcherThread.start`).
+When the calling program is ending, Python cannot start a thread, so the event loop of a simple run runs in the caller's
+thread (see `WatcherThread.start`).
 """
 
 import os
@@ -72,9 +73,9 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two of the caller's threads must not call
-    methods of this class at the same time. But any thread may call a method whose docstring says so. If an exception
-    interrupts a method, the method can be called again.
+    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Only one of the caller's threads at a time
+    may call methods of this class, except methods whose docstring allows any thread. If an exception interrupts a method,
+    the method can be called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -137,16 +138,19 @@ class WatcherThread:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The Workers of all ranks. The tuple is empty until `prepare` has been called."""
+        """The `Worker` objects of all ranks. The tuple is empty until `prepare` has been called."""
         return tuple(setup.worker for setup in self._setups)
 
     def prepare(self) -> None:
-        """Prepare the first start of all ranks. This calls the user's `env` function, in the caller's thread."""
+        """Prepare the first start of all ranks. This method calls the user's `env` function, in the caller's thread."""
         assert isinstance(self._spec.nprocs, int)  # see GroupSpec
         self._setups = self.prepare_restart(range(self._spec.nprocs), self._restart_count)
 
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
-        """Return the setups of these ranks for the next start. If all ranks start, they get a new MASTER_PORT."""
+        """Return the data with which these ranks are started next.
+
+        If all ranks of the run start, they get a new MASTER_PORT.
+        """
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
             # the new port is reserved before the old one is released, so the two differ
             earlier, self._port_socket = self._port_socket, reserve_port()
@@ -162,11 +166,11 @@ class WatcherThread:
             self._port_socket.close()
 
     def start(self) -> None:
-        """Start the thread, which starts the ranks. Do nothing if the thread was started before.
+        """Start the watcher thread, which starts the ranks. Do nothing if the watcher thread was started before.
 
-        Any thread may call this method. If Python cannot start a thread, the event loop runs in the caller's thread. But a
-        WorkerGroup, a run of several nodes, and a run that can go on after a failure need a separate thread. Without this
-        thread, they raise LaunchError.
+        Any thread may call this method. If Python cannot start a thread, the event loop of a simple run runs in the caller's
+        thread. A WorkerGroup, a run of several nodes, and a run that can go on after a failure need a separate thread, so
+        this method raises LaunchError for them.
         """
         with self._start_lock:
             if self._thread is None:
@@ -214,7 +218,8 @@ class WatcherThread:
     def emit_logs_and_events(self) -> None:
         """Emit the deferred log records and call the observers. Logging handlers and observers can be user code.
 
-        Several threads may call this method at the same time. One of these threads does the work for all of them.
+        Several threads may call this method at the same time. In a WorkerGroup, one of these threads does the work for all
+        of them.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -232,9 +237,9 @@ class WatcherThread:
         return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
-        """Wait until everything that the ranks have printed so far is written.
+        """Wait until mpwatch has written everything that the ranks have printed so far.
 
-        If this takes longer than `seconds`, log a warning.
+        Log a warning if the wait takes longer than `seconds`.
         """
         if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
@@ -244,9 +249,9 @@ class WatcherThread:
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
         """Return the debugger's console.
 
-        Return None if no rank has reached a breakpoint, or if a different call uses the console. Only the main thread can
-        open prompts. So while a call of the main thread is unfinished, this call opens the prompts for the ranks of all
-        calls.
+        Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
+        thread can open the debugger's prompts, so an unfinished call of the main thread opens the prompts for the ranks of
+        all calls.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -268,7 +273,7 @@ class WatcherThread:
         return self.commands.state is not WorkerState.UNKNOWN
 
     def is_running(self) -> bool:
-        """Return whether the event loop can take a command. This is quicker than `is_alive`."""
+        """Return whether the event loop can take a command. `is_running` is quicker than `is_alive`."""
         return self._thread is not None and not self.is_finished
 
     def take_stacks(self) -> Stacks:
@@ -282,7 +287,10 @@ class WatcherThread:
         return request.statuses or () if self._wait_for_answer(request) else ()
 
     def _wait_for_answer(self, request: StacksRequest | StatusRequest) -> bool:
-        """Post a request, and wait for its answer. Return False if the ranks end before the answer."""
+        """Post a request to the event loop, and wait for the answer.
+
+        Return False if the ranks end before the answer comes.
+        """
         self.commands.post(request)
         while not request.is_answered.wait(ANSWER_POLL_SECONDS):
             if not self.is_running():
@@ -305,14 +313,17 @@ class WatcherThread:
     def join(self) -> None:
         """Wait until the thread has ended.
 
-        Call this only when `is_finished` is True, or after a command that ends the ranks.
+        Call this method only when `is_finished` is True, or after a command that ends the ranks.
         """
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()
             wait_for_thread_exit(self._thread.native_id)
 
     def close(self) -> None:
-        """Release all resources. Call this only when `is_finished` is True, or if the thread will never be started."""
+        """Release all resources.
+
+        Call this method only when `is_finished` is True, or if the watcher thread will never be started.
+        """
         self.is_finished = True
         try:
             self.output.close()

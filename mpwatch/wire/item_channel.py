@@ -7,17 +7,19 @@
       | <------------- DIVIDE ---------------- |   instead, if ITEMS cannot be unpickled: send them one by one
       | ----------- end of the stream -------> |   there are no more items
 
-These messages use a separate socket, because messages in the rank's main channel go through the watcher thread. If a rank
-dies, the caller can still read from the socket what the rank has sent. So the caller knows at which item the rank died.
+The messages of `mpwatch.map` have a separate socket, because messages in the rank's main channel go through the watcher
+thread. If a rank dies, the caller can still read the rank's last messages from the socket, so the caller knows at which item
+the rank died.
 
-Before a rank begins an item, it takes the item's token from a pipe. The caller can take tokens from the same pipe. The rank
-never begins an item whose token the caller has taken. So the caller can give this item to another rank, even while the first
-rank is busy. When a rank has died, the tokens in the pipe show which items the rank had not begun. Tokens are numbers in
-ascending order. The first argument of ITEM and ITEMS is the token of the first item.
+Each item has a token, which is a number, and each rank has a pipe with the tokens of its items, in ascending order. Before a
+rank begins an item, the rank takes the item's token from its pipe. The caller can take tokens from the pipe of a rank, too.
+A rank never begins an item whose token the caller has taken, so the caller can give this item to another rank, even while
+the first rank is busy. When a rank has died, the tokens in its pipe show which items the rank had not begun. In the messages
+ITEM and ITEMS, the first argument of the pickled call is the token of the first item.
 
-The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The first byte of a message is its kind.
-If the pickled data are large, they are sent in a file, whose descriptor is sent with the message
-(pickling/pickle_buffers.py).
+The socket for the messages of `mpwatch.map` has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The
+first byte of each message is the kind of the message. Large pickled data are sent in a file, whose descriptor is sent with
+the message (pickling/pickle_buffers.py).
 """
 
 from __future__ import annotations
@@ -56,8 +58,7 @@ class ItemKind(enum.IntEnum):
 class TokenPipe:
     """The pipe with the tokens of one rank's items. Both the caller and the rank can read from the pipe.
 
-    Each token is read only once. A TokenPipe can be pickled as an argument of a call. The rank gets only the reading end of
-    the pipe.
+    Each token is read only once. If a TokenPipe is an argument of a call, the rank gets only the reading end of the pipe.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class TokenPipe:
         self._reader = self._writer = reader
 
     def write(self, first: int, count: int) -> None:
-        """Write tokens. The caller must never have more than MAX_TOKENS tokens in the pipe. Raises OSError."""
+        """Write tokens. The pipe must never contain more than MAX_TOKENS tokens. Raises OSError."""
         os.write(self._writer.fileno(), b"".join(map(TOKEN.pack, range(first, first + count))))
 
     def take(self) -> int | None:
@@ -91,14 +92,17 @@ class TokenPipe:
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:
-    """Create a socket pair. Return the caller's end, which does not block, and the rank's end. Raises OSError."""
+    """Create two connected sockets. Raises OSError.
+
+    Return the caller's socket, which never blocks, and the rank's socket.
+    """
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other
 
 
 def send_message(channel: socket.socket, kind: ItemKind, body: bytes = b"", fds: Sequence[int] = ()) -> bool:
-    """Send a message. Return False if the other end is closed. Raises OSError."""
+    """Send a message. Return False if the receiver has closed its socket. Raises OSError."""
     try:
         socket.send_fds(channel, [bytes([kind]), body], list(fds), MSG_NOSIGNAL)
     except (BrokenPipeError, ConnectionResetError):
@@ -109,8 +113,9 @@ def send_message(channel: socket.socket, kind: ItemKind, body: bytes = b"", fds:
 def receive_message(channel: socket.socket) -> ItemMessage | None:
     """Return the kind, the body and the descriptors of the next message. Raises OSError.
 
-    Return None at the end of the stream. The receiver must close the descriptors. If this process has reached its limit of
-    open files, the result contains None instead of the list of descriptors.
+    Return None if the sender has closed its socket and no message is left. The caller of this function must close the
+    descriptors. If this process has reached its limit of open files, the result contains None instead of the list of
+    descriptors.
     """
     while True:
         try:

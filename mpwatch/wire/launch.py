@@ -1,4 +1,4 @@
-"""The class of a rank's multiprocessing.Process, and the data with which the watcher starts a rank.
+"""The multiprocessing class of a rank's process, and the data with which the watcher starts a rank.
 
 The watcher pickles a RankProcess and starts it (watcher/processes/process.py). In the new process, multiprocessing's method
 `_bootstrap` calls `RankProcess.run`.
@@ -57,9 +57,11 @@ class LaunchInfo:
 
 
 class RankProcess(SpawnProcess):
-    """The process of a rank. In the watcher, it is an instance of a subclass that overrides `_Popen`.
+    """The process of a rank.
 
-    In the rank, it is an instance of RankProcess itself.
+    In the watcher, the process object is an instance of a subclass of RankProcess that overrides the method `_Popen`.
+
+    In the rank, the process object is an instance of RankProcess itself.
 
     Args:
         launch_info: the argument of the program's `main`.

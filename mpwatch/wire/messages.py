@@ -1,4 +1,4 @@
-"""The messages between the watcher and a rank, and their framing. This module does no I/O.
+"""The messages between the watcher and a rank, and the frames in which they are sent. This module does no I/O.
 
     watcher                                             rank
        | <----------------- READY ---------------------- |   the rank can be called
@@ -15,11 +15,11 @@
 
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
-A message is sent as a frame, which is a header and a body. A large call or return value is sent in a file. In this case the
-body is empty, and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
+A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is not sent in the
+body, but in a file, whose descriptor is sent with the frame (see pickling/pickle_buffers.py).
 
-The header contains a time of CLOCK_MONOTONIC. All processes of a machine share that clock, so the watcher can sort the
-events of different ranks by time.
+The header of a frame contains the time of an event, by the clock CLOCK_MONOTONIC. All processes of a machine share this
+clock, so the watcher can sort the events of different ranks by time.
 """
 
 import enum
@@ -36,7 +36,10 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 
 
 class MessageKind(enum.IntEnum):
-    """The kind of a message. The comment beside a kind describes the body. A kind without a comment has an empty body."""
+    """The kind of a message.
+
+    The comment beside a kind describes the message's body. The body is empty if a kind has no comment.
+    """
 
     READY = 1  # READY_BODY
     CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file
@@ -59,9 +62,9 @@ class MessageKind(enum.IntEnum):
 class Message:
     """A received message.
 
-    `stamp` is the time in the header. If the content of the message came in a file, `file` is this content, and the body is
-    empty. If this file could not be read, `file` is the error. `fd` is the descriptor that came with DEBUGGER or
-    COLLECTIVES. The receiver must close `fd`.
+    `stamp` is the time in the header of the message. If the content of the message came in a file, `file` is the content of
+    this file, and the body is empty. If the watcher could not read the file of a message, `file` is an OSError. `fd` is the
+    descriptor that came with a message of the kind DEBUGGER or COLLECTIVES. The receiver of the message must close `fd`.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
@@ -101,7 +104,7 @@ def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
 
 
 class FrameDecoder:
-    """Builds messages from a stream of bytes. It never returns an incomplete message."""
+    """Builds messages from a stream of bytes. `feed` returns only complete messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

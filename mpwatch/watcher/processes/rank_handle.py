@@ -1,4 +1,6 @@
-"""The handle of one rank: its process, its channel, its stack pipe and its observations. Runs in the watcher thread.
+"""The handle of one rank: its process, its channel, its stack pipe and its observations.
+
+This module runs in the watcher thread.
 
 watcher <--- channel (socket pair): messages, and descriptors of files ---> rank
 watcher <--- stack pipe: stderr until the rank is ready, then stack dumps --- rank
@@ -44,7 +46,7 @@ MAX_COPY_SIZE = 1 << 20
 
 
 class RankHandle:
-    """A rank's process and the watcher's ends of the connections to it.
+    """The process of a rank, and the watcher's ends of the connections to this process.
 
     Attributes:
         generation: the number of this start of the rank, from 0.
@@ -92,14 +94,18 @@ class RankHandle:
         on_stack_data: Callable[[], Any],
         on_exit: Callable[[], Any],
     ) -> None:
-        """In the selector, register the handlers for messages, for stack data and for the rank's exit. Raises OSError."""
+        """Register the functions that handle the rank's messages, its stack data and its exit. Raises OSError."""
         self._selector, self._on_message = selector, on_message
         self._register(self.channel.fileno(), on_message)
         self._register(self._stack_pipe, on_stack_data)
         self._register(self.process.sentinel, on_exit)
 
     def can_be_called_directly(self) -> bool:
-        """Return False if the channel is closed, or if startup output of the interpreter must first be sent to the rank."""
+        """Return whether the caller's thread can call the rank without the watcher thread.
+
+        Return False if the channel is closed, or if the rank's interpreter has printed text at startup, which the watcher
+        must first send back to the rank.
+        """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
     def pause_messages(self) -> None:
@@ -132,7 +138,7 @@ class RankHandle:
             self._selector.remove(fd)
 
     def close(self) -> None:
-        """Close the watcher's ends of all connections. The pool reaps the process."""
+        """Close the watcher's ends of all connections. The ProcessPool reaps the rank's process."""
         self._close_channel()
         self.collective_sockets.close()
         for fd in list(self._registered_fds):
@@ -150,9 +156,9 @@ class RankHandle:
         self.send_frame(encode_frame(kind), fds)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send the bytes of a message, at most a few thousand, and these descriptors. Raises OSError.
+        """Send a message of at most a few thousand bytes, and these descriptors. Raises OSError.
 
-        The method never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank
+        The method never blocks, because a few thousand bytes fit into the channel's empty buffer. A message to a dead rank
         is dropped.
         """
         if self.channel.fileno() == -1:
@@ -165,7 +171,7 @@ class RankHandle:
             self._send(frame, fds)
 
     def send_file(self, kind: MessageKind, data: bytes) -> None:
-        """Send a message with any number of bytes, which are in an anonymous file. Raises OSError."""
+        """Write data of any size to an anonymous file, and send the file's descriptor in a message. Raises OSError."""
         with open_anonymous_file("mpwatch-message") as file:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
@@ -179,7 +185,7 @@ class RankHandle:
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # on a system with smaller socket buffers
 
     def read_messages(self) -> list[Message]:
-        """Read the messages that have arrived. Close the channel if it has ended, or after an error."""
+        """Read the messages that have arrived. Close the channel after an error, or if the rank has closed its end."""
         messages: list[Message] = []
         if self.channel.fileno() == -1:
             return messages
@@ -200,7 +206,10 @@ class RankHandle:
         return messages
 
     def _add_received(self, messages: list[Message], data: bytes, files: list[int], *, is_cut: bool) -> None:
-        """Append the messages that `data` completes. Empty data means the end of the channel."""
+        """Append to `messages` each message whose last bytes are in `data`.
+
+        If `data` is empty, the rank has closed its end of the channel.
+        """
         self._files += files or [-1] * is_cut
         if not data:
             self._close_channel()
@@ -223,7 +232,7 @@ class RankHandle:
             self._close_channel()
 
     def _read_returned_file(self, message: Message) -> None:
-        """Read a return value that came in a file. The watcher reads the file at once, so that no descriptor stays open."""
+        """If the rank has sent a return value in a file, read the file at once, so that no descriptor stays open."""
         if message.kind is MessageKind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
@@ -236,7 +245,7 @@ class RankHandle:
     def on_ready(self, body: bytes) -> None:
         """Record that the rank is ready.
 
-        From now on, the rank has its final stderr and writes only stacks to the stack pipe.
+        Until a rank is ready, the stack pipe is its stderr. A rank that is ready writes only stacks to the stack pipe.
         """
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
@@ -255,11 +264,12 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """Ask faulthandler for the main thread's stack if Python has not begun to answer this request.
+        """Ask the rank's faulthandler for the main thread's stack if this request is still unanswered.
 
-        Python cannot answer while the main thread runs C code. Do nothing if this request is over, because faulthandler may
-        crash a rank that runs Python code. faulthandler writes the stack of the thread that gets the signal. So the signal
-        is sent directly to the main thread. A signal to the whole process might go to another thread, because
+        While a rank's main thread runs C code, only faulthandler can write its stack, because Python cannot run a signal
+        handler. Do nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
+        code. This method sends the signal directly to the main thread, because faulthandler writes the stack of the thread
+        that gets the signal. The kernel could give a signal for the whole process to another thread, because
         PYTHON_DUMP_SIGNAL may still be pending in the main thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
@@ -270,8 +280,9 @@ class RankHandle:
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Return whether the rank can write stacks when it gets this signal.
 
-        A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
-        end of the stack pipe must not write stacks, because they would go to the file that now has this descriptor.
+        A rank cannot write stacks if it is stopped, or has replaced itself with another program. If a rank has closed its
+        end of the stack pipe, the rank must not write stacks, because another file may now have the number of this
+        descriptor.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:
@@ -282,7 +293,7 @@ class RankHandle:
         return has_descriptor(self.process.pid, self._rank_stack_fd, self._stack_pipe)
 
     def read_stack_pipe(self) -> None:
-        """Read what has arrived in the stack pipe."""
+        """Read the bytes that the rank has written to the stack pipe."""
         with suppress(BlockingIOError):
             for _ in range(DRAIN_LIMIT // READ_SIZE):
                 data = os.read(self._stack_pipe, READ_SIZE)

@@ -1,12 +1,14 @@
-"""The one place where the watcher thread waits. `Selector` keeps the order in which descriptors became ready.
+"""The only place where the watcher thread waits.
+
+`Selector.wait` returns the handlers of ready descriptors in the order in which these descriptors became ready.
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
-- A poll set that is built for each wake-up costs time for every descriptor, even if only one descriptor is ready.
-- The kernel's own set (epoll) lists descriptors in the order in which they became ready. If a rank dies before another rank
-  sends a message, the death comes first in this list. This is true even if the watcher reads both late. A listed descriptor
-  that becomes ready again before it is read keeps its place. So a descriptor can come too early in the list, but never too
-  late.
+- Building a set of all descriptors for each wake-up takes time for every descriptor, even if only one of them is ready.
+- The kernel's own set (epoll) lists descriptors in the order in which they became ready. If one rank dies and another rank
+  then sends a message, the kernel lists the death first, even if the watcher reads both much later. A descriptor that
+  becomes ready again before the watcher reads it keeps its old place in the kernel's list, so its place can be too early,
+  but never too late.
 """
 
 import selectors
@@ -19,7 +21,7 @@ LONGEST_WAIT = 86_400.0  # seconds; poll(2) takes milliseconds in an int, which 
 
 
 class Selector(Generic[T]):
-    """A context manager with the descriptors to wait for. Each descriptor has a function that is its handler."""
+    """A context manager with the descriptors that a thread waits for. Each descriptor has a function as its handler."""
 
     def __init__(self) -> None:
         self._selector: Any = selectors.DefaultSelector()  # epoll or kqueue: another poll can wait for its descriptor
@@ -35,13 +37,17 @@ class Selector(Generic[T]):
         self._selector.register(fd, selectors.EVENT_READ, handler)
 
     def remove(self, fd: int) -> None:
-        """Remove a descriptor before it is closed. Otherwise a copy in a forked process keeps it in the kernel's set."""
+        """Remove a descriptor. Call this method before the descriptor is closed.
+
+        If a descriptor is closed first, it stays in the kernel's set as long as a forked process has a copy of it.
+        """
         self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
         """Return the handlers of the ready descriptors, in the kernel's order.
 
-        The list is empty if no descriptor is ready after `seconds`. There is no limit if `seconds` is None.
+        Wait at most `seconds` for a ready descriptor, and then return an empty list. If `seconds` is None, wait at most
+        LONGEST_WAIT, which is one day.
         """
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`
         if not ready:

@@ -1,4 +1,6 @@
-"""Removes files that torch leaves in /dev/shm if a process is killed while it shares a tensor. Runs in the watcher thread.
+"""Removes files that torch leaves in /dev/shm if a process is killed while it shares a tensor.
+
+This module runs in the watcher thread.
 
 A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm/torch_<its pid>_<random>_<number>`:
 
@@ -7,25 +9,28 @@ A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm
     strategy file_system: create and open, set the size, map, count its users in its first bytes, close.
         The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
 
-A killed process leaves no other kind of file in /dev/shm. multiprocessing's resource tracker removes files of
-`multiprocessing.shared_memory`, and semaphores of the spawn context. Semaphores of the fork context have no name.
+mpwatch need not remove other kinds of files from /dev/shm. After the death of a process, multiprocessing's resource tracker
+removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork context has no
+name in /dev/shm, so it ends with its processes.
 
-`remove_left_files` removes a file only if all of this holds:
+`remove_left_files` removes a file only if all five conditions hold:
 
-1. The file's name has the pid of one of these processes: the rank, a process that the rank has started by multiprocessing
-   (`read_child_pids`), or a process that was in the rank's group when that group was killed (`find_makers`).
-2. That process is dead.
-3. The file belongs to this user, and is not older than the rank.
-4. No process of this machine has opened or mapped the file (`is_used_elsewhere`).
-5. The file's count of users is 0.
+1. the file's name has the pid of one of these processes: the rank, a process that the rank has started by multiprocessing
+   (`read_child_pids`), or a process that was in the rank's group when that group was killed (`find_makers`)
+2. the process with this pid is dead
+3. the file belongs to this user, and is not older than the rank
+4. no process of this machine has opened or mapped the file (`is_used_elsewhere`)
+5. the file's count of users is 0
 
-The first three rules show which process made the file. These rules are wrong in two cases. A later process can have the same
-pid. A process of another container can also have the same pid, and share /dev/shm. For these cases, the last two rules keep
-a file while any process can need it. With the strategy file_descriptor, only the process that makes a file opens the file by
-name. This process keeps the file open until the file is unlinked. With the strategy file_system, a file in use has a count
-of users above 0.
+The pid, the user and the age of a file (conditions 1 to 3) show which process made the file, if no other process has the
+same pid. Another process can have the same pid if it starts later, or if it runs in another container that shares /dev/shm.
+Even if two processes have the same pid, mpwatch keeps every file that a process still needs (conditions 4 and 5). With
+torch's strategy file_descriptor, only the process that makes a file opens the file by name, and keeps the file open until it
+unlinks the file. With torch's strategy file_system, each file contains a count of its users, which is above 0 while the file
+is in use.
 
-If one of these facts is unknown, the file stays. The file also stays if the watcher is killed.
+If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
+files stay in /dev/shm.
 """
 
 import os
@@ -42,12 +47,12 @@ COUNT_SIZE = 4  # bytes of the count of users, an int
 
 
 def find_makers(pgid: int) -> set[int]:
-    """Return the pid of each process in this group that has made a file of torch, if the file still exists."""
+    """Return the pid of each process in the Unix process group `pgid` that has made a torch file which still exists."""
     return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
 
 
 def remove_left_files(makers: Collection[int], since: float) -> None:
-    """Remove the files of torch that these processes have left.
+    """Remove the files of torch that these dead processes have left in /dev/shm.
 
     Args:
         makers: pids of the processes.

@@ -7,12 +7,13 @@ The driver of each vendor reads variables that list the devices to use:
     ROCm                 ROCR_VISIBLE_DEVICES, and among those HIP_VISIBLE_DEVICES; without it CUDA_VISIBLE_DEVICES
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
-"Among those" means that the numbers in the second variable count only the devices that the first variable allows. So mpwatch
-changes only the variable that is applied last, and keeps one entry of its list. If the caller has set no list, mpwatch sets
-CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES. For Intel, the caller has to set a list, because only Level Zero itself can
-count the devices.
+For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
+one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES, and keeps one entry in
+its list. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or HIP_VISIBLE_DEVICES (for
+ROCm). For GPUs of Intel, the caller has to set a list of devices, because only the driver library Level Zero can count these
+GPUs.
 
-This module initialises no GPU, because it reads only variables and files of the drivers (os_support/gpus.py).
+This module initialises no GPU, because it reads only environment variables and files of the drivers (os_support/gpus.py).
 """
 
 import re
@@ -61,7 +62,7 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
 
 def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that show a rank only the GPU whose number is its local rank.
+    """Return environment variables that show a rank only the GPU whose number is the rank's local rank.
 
     Args:
         devices: the GPUs that the rank can see without these variables.
@@ -120,7 +121,7 @@ def _find_amd_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> VisibleDev
 
 
 def _find_intel_devices(env: Mapping[str, str]) -> VisibleDevices:
-    """Return the devices that the caller's variables list."""
+    """Return the Intel GPUs that are listed in the caller's environment variables."""
     selector = env.get(SYCL, "")
     listed = LEVEL_ZERO_LIST.fullmatch(selector)
     if listed:
@@ -138,9 +139,9 @@ def _count_up(devices: Sequence[object]) -> list[str]:
 
 
 def _parse_list(value: str, count: int | None) -> list[str]:
-    """Return the entries of a list of devices, as CUDA and ROCm read it. The result is empty if two entries are equal.
+    """Split a list of devices into entries, in the same way as CUDA and ROCm. Return an empty list if two entries are equal.
 
-    CUDA, ROCm and torch (`_parse_visible_devices` in torch/cuda) ignore everything after a wrong entry.
+    CUDA, ROCm and torch (`_parse_visible_devices` in torch/cuda) ignore a wrong entry and all entries after it.
 
     Args:
         value: the list.
@@ -164,9 +165,9 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 
 
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU of an entry, or None if the GPU is unknown. An entry can be the beginning of a GPU's name.
+    """Return the GPU that an entry in a list of devices stands for, or None if this GPU is unknown.
 
-    The GPU is unknown if several names begin with the entry.
+    An entry can be the beginning of a GPU's name. The GPU is unknown if the names of several GPUs begin with the entry.
     """
     if entry.isdecimal():
         return numbered[int(entry)] if int(entry) < len(numbered) else None

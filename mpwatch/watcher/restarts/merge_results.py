@@ -26,9 +26,10 @@ def merge_results(
 ) -> RunResult[T]:
     """Merge the results of all restart groups into the result of the run.
 
-    Without `keep_going`, there are return values only if all ranks have returned. The root cause of the run is the earliest
-    of the groups' root causes. `restartable_groups` has the lowest rank of each group whose failure did not end the run. The
-    root cause of such a group counts only if there is no other root cause.
+    Without `keep_going`, the result has return values only if all ranks have returned. The root cause of the run is the
+    earliest root cause of a restart group. `restartable_groups` contains the lowest rank of each restart group whose last
+    failure did not end the run. The root cause of a group in `restartable_groups` counts only if no group outside
+    `restartable_groups` has a root cause.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
@@ -47,7 +48,7 @@ def merge_results(
 
 
 def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
-    """Merge the results of calls of different ranks. `results` has at least one element."""
+    """Merge the results of several calls, each on different ranks, into one result. `results` has at least one element."""
     return RunResult(
         state=_merge_states(results),
         return_values=_merge_dicts(result.return_values for result in results),

@@ -1,7 +1,7 @@
-"""Applies a RestartPolicy to the failures of one run. Decides whether the ranks are restarted, and after which delay.
+"""Applies a RestartPolicy to one run: decides after a failure whether the ranks are restarted, and after which delay.
 
-This module has no clock, so the caller passes the times. The random numbers for the jitter come from a function that a test
-can replace.
+This module reads no clock, so its caller passes the times. The random numbers for the jitter come from a function that a
+test can replace.
 """
 
 import math
@@ -17,7 +17,7 @@ NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """The facts that are needed for a decision about a failed attempt."""
+    """The facts about a failed attempt that decide whether the ranks are restarted."""
 
     cause: ProcessFailure | None
     """The root cause."""
@@ -37,7 +37,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """Whether to restart the ranks."""
+    """The decision whether the ranks are restarted, and after which delay."""
 
     delay: float | None = None
     """Seconds before the restart, or None if the ranks are not restarted."""
@@ -48,7 +48,7 @@ class RestartDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCounters:
-    """The counters of earlier attempts."""
+    """Counters that describe the earlier attempts of a restart group, such as the number of restarts."""
 
     restarts_used: int = 0
     """Restarts since the first start, or since `reset_after` has set the count to 0."""
@@ -63,7 +63,7 @@ NO_ATTEMPTS = RestartCounters()
 
 
 class RestartBudget:
-    """The restarts that a restart group has used, and those that are left.
+    """Counts the restarts of one restart group, and decides whether another restart is allowed.
 
     Args:
         policy: the number of restarts, and the failures after which a restart is allowed.
@@ -79,7 +79,7 @@ class RestartBudget:
         self.counters = counters
 
     def decide(self, failed_attempt: FailedAttempt) -> RestartDecision:
-        """Decide whether to restart after the latest attempt. Raises any exception of `retry_if`."""
+        """Decide whether the ranks are restarted after the latest attempt. Raises any exception that `retry_if` raises."""
         policy = self._policy
         if not policy.max_restarts:
             return RestartDecision()
@@ -129,9 +129,9 @@ class RestartBudget:
 
 
 def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
-    """Return why the policy does not allow a restart after this failure. The text is empty if a restart is allowed.
+    """Return why the policy does not allow a restart after this failure, or an empty text if a restart is allowed.
 
-    Raises any exception of `retry_if`.
+    Raises any exception that `retry_if` raises.
     """
     retry_if, cause = policy.retry_if, failed_attempt.cause
     if cause is None:
@@ -149,9 +149,9 @@ def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt)
 
 
 def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
-    """If the failure would occur again because the rank cannot start or its code is wrong, return this reason.
+    """Return why a restart would fail again: the rank cannot start, or its code is wrong.
 
-    This rule applies if `retry_if` is not set.
+    Return an empty text if a restart may succeed. This function is used only if the policy has no `retry_if`.
     """
     if cause.kind is FailureKind.START:
         return "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"

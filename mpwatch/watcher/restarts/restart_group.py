@@ -1,10 +1,12 @@
-"""The ranks that are started, called, stopped and restarted together. With scope="worker", each rank is a separate group.
+"""The ranks of one RestartGroup are started, called, stopped and restarted together.
 
-In a WorkerGroup, the ranks of each call are one RestartGroup. The ranks without a call are another RestartGroup.
+With scope="worker", each rank is a separate RestartGroup.
 
-This module runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and their
-observations, and it publishes their events. A RestartGroup does not start, call or stop processes. The event loop does this
-when it executes the actions of the state machine.
+In a WorkerGroup, the ranks of each call are one RestartGroup, and all ranks without a call are another RestartGroup.
+
+This module runs in the watcher thread. A RestartGroup contains the state machine, the environments and the observations of
+its ranks, and publishes the events of these ranks. The event loop, not the RestartGroup, starts, calls and stops processes,
+as the actions of the state machine say.
 """
 
 import math
@@ -83,7 +85,7 @@ class RestartGroup:
 
     @property
     def workers(self) -> list[Worker]:
-        """The Worker that each rank got at its latest start."""
+        """The `Worker` object that each rank got at its latest start."""
         return [setup.worker for setup in self.setups.values()]
 
     def is_idle(self) -> bool:
@@ -93,9 +95,9 @@ class RestartGroup:
         return self.call is None and machine.stage is m.RunStage.IDLE and not is_starting
 
     def read_machine(self) -> None:
-        """Copy the state of the machine, so that the event loop can compare it with the next state.
+        """Copy the state of the state machine, so that the event loop can compare the copy with the next state.
 
-        `due_at` is the machine's deadline, or infinity if there is no deadline.
+        `due_at` is the state machine's deadline, or infinity if the state machine has no deadline.
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
@@ -106,7 +108,10 @@ class RestartGroup:
         self.due_at = math.inf if deadline is None else deadline
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
-        """Pass an event to the state machine, and publish the event for observers. Return the machine's actions."""
+        """Pass an event to the state machine, and publish the event for observers.
+
+        Return the actions that the state machine asks for.
+        """
         was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late_ranks
         was_running, generation = self.machine.is_call_running(), self.machine.generation
         actions = self.machine.handle(event, now)
@@ -128,18 +133,18 @@ class RestartGroup:
         return actions
 
     def handle_deadline(self, now: float) -> list[m.Action]:
-        """Pass the time to the state machine. Return the machine's actions.
+        """Pass the present time to the state machine. Return the actions that the state machine asks for.
 
-        Before its deadline, the machine returns no actions.
+        The list of actions is empty if the deadline of the state machine has not passed.
         """
         return self.machine.handle_deadline(now)
 
     def observations(
         self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
     ) -> AttemptObservations:
-        """Return the observations of the ranks since their last start.
+        """Return what the watcher has observed of the ranks since their last start.
 
-        In a WorkerGroup, return the observations of the last call.
+        In a WorkerGroup, return what the watcher has observed of the ranks in their last call.
         """
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
@@ -166,7 +171,7 @@ class RestartGroup:
         )
 
     def split(self, ranks: Collection[int]) -> "RestartGroup":
-        """Move these idle ranks of a WorkerGroup into a new RestartGroup, and return it."""
+        """Move these idle ranks of a WorkerGroup into a new RestartGroup, and return the new RestartGroup."""
         group = RestartGroup(self._spec, [], self._event_bus, keep_ranks=self._keeps_ranks)
         self._move_to(group, ranks)
         group.machine.stage = m.RunStage.IDLE
@@ -174,7 +179,7 @@ class RestartGroup:
         return group
 
     def absorb(self, other: "RestartGroup") -> None:
-        """Take all ranks of another group. Both groups are idle."""
+        """Move all ranks of another RestartGroup into this one. The ranks of both groups are idle."""
         other._move_to(self, list(other.setups))
 
     def _move_to(self, other: "RestartGroup", ranks: Collection[int]) -> None:
@@ -213,7 +218,10 @@ class RestartGroup:
         self._event_bus.publish(kind, ranks, at=at, attempt=attempt, **details)
 
     def _publish_call_started(self) -> None:
-        """Publish CallStarted once for each call. If the ranks are not known yet, do this when they are first started."""
+        """Publish the event CallStarted once for each call.
+
+        If the ranks of a call are not known when the call begins, publish CallStarted when these ranks are first started.
+        """
         if self.setups and self._run_started_at < math.inf and not self._has_published_call:
             self._has_published_call = True
             attempt = next(iter(self.workers)).restart_count
@@ -247,8 +255,8 @@ class RestartGroup:
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
     """Return one state that describes all ranks of this node.
 
-    The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). The state is INIT if all ranks
-    are restarted.
+    The state is UNHEALTHY while a rank is being restarted and other ranks go on (scope="worker"). The state is INIT while
+    all ranks are being started or restarted together.
     """
     states = {group.known_state for group in groups}
     is_rank_restarting = len(groups) > 1 and any(

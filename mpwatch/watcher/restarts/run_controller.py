@@ -4,11 +4,13 @@
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
-`schedule_restart` is the only place where a restart is delayed, on one node and on several. restart_budget.py computes the
-delay. The watcher thread waits until the delay is over, so a slow observer does not make the delay longer.
+Every delay before a restart, on one node or on several, is made by `schedule_restart`. RestartBudget computes the length of
+the delay. The watcher thread, not the caller's thread, waits until the delay is over, so that a slow observer cannot make
+the delay longer.
 
-User code runs here. Exceptions and return values are unpickled. An error during the unpickling becomes part of the
-diagnosis. This module also calls `retry_if` and `env`. If `retry_if` or `env` raises, the exception ends the run.
+This module runs user code, because it unpickles exceptions and return values, and calls `retry_if` and `env`. If an
+exception or a return value cannot be unpickled, the diagnosis of the attempt contains the error. If `retry_if` or `env`
+raises an exception, this exception ends the run.
 """
 
 import logging
@@ -44,7 +46,7 @@ T = TypeVar("T")
 
 
 class RunController(Generic[T]):
-    """The controller of one run, from its start. The id of a restart group is its lowest rank.
+    """The controller of one run, from its start. In this class, the id of a restart group is the group's lowest rank.
 
     Args:
         spec: what to run.
@@ -65,7 +67,7 @@ class RunController(Generic[T]):
         self._no_restart_reason = ""
 
     def begin(self, pending_call: PendingCall) -> None:
-        """Publish that the run has started. Call this just before the ranks are started."""
+        """Publish that the run has started. Call this method just before the ranks are started."""
         self._pending_call = pending_call
         self.event_bus.publish_run_started(self._spec, fn=self._spec.fn_name)
 
@@ -76,9 +78,9 @@ class RunController(Generic[T]):
         return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - time.monotonic()
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
-        """Decide about the attempts that have failed since the previous call of this method.
+        """Decide about a restart after each attempt that has failed since the previous call of this method.
 
-        Raises LaunchError, and any exception of `retry_if` and `env`.
+        Raises LaunchError if the restart cannot be prepared, and any exception that `retry_if` or `env` raises.
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
@@ -86,7 +88,7 @@ class RunController(Generic[T]):
             self._decide(watcher_thread, observations, result)
 
     def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Decide whether to restart a restart group that has failed. Schedule its restart, or post DoNotRestart."""
+        """Decide whether a failed restart group is restarted. Schedule the restart, or post the command DoNotRestart."""
         group_id, commands = min(observations.ranks), watcher_thread.commands
         budget = self._budgets.setdefault(group_id, RestartBudget(self._spec.policy))
         stop_reason = self._find_stop_reason()
@@ -119,7 +121,7 @@ class RunController(Generic[T]):
         schedule_restart(commands, decision.delay, partial(commands.post, restart))
 
     def _find_stop_reason(self) -> str:
-        """Return why a requested stop prevents restarts.
+        """Return a text that says which requested stop prevents restarts.
 
         The text is empty if no stop was requested, or if max_restarts is 0.
         """
@@ -161,11 +163,11 @@ class RunController(Generic[T]):
         return result
 
     def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:
-        """Return how often ranks were restarted. `latest` has the last attempt of each restart group."""
+        """Return how often ranks were restarted. `latest` contains the last attempt of each restart group."""
         return sum(observations.attempt for observations in latest)
 
     def _is_start_counted(self, attempt: int) -> bool:
-        """Return whether the start of this attempt was one of the restarts that the policy allows."""
+        """Return whether the restart policy counts the start of this attempt as a restart."""
         return attempt > 0
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
@@ -203,7 +205,10 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose values `keep_going` would have kept. Return () if `keep_going` is set or not allowed."""
+        """Return the ranks whose return values the result would have with keep_going=True.
+
+        Return () if keep_going=True is already set, or is not allowed in this run.
+        """
         if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
@@ -211,8 +216,8 @@ class RunController(Generic[T]):
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
 
-        The error may be a LaunchError, or an exception in the caller's thread. A note that is added to the error names
-        earlier failures.
+        The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before the error, a note
+        about their failures is added to it.
         """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):
@@ -245,12 +250,12 @@ def diagnose_attempt(
 
 
 def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[], object]) -> None:
-    """Make the watcher thread call `restart` when this many seconds have passed."""
+    """Make the watcher thread call `restart` after this number of seconds."""
     commands.post(DelayedAction(time.monotonic() + seconds, restart))
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
-    """Publish the ranks that failed (the root cause first), the ranks that were stopped, and all ranks' collectives."""
+    """Publish the failures (the root cause first), the stopped ranks, and the collectives of each rank, as events."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,

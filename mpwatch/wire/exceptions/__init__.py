@@ -1,4 +1,4 @@
 """Send an exception with its traceback from a rank to the caller.
 
-The rank uses encoder.py, and the watcher uses decoder.py.
+The rank encodes the exception with encoder.py, and the watcher decodes it with decoder.py.
 """

@@ -1,6 +1,6 @@
 """Decode an exception that encoder.py has encoded. This module runs in the watcher.
 
-In the rank, the encoder uses this module to test its pickles.
+In the rank, encoder.py uses this module to test whether an exception can be rebuilt from its pickles.
 
 An exception, its causes and the members of an exception group are the nodes of a graph. `decode_exception` rebuilds each
 node in the best way that works:
@@ -12,8 +12,8 @@ node in the best way that works:
 When all nodes are rebuilt, `decode_exception` sets the cause, context, notes and traceback of each exception
 (tracebacks.py).
 
-The `read_...` functions read texts from the message "plain". These functions rebuild no exceptions, so they run no user
-code.
+The functions `read_cause_chain`, `read_summary` and `read_traceback_text` run no user code, because they only read texts
+from the message "plain".
 
 This module imports only three other modules of mpwatch: source_lines, tracebacks and return_values.
 """
@@ -35,7 +35,7 @@ MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class HostHandlerError(BaseException):
-    """A signal handler of the calling program has raised an exception.
+    """This exception means that a signal handler of the calling program has raised an exception.
 
     `run_until_handler_raises` catches a HostHandlerError, and raises the handler's exception instead.
     """
@@ -66,9 +66,10 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
-    """Rebuild an exception from its messages.
+    """Rebuild an exception from the three messages into which encoder.py has encoded it.
 
-    This runs user code. Ignore the exceptions of this code, except KeyboardInterrupt and HostHandlerError.
+    This function runs user code. Ignore every exception that user code raises, except KeyboardInterrupt and
+    HostHandlerError.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.
@@ -84,7 +85,10 @@ def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes 
 
 
 def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
-    """Build all exceptions of a graph, and return the first node's exception. A node without pickles becomes a stand-in."""
+    """Build all exceptions of a graph, and return the exception of the first node.
+
+    If a node has no pickles, build a stand-in for its exception.
+    """
     built: dict[int, BaseException] = {}
     for number in _order_members_first(nodes):
         members = [built[member] for member in nodes[number]["members"] if member in built]
@@ -97,7 +101,7 @@ def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None]
 def _order_members_first(nodes: list[ExceptionNode]) -> list[int]:
     """Return the numbers of the nodes in the order in which the exceptions must be created.
 
-    The members of an exception group come before the group, because its constructor needs them.
+    The members of an exception group come before the group, because the group's constructor needs its members.
     """
     order: list[int] = []
     waiting = [(number, False) for number in range(len(nodes))]
@@ -127,9 +131,9 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
 
 
 def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
-    """Create the exception from its own class ("exact" or "rebuilt", see the top of this file).
+    """Create the exception from its pickles, as an object of its original class (not as a stand-in).
 
-    Raises whatever the code of the class raises.
+    Raises any exception that the code of this class raises.
     """
     if parts["exact"] is not None:
         error = return_values.loads(parts["exact"])
@@ -150,13 +154,14 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 def is_builtin_class(cls: type) -> bool:
     """Return whether a class is builtin.
 
-    The attribute `__module__` can be wrong: in pytest's class Skipped it is "builtins".
+    This function does not read the attribute `__module__`, because this attribute can be wrong: in pytest's class Skipped,
+    its value is "builtins".
     """
     return getattr(builtins, cls.__name__, None) is cls
 
 
 def has_same_text(one: str, other: str) -> bool:
-    """Return whether two texts are equal if the memory addresses in them are ignored. Many reprs contain an address."""
+    """Return whether two texts are equal apart from memory addresses. Many texts from `repr` contain a memory address."""
     return MEMORY_ADDRESS.sub("", one) == MEMORY_ADDRESS.sub("", other)
 
 
@@ -174,8 +179,8 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
     """Create a stand-in: an exception with the same text and a new class.
 
-    The new class has the name and the builtin base classes of the original class. So the same `except` clauses for builtin
-    classes catch the stand-in.
+    The new class has the name and the builtin base classes of the original class, so an `except` clause for a builtin class,
+    such as ValueError, catches the stand-in, too.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}
@@ -214,7 +219,7 @@ class ExceptionHeader:
 
 
 def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
-    """Return the headers of an exception, of its cause, of the cause's cause and so on."""
+    """Return an ExceptionHeader for an exception, one for its cause, one for the cause of the cause, and so on."""
     nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
     chain: list[ExceptionHeader] = []
     number: int | None = 0

@@ -1,20 +1,25 @@
-"""Encode an exception for the watcher. This module runs in the rank, and in any process that pickles a failure.
+"""Encodes an exception for the watcher.
 
-An exception is a node of a graph, because it refers to its cause, its context and the members of a group. `ExceptionEncoder`
-makes a list of all nodes, and encodes it in three messages. The messages refer to a node by its index in this list.
+This module runs in the rank, and in any process that pickles a ProcessFailure.
+
+Exceptions are the nodes of a graph, because an exception refers to its cause, to its context and, if it is a group, to its
+members. `ExceptionEncoder` makes a list of an exception and all exceptions that it refers to, and encodes this list in three
+messages. Each of the three messages refers to an exception by the exception's index in the list.
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-The message `plain` is sent first. To make this message, the encoder runs no code of the exceptions' classes, except
-`__str__` and `__notes__`. The encoder catches every exception that these two raise. To make `details`, the encoder pickles
-each node and tries to rebuild it. This runs code of the exceptions' classes, which can raise an exception, exit, crash or
-hang. At that time the watcher already has `plain`, so it knows where and why the rank failed. `locals` is sent last, because
-its encoding runs code of the classes of all local variables.
+The message `plain` is sent first. To make the message `plain`, the encoder runs no code of the exceptions' classes except
+`__str__` and `__notes__`, and catches every exception that `__str__` and `__notes__` raise. To make the message `details`,
+the encoder pickles each exception and tries to rebuild it, which runs code of the exception's class. Even if code of an
+exception's class crashes or hangs while the encoder makes `details`, the watcher knows from `plain` where and why the rank
+failed. The message `locals` is sent last, because the encoder must run code of the classes of all local variables to make
+it.
 
-If a part cannot be pickled, only this part is left out.
+If an attribute of an exception cannot be pickled, only this attribute is left out. If an argument of an exception cannot be
+pickled, the argument's `repr` is pickled instead.
 """
 
 import marshal
@@ -54,8 +59,8 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 class ExceptionEncoder:
     """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` is a list of these exceptions in breadth-first order. The list begins with the exception itself. Each item of the
-    list is a dictionary of builtin values.
+    `nodes` is a list of the exception and of all exceptions that it refers to, in breadth-first order. Each item of `nodes`
+    describes an exception, as a dictionary of builtin values.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -133,9 +138,9 @@ def _get_class_name(cls: type, name: str) -> str:
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
-    """Return the names of the nearest builtin exceptions among the base classes.
+    """Return the names of the nearest builtin exceptions from which this class is derived.
 
-    Leave out the base classes of these exceptions.
+    For a subclass of KeyError, for example, the list contains only KeyError, not LookupError or Exception.
     """
     found: list[type] = []
     for base in cls.__mro__:
@@ -146,7 +151,7 @@ def _find_builtin_bases(cls: type) -> list[str]:
 
 
 def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | None:
-    """Return the pickles from which this exception can be rebuilt. Return None if that is impossible."""
+    """Return the pickles from which this exception can be rebuilt. Return None if the exception cannot be rebuilt."""
     try:
         members = list(_get_members(error))
         attributes = {
@@ -169,7 +174,7 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Return a pickle of the whole exception. Add pickles of the attributes that this pickle lacks, for example slots.
+    """Return a pickle of the whole exception, and pickles of attributes that this pickle lacks, such as slots.
 
     Return None if the exception cannot be rebuilt from these pickles.
     """
@@ -201,7 +206,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Mark a missing attribute. No real attribute has this function as its value."""
+    """Stand for the value of a missing attribute. No real attribute has this function as its value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:
@@ -223,7 +228,7 @@ def _try_pickle_and_load(value: Any) -> bytes | None:
 
 
 def _get_plain_text(read: Callable[[], Any]) -> str:
-    """Return the text as a plain `str`, cut to MAX_TEXT. The module marshal refuses subclasses of `str`."""
+    """Return the text as a plain `str`, cut to MAX_TEXT, because the module marshal refuses subclasses of `str`."""
     try:
         text = read()
         return str.__str__(text)[:MAX_TEXT] if isinstance(text, str) else ""
@@ -254,7 +259,7 @@ def _get_notes(error: BaseException) -> list[str]:
 
 
 def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
-    """Return the attributes in the exception's `__dict__` and in its slots.
+    """Yield the names and values of the attributes in the exception's `__dict__` and in its slots.
 
     Builtin exceptions also have slots, such as `OSError.filename`.
     """

@@ -1,8 +1,8 @@
 """Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
 
-The text of a variable comes from `repr`, which runs code of the variable's class. This code can raise an exception, hang, or
-return a very long text. So the number and the length of the texts are limited. A daemon thread makes the texts, and the rank
-waits LIMIT_SECONDS for this thread. If a text is not ready by then, a fixed text takes its place.
+The text of a variable comes from `repr`, which runs code of the variable's class. The number and the length of the texts are
+limited, because `repr` can return a very long text. A daemon thread makes the texts, because `repr` can hang. The rank waits
+at most LIMIT_SECONDS for this daemon thread. A fixed text replaces each text that is not ready after LIMIT_SECONDS.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEFINITIONS = (ModuleType, FunctionType, type)  # such values are left out of th
 class LocalText(str):
     """The value of a local variable as text.
 
-    Its `repr` is the text itself, so a debugger shows this text as the value of the variable.
+    The `repr` of a LocalText is the text itself, so a debugger shows this text as the value of the variable.
     """
 
     __slots__ = ()
@@ -55,10 +55,10 @@ class LocalText(str):
 
 
 class BoundedRepr(Repr):
-    """Makes texts of limited length. It reads only the beginning of containers, strings and bytes.
+    """Makes texts of limited length from objects. Reads only the beginning of containers, strings and bytes.
 
-    If a class is derived from a container such as `list`, its objects are shown as `Name([...])`. A dataclass or a named
-    tuple is shown with its fields. The text of any other object is the object's own `repr`.
+    If a class `Name` is derived from a container such as `list`, its objects are shown as `Name([...])`. A dataclass or a
+    named tuple is shown with its fields. The text of any other object is the object's own `repr`.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,10 @@ class BoundedRepr(Repr):
         return f"{left}{', '.join(texts)}{comma}{right}"
 
     def repr_instance(self, x: object, level: int) -> str:  # noqa: ARG002  as in the base class
-        """Return the text of an object that is not a container. If the object's repr raises, say so in the text."""
+        """Return the text of an object that is not a container.
+
+        If the object's repr raises an exception, the text says so.
+        """
         try:
             text = str.__str__(repr(x))
         except BaseException as error:  # noqa: BLE001  even SystemExit
@@ -122,11 +125,12 @@ class BoundedRepr(Repr):
 
 
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
-    """Return a dict for each traceback.
+    """Return a dict with the local variables of each traceback.
 
-    The keys of this dict are the indices of the frames that have variables. The outermost frame has the index zero. Each
-    value is another dict, which maps the name of each variable to its value as text. Variables that Python itself has
-    created are left out. Raises RuntimeError if no thread can be started.
+    The keys of a traceback's dict are the indices of the frames that have variables. The outermost frame of a traceback has
+    the index 0. Each value in a traceback's dict is the dict of a frame, which maps the name of each variable to its value
+    as text. Leave out variables that Python itself has created, such as `__name__`. Raises RuntimeError if no thread can be
+    started.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}
@@ -168,7 +172,7 @@ def _get_variables(frame: FrameType) -> dict[str, object]:
 
 
 def _format_all(found: list[dict[int, dict[str, object]]], texts: list[dict[int, dict[str, str]]]) -> None:
-    """Make the texts, and begin with the innermost frame of each traceback."""
+    """Make the texts of all variables. In each traceback, begin with the innermost frame."""
     bounded, total, deadline = BoundedRepr(), 0, time.monotonic() + LIMIT_SECONDS
     for variables_by_frame, texts_by_frame in zip(found, texts, strict=True):
         for number in sorted(variables_by_frame, reverse=True):

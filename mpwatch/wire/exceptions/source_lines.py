@@ -1,9 +1,9 @@
 """Send source code that is in no file: notebook cells, a program on stdin, and generated code.
 
-A traceback is printed with the source lines that the module `linecache` finds. A rank does not have the notebook's cells,
-and the caller does not have code that a rank has generated. So each call is sent with the sources of its functions. Each
-exception is sent with the sources of its frames. The receiver adds the missing sources to its `linecache`. The receiver
-never replaces a source that its `linecache` already has.
+A traceback is printed with the source lines that the module `linecache` finds. Each call is sent with the sources of its
+functions, because a rank does not have the cells of the caller's notebook. Each exception is sent with the sources of its
+frames, because the caller does not have code that a rank has generated. The process that receives the call or the exception
+adds these sources to its `linecache`, but never replaces a source that its `linecache` already has.
 
 This module runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
 """
@@ -25,7 +25,7 @@ MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or o
 
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the sources that `linecache` has for these file names. Leave out files that exist."""
+    """Return the sources that `linecache` has for these file names. Leave out names of files that exist on disk."""
     import linecache
 
     found: dict[str, str] = {}
@@ -43,7 +43,7 @@ def collect_for_files(names: Iterable[str]) -> dict[str, str]:
 def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
     """Return the sources of these code objects, except sources that are in files.
 
-    A program on stdin (`python < program`) is included.
+    The source of a program on stdin (`python < program`) is included.
     """
     all_code = list(codes)
     found = collect_for_files({code.co_filename for code in all_code})
@@ -61,9 +61,9 @@ def get_ipython_shell() -> Any:
 
 
 def cell_name(file: str) -> str:
-    """Return IPython's name for the cell with this file name, such as `Cell In[3]`.
+    """Return IPython's name, such as `Cell In[3]`, for the notebook cell with this file name.
 
-    Return an empty string if there is no such cell.
+    Return an empty string if no cell has this file name.
     """
     name_of = getattr(
         getattr(get_ipython_shell(), "compile", None), "format_code_name", lambda _: None
@@ -83,7 +83,7 @@ def add_to_linecache(sources: Mapping[str, str]) -> None:
 
 
 def _read_program_on_stdin() -> str:
-    """Return the program's text if stdin is a file. Otherwise return an empty text, because a pipe cannot be read again."""
+    """Return the program's text, or an empty text if stdin is a pipe, because a pipe cannot be read again."""
     try:
         size = os.fstat(0).st_size
         return os.pread(0, min(size, MAX_SIZE), 0).decode()
@@ -92,9 +92,9 @@ def _read_program_on_stdin() -> str:
 
 
 def _contains(text: str, wanted: list[CodeType]) -> bool:
-    """Return whether all of these code objects come from the program in this text.
+    """Return whether the program in `text` contains all of these code objects.
 
-    The result is False if Python began to read the program in the middle of the file.
+    Return False if Python began to read the program in the middle of the file on stdin.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

@@ -3,17 +3,19 @@
     in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
-A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values: the qualified
-name, the first line of the code, and the position of the expression that raised the exception. By itself, tblib would nest
-the dictionary of each entry in the dictionary of the previous entry. The traceback of a RecursionError is too deep for
-nested dictionaries, so each entry has a separate dictionary here.
+A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`:
+the function's qualified name, the function's first line, and the position of the expression that raised the exception. By
+itself, tblib would nest the dictionary of each entry in the dictionary of the previous entry. This module makes a separate
+dictionary for each entry, because the traceback of a RecursionError is too deep for nested dictionaries.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
-object. So `build_traceback` compiles a stub for each frame. A stub is a code object that begins at the function's first
-line, and has a `raise` at the frame's position. When the stub raises an exception, the traceback contains a frame like the
-rank's frame. This frame has the local variables that are in the `Frame`. If the rank's frame had the variable
-`__tracebackhide__ = True`, the new frame has it, too, so pytest and IPython hide the frame. With the option
-`capture_locals`, the other variables of the new frame contain the rank's values as text (local_variables.py).
+object. For each frame of the rank, `build_traceback` compiles a stub, which is a code object with the same file, function,
+lines and columns. A stub begins at the function's first line, and its only statement is a `raise` at the position of the
+rank's frame. When `build_traceback` runs a stub, the exception of the stub has a traceback with a new frame, which looks
+like the rank's frame. The new frame has the local variables that are stored in the `Frame`. If the rank's frame had the
+variable `__tracebackhide__ = True`, the new frame also has this variable, so pytest and IPython hide the new frame. With the
+option `capture_locals`, the new frame also has the other variables of the rank's frame, with their values as text
+(local_variables.py).
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def add_local_variables(frames: list[Frame], texts: dict[int, dict[str, str]]) -
 
 
 def get_file(frame: Frame) -> str:
-    """Return the name of the frame's file."""
+    """Return the name of the file that contains the frame's code."""
     file: str = frame["tb_frame"]["f_code"]["co_filename"]
     return file
 
@@ -131,7 +133,7 @@ def _get_hide_variable(frame: FrameType) -> dict[str, bool]:
 def _read_span(trace: TracebackType, line: int) -> Span | None:
     """Return the position of the instruction that raised the exception.
 
-    Return None if the compiler would reject this position.
+    Return None if this position is unknown, or if the compiler would reject it.
     """
     unknown = (None, None, None, None)
     start, end, column, end_column = next(
@@ -145,7 +147,7 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
 def build_traceback(frames: list[Frame]) -> TracebackType | None:
     """Return a traceback with these frames.
 
-    This function uses no recursion, because the traceback of a RecursionError has 1,000 frames.
+    This function uses no recursion, because the traceback of a RecursionError has about 1,000 frames.
     """
     from tblib import Traceback
 
