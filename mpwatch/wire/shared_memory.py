@@ -234,7 +234,7 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
-    """In the watcher: return the rank's last heartbeat and report. If the report has a wrong checksum, leave it out."""
+    """In the watcher: return the rank's last heartbeat and report. Leave out a report whose checksum is wrong."""
     return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT))
 
 
@@ -279,7 +279,7 @@ class SlotsMemory:
         self._memory = mmap.mmap(fd, 0, **UNTRACKED)
 
     def prepare_slot(self, slot: int) -> None:
-        """Prepare the slot of an idle rank for a call, like the function `prepare_slot`."""
+        """Prepare the slot of an idle rank for a call, as the module's function `prepare_slot` does."""
         at = slot * SLOT_SIZE + STOP_AT
         self._memory[at : at + len(CLEARED)] = CLEARED
 

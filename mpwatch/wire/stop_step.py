@@ -19,7 +19,7 @@ reads `asked` only HOLD_SECONDS later, because the watcher can see the rank's la
 HOLD_SECONDS is much longer than the time after which one processor sees what another processor has written.
 
 On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
-watchers have agreed on this step (multinode/leader.py).
+watchers have agreed on a step (multinode/leader.py).
 
 A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. The last step of a rank that
 has returned also counts: the other ranks do not stop before they have passed this step.
@@ -112,7 +112,10 @@ class StopMemory:
         self._write(STATE, HOLD)
 
     def agree(self, step: int | None) -> None:
-        """Make the rank stop at its first step after `step`. If `step` is None, the rank stops at its next `should_stop`."""
+        """Make the rank stop at its first step after `step`.
+
+        If `step` is None, the rank stops at its next call of `should_stop`.
+        """
         self._write(AGREED_STEP, NO_STEP if step is None else step)
         self._write(STATE, AGREED)
 

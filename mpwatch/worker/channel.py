@@ -1,8 +1,8 @@
 """The rank's end of the channel to the watcher. This module runs in the rank's main thread.
 
 User code can close the channel's descriptor by its number. The next file that user code opens can get the same number as the
-closed descriptor of the channel. For this reason, the channel checks before each use that the number of its descriptor still
-refers to its socket. If the rank cannot send an answer, it writes the answer into shared memory, the "black box"
+closed descriptor of the channel. Before each use, the channel checks that the number of its descriptor still refers to the
+channel's socket. If the rank cannot send an answer, it writes the answer into shared memory, the "black box"
 (wire/shared_memory.py).
 """
 

@@ -55,7 +55,7 @@ class _ChangingLoader:
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module if its own loader creates it. Return None if Python has to create the module."""
+        """Return the new module if the module's own loader creates it. Return None if Python has to create the module."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

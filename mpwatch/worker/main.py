@@ -181,7 +181,7 @@ def _run_call(
 ) -> _Failure | Returned:
     """Run a call, and pickle its return value.
 
-    Signals can interrupt only `_load_and_call`. In the other parts of this function, signals are deferred.
+    Signals can interrupt only `_load_and_call`. In all other parts of `_run_call`, signals are deferred.
     """
     try:
         try:

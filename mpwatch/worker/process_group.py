@@ -1,7 +1,7 @@
 """Initialise and destroy the torch process group of the option `backend`. This module runs in a rank.
 
-The group is initialised before the user's function runs. When the rank has sent the return value, the group is destroyed or
-kept for later calls.
+The process group is initialised before the user's function runs. When the rank has sent the return value, the group is
+destroyed or kept for later calls.
 """
 
 from datetime import timedelta

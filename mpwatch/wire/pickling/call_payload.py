@@ -4,10 +4,10 @@
     section:      [ object ][ definitions for __main__ ]...[ {} ][ sources ]
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
-The first section of a bundle contains the function, and the arguments that are the same for all ranks. A part contains one
-rank's values of the arguments that differ between ranks. A rank loads only the first section of the bundle and its own part.
-An object that the first section contains is not pickled again in a part. A part never refers to an object of another part,
-because a rank loads only its own part.
+The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each further section,
+called a part, contains one rank's values of the arguments that differ between ranks. A rank loads only the first section of
+the bundle and its own part. An object that the first section contains is not pickled again in a part. A part never refers to
+an object of another part, because a rank loads only its own part.
 
 A rank does not import the caller's `__main__`, so the functions and classes of this module are pickled by value, that is
 with their code (pickler.py). The rank adds the functions and classes of the caller's `__main__` to its own module
@@ -384,7 +384,7 @@ def is_unpacking(thread: threading.Thread) -> bool:
 def _load_main_description(stream: Any) -> None:
     """Give the rank's `__main__` some attributes of the caller's `__main__`.
 
-    Unpickle these attributes only if they differ from the attributes that the previous call has sent.
+    Unpickle the attributes of `__main__` only if they have changed since the previous call.
     """
     global _main_description
     description, packed = _main_description

@@ -9,10 +9,10 @@ A bundle begins with the common pickles, which are for all receivers. A bundle c
 pickles for only one receiver. The trailer at the end of the bundle contains the number of buffers, the number of parts, and
 a magic number.
 
-In the sender, pickle writes directly into the bundle. The receiver of a large bundle maps the bundle's file into memory.
-When large arrays, tensors and memoryviews are unpickled, they are not copied out of the mapped file. All receivers share the
-memory pages of the bundle's file. If a receiver writes to a page, the kernel copies the page for this receiver. The kernel
-frees the memory of the file when no process uses the file.
+In the sending process, pickle writes its output directly into the bundle. The receiver of a large bundle maps the bundle's
+file into memory. When large arrays, tensors and memoryviews are unpickled, they are not copied out of the mapped file. All
+receivers share the memory pages of the bundle's file. If a receiver writes to a page of the file, the kernel copies the page
+for this receiver. The kernel frees the memory of a bundle's file when no process uses the file.
 
 This module runs in the watcher and in the ranks. Some modules are imported inside functions, because only large bundles need
 these modules.
@@ -126,7 +126,8 @@ class PickleBundle:
         """Write all buffers into the file, and return the offset and the size of each buffer.
 
         If objects in several parts share memory, such as slices of one tensor, this memory is written only once. Two buffers
-        for the same receiver are always written separately, because the receiver can write to one of the two.
+        for the same receiver are always written separately, so that the receiver can change one buffer without changing the
+        other.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -177,8 +178,8 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, so that `OpenBundle` can read the bundle. Raises OSError.
 
-    If the bundle has no large buffers, only the module mmap is used, so that ctypes need not be imported. A mapping by mmap
-    keeps a descriptor open until the bundle is unpickled.
+    If the bundle has no large buffers, only the module mmap is used, so that ctypes need not be imported. A bundle that is
+    mapped by the module mmap keeps a descriptor open until the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -289,7 +290,7 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 
 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
-    """A `dispatch_table` that is filled when pickle first looks up a class.
+    """The `dispatch_table` of a pickler, which is filled when the pickler looks up a class for the first time.
 
     For most calls, pickle looks up no class, so the reducers are never collected.
 

@@ -95,7 +95,7 @@ def _find_defining_module(cls: type) -> ModuleType | None:
 def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
     """Move `__slots__` into the namespace from which the class is created.
 
-    It would have no effect to set `__slots__` when the class already exists.
+    Setting `__slots__` has no effect when the class already exists.
     """
     _, _, _, namespace, *_ = make_args
     namespace["__slots__"] = attributes.pop("__slots__")

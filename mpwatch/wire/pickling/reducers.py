@@ -19,7 +19,7 @@ def multiprocessing_reducers() -> Reducers:
 
 
 def torch_reducers() -> Reducers:
-    """Return the reducers for torch's classes. The reducers share a tensor with ranks only if the tensor is already shared.
+    """Return the reducers for torch's classes. The reducers share a CPU tensor only if it is already in shared memory.
 
     torch's own reducers would move every CPU tensor of the caller into shared memory.
     """
