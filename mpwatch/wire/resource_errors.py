@@ -1,4 +1,4 @@
-"""Recognise errors about a resource that has run out, and add a remedy to their text.
+"""Recognise errors that mean that a resource has run out, and add a remedy to the text of these errors.
 
 This module runs in the watcher and in the ranks.
 """

@@ -7,18 +7,19 @@
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
 - The black box is a part of the shared memory. A rank that has lost its channel writes its messages into the black box. The
-  rank writes the header of a frame (messages.py) last, so the watcher ignores an incomplete frame. The watcher reads the
-  black box when the rank is dead.
+  rank writes the header of a message (messages.py) last, so that the watcher ignores an incomplete message. The watcher
+  reads the black box when the rank is dead.
 - A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
   watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. If the
   watcher finds a wrong checksum, it reads the report again.
-- The pids of children are the pids of the last 1,014 processes that the rank has started by multiprocessing. The watcher
-  needs these pids to find files that torch has left in /dev/shm (watcher/processes/torch_files.py).
-- The number of the interrupted call says which call the watcher has interrupted last. See `PendingCall.number`. The signal
-  itself carries no number, and it can arrive just after the rank has answered the interrupted call.
+- Each slot contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The watcher needs the
+  pids of these child processes to find files that torch has left in /dev/shm (watcher/processes/torch_files.py).
+- Each slot contains the number of the call that the watcher has interrupted last. See `PendingCall.number`. The rank needs
+  the number of the interrupted call, because a signal carries no number, and can arrive after the rank has answered the
+  call.
 
-A rank maps its slot into memory and closes the descriptor. User code can close every descriptor (as a daemon does), but it
-cannot end a mapping.
+A rank maps its slot into memory and closes the descriptor. The mapping stays even if user code closes every descriptor, as a
+daemon does.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 def clear_slot(fd: int, slot: int) -> None:
     """In the watcher: clear the slot of a dead rank for the next rank.
 
-    Do not write to unused pages, because a page that was never written takes no memory.
+    This function does not write to unused pages, because a page that was never written takes no memory.
     """
     zeros = bytes(BLACK_BOX_SIZE)
     if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
@@ -89,7 +90,10 @@ def clear_slot(fd: int, slot: int) -> None:
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
-    """In the watcher: record the number of the call that a signal will interrupt. Do this before the signal is sent."""
+    """In the watcher: record the number of the call that a signal will interrupt.
+
+    The watcher must record the number before it sends the signal.
+    """
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 
 
@@ -117,7 +121,7 @@ class ChildPidsWriter:
         self._numbers = count()
 
     def append(self, pid: int) -> None:
-        """Write a pid. If there are already MAX_CHILD_PIDS pids, replace the oldest pid. Any thread may call this."""
+        """Write a pid. If there are already MAX_CHILD_PIDS pids, replace the oldest pid. Any thread may call `append`."""
         PID.pack_into(self._memory, CHILD_PIDS_AT + next(self._numbers) % MAX_CHILD_PIDS * PID.size, pid)
 
 
@@ -142,7 +146,10 @@ class BlackBox:
         self._used = 0
 
     def append(self, frame: bytes) -> bool:
-        """Write a frame after the other frames. Return False if there is no room for the frame."""
+        """Write a frame (an encoded message) after the other frames in the black box.
+
+        Return False if there is no room for the frame.
+        """
         start, end = self._used, self._used + len(frame)
         if end > BLACK_BOX_SIZE:
             return False
@@ -176,7 +183,7 @@ def read_black_box(fd: int, slot: int) -> list[Message]:
 class HeartbeatSample:
     """The content of a rank's heartbeat memory: the time of the last heartbeat, and the last report.
 
-    Each of the two can be None.
+    The time is None if there was no heartbeat, and the report is None if there was no report.
     """
 
     __slots__ = ("beat_at", "report")
@@ -227,7 +234,7 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
-    """In the watcher: return the rank's last heartbeat and report. Leave out a report with a wrong checksum."""
+    """In the watcher: return the rank's last heartbeat and report. Leave out a report whose checksum is wrong."""
     return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT))
 
 
@@ -247,7 +254,10 @@ def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
 
 
 def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: prepare the slot of an idle rank for a call. Clear the last heartbeat and the request to stop."""
+    """In the watcher: prepare the slot of an idle rank for a call.
+
+    Clear the last heartbeat, the last report and the stop memory.
+    """
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
@@ -269,7 +279,7 @@ class SlotsMemory:
         self._memory = mmap.mmap(fd, 0, **UNTRACKED)
 
     def prepare_slot(self, slot: int) -> None:
-        """Prepare the slot of an idle rank for a call, like the function `prepare_slot`."""
+        """Prepare the slot of an idle rank for a call, as the module's function `prepare_slot` does."""
         at = slot * SLOT_SIZE + STOP_AT
         self._memory[at : at + len(CLEARED)] = CLEARED
 
@@ -279,7 +289,7 @@ class SlotsMemory:
         return _read_heartbeat(lambda size: self._memory[at : at + size])
 
     def close(self) -> None:
-        """End the mapping, and close the mapping's descriptor."""
+        """End the mapping of the slots into memory."""
         self._memory.close()
 
 

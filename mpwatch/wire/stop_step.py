@@ -12,19 +12,20 @@
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-`asked` is the last step for which `should_stop` has returned False, or is about to return False. A rank writes `asked`
-before it reads `state`. So when the watcher reads `asked` after HOLD_SECONDS, it sees every step that the rank has passed.
-While the state is HOLD, no rank passes a further step. The rank's processor can read `state` before other processors see the
-new `asked`. This delay is much shorter than HOLD_SECONDS.
+A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank writes the step into `asked`
+before it reads `state`. If the rank reads the state HOLD, it writes its previous step into `asked` again, and waits. While
+the state is HOLD, `should_stop` does not return, so no rank passes a further step. The watcher sets the state to HOLD, and
+reads `asked` only HOLD_SECONDS later, because the watcher can see the rank's last write to `asked` with a delay.
+HOLD_SECONDS is much longer than the time after which one processor sees what another processor has written.
 
-On several nodes the watchers agree on the highest step of all nodes. The ranks wait until this step is known
-(multinode/leader.py).
+On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
+watchers have agreed on a step (multinode/leader.py).
 
-A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. A rank that has returned has
-passed its last step.
+A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. The last step of a rank that
+has returned also counts: the other ranks do not stop before they have passed this step.
 
-A step that is lower than the previous step begins a new round of steps, such as an epoch. `asked` and `agreed` count the
-steps of all rounds. The first step of a round comes after the last step of the previous round.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. In `asked` and `agreed`, step
+numbers continue from round to round: the first step of a round follows the last step of the previous round.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StopReader:
         self.begin_call()
 
     def begin_call(self) -> None:
-        """Forget the steps of the previous call. The watcher has already cleared the stop memory."""
+        """Forget the steps of the previous call. The watcher has already cleared the stop memory for the new call."""
         self._last_step = NO_STEP
         self._offset = 0  # the number of steps in all previous rounds
 
@@ -95,7 +96,7 @@ class StopReader:
 
 
 class StopMemory:
-    """In the watcher: reads and writes the stop memory of one rank. This also works when the rank is dead.
+    """In the watcher: reads and writes the stop memory of one rank, even if the rank is dead.
 
     Args:
         fd: the file of the slots.
@@ -111,7 +112,10 @@ class StopMemory:
         self._write(STATE, HOLD)
 
     def agree(self, step: int | None) -> None:
-        """Make the rank stop at its first step after `step`. If `step` is None, the rank stops at its next `should_stop`."""
+        """Make the rank stop at its first step after `step`.
+
+        If `step` is None, the rank stops at its next call of `should_stop`.
+        """
         self._write(AGREED_STEP, NO_STEP if step is None else step)
         self._write(STATE, AGREED)
 
@@ -122,7 +126,7 @@ class StopMemory:
     def read_stopped_step(self) -> int | None:
         """Return the first step for which `should_stop` has returned True in the rank.
 
-        Return None if there is no such step.
+        Return None if `should_stop` has not returned True in the rank.
         """
         return self._read(STOPPED)
 

@@ -1,8 +1,9 @@
 """The rank's end of the channel to the watcher. This module runs in the rank's main thread.
 
-User code can close the channel's descriptor by its number. The next file that the process opens then gets this number. So
-the channel checks before each use that the number still refers to the channel's socket. An answer that cannot be sent is
-written into shared memory, the "black box" (wire/shared_memory.py).
+User code can close the channel's descriptor by its number. The next file that user code opens can get the same number as the
+closed descriptor of the channel. Before each use, the channel checks that the number of its descriptor still refers to the
+channel's socket. If the rank cannot send an answer, it writes the answer into shared memory, the "black box"
+(wire/shared_memory.py).
 """
 
 import os
@@ -151,14 +152,17 @@ class Channel:
         return kind, body
 
     def detach(self) -> None:
-        """Leave the descriptor open until the kernel closes it at exit.
+        """Leave the channel's descriptor open until the kernel closes it when the rank exits.
 
         If user code has closed the descriptor, its number might now belong to another file, which must stay open.
         """
         self._socket.detach()
 
     def reserve_fd(self) -> None:
-        """Open a spare descriptor. An answer needs a free descriptor, but the user's function may use up all descriptors."""
+        """Open a spare descriptor.
+
+        To send an answer, the rank needs a free descriptor, but the user's function may use up all descriptors.
+        """
         if self._reserved_fd == -1:
             self._reserved_fd = os.dup(self._fd)
 
@@ -188,9 +192,9 @@ def _read_identity(fd: int) -> tuple[int, int]:
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write to the rank's stderr what the interpreter has printed before this stderr was set up.
+    """Write to the rank's stderr what the rank's Python interpreter has printed before this stderr was set up.
 
-    The rank writes this output, because the write can block, and the watcher must not block.
+    The rank, not the watcher, writes the interpreter's output, because the write can block, and the watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

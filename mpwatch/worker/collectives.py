@@ -1,21 +1,24 @@
-"""Reports which collectives this rank has called, and where its main thread is. This module runs in a rank.
+"""Reports which collectives this rank has called, and where in the code its main thread is. This module runs in a rank.
 
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
     the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
-The thread that answers is started when the rank creates its first process group. This thread can answer while the main
-thread waits in C++ code. It cannot answer while another thread holds the GIL.
+A separate thread of the rank answers the watcher's requests, and is started when the rank creates its first process group.
+The thread for the watcher's requests can answer while the main thread waits in C++ code. The thread for the watcher's
+requests cannot answer while another thread holds the GIL.
 
-torch can give a new process group the name of a destroyed group. torch then numbers the collectives of the new group from 1
-again. So when a group is created, this module stores the number of the flight recorder's next record. The module ignores
-older records with the name of the new group. A "world" is what `init_process_group` creates: the ranks of the default group,
-and all groups of these ranks.
+torch can give a new process group the name of a destroyed group, and numbers the collectives of the new group from 1 again.
+When a group is created, this module stores the number that the next record of torch's flight recorder will have. If a record
+is older than the group whose name it has, this module ignores the record, because the record belongs to a destroyed group. A
+"world" is what `init_process_group` creates: the ranks of the default group, and all groups of these ranks.
 
-With the crash socket, the watcher can ask a crashing rank for its collectives. For example, gloo ends a rank by abort() if a
-peer sends more or fewer bytes than the rank expects. Then faulthandler writes the stack of the crash into the crash socket.
-The socket's buffer is so small that the write blocks until the watcher reads. The watcher first asks for the collectives,
-and then reads the stack (watcher/processes/collective_sockets.py). So the crashing rank lives at most 0.1 s longer, and its
-own signal still ends it. If the watcher is dead, the write fails at once.
+The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. gloo, for example,
+makes a rank crash by abort() if a peer sends more or fewer bytes than the rank expects. When a rank crashes, faulthandler
+writes the stack of the crash into the crash socket. The buffer of the crash socket is so small that a write into the socket
+blocks until the watcher reads from the socket. The watcher first asks a crashing rank for its collectives, and then reads
+its stack from the crash socket (watcher/processes/collective_sockets.py). The crash socket keeps a crashing rank alive for
+at most 0.1 s, and the rank still dies from the signal of its crash. If the watcher is dead, the write into the crash socket
+fails at once.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the othe
 
 @dataclass(frozen=True)
 class _Group:
-    """Facts about a process group. They are stored when the group is created."""
+    """Facts about a process group, which this module stores when the group is created."""
 
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
@@ -91,9 +94,10 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Replace the functions of torch.distributed that create process groups. The new functions call the original functions.
+    """Wrap the functions of torch.distributed that create process groups.
 
-    They also start the thread that answers the watcher, and store facts about each new group.
+    Each wrapper calls the original function, starts the thread that answers the watcher, and stores facts about each new
+    group.
     """
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
@@ -131,22 +135,22 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """For each backend that has records, return the number of the backend's next record."""
+    """For each backend with records in torch's flight recorder, return the number of the backend's next record."""
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
-    """Return False if this entry is from a destroyed group, and a newer group has the same name."""
+    """Return False if this entry of the flight recorder is from a destroyed group, and a newer group has the same name."""
     group = _groups.get(entry["process_group"][0])
     return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
 
 def start(channel: Channel) -> None:
-    """Start the thread if it does not run yet.
+    """Start the thread that answers the watcher, if this thread does not run yet.
 
-    If no descriptor or thread can be created, the watcher gets only the stacks.
+    If no descriptor or thread can be created, the watcher does not get the rank's collectives, but still gets its stacks.
     """
     global _has_started, _requests
     if _has_started or not torch_private.has_flight_recorder():
@@ -172,7 +176,8 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
 def send_before_failure(channel: Channel) -> None:
     """Send this rank's collectives to the watcher, before the rank reports its failure.
 
-    After that report, the watcher can stop the rank at any time. The main thread calls this function.
+    After the rank has reported its failure, the watcher can stop the rank at any time. The rank's main thread calls this
+    function.
     """
     with suppress(Exception):  # another version of torch may record something else
         if _has_started:
@@ -180,9 +185,9 @@ def send_before_failure(channel: Channel) -> None:
 
 
 def answer_last_request() -> None:
-    """Answer a request that has already come.
+    """Answer a request of the watcher that has already arrived.
 
-    The main thread calls this at its exit, because no other thread can answer later.
+    The main thread calls this function when the rank exits, because no thread can answer later.
     """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
@@ -200,7 +205,7 @@ def _answer_requests(requests: socket.socket) -> None:
 
 
 def _answer_one(requests: socket.socket) -> None:
-    """Receive a request and answer it.
+    """Receive a request of the watcher, and answer the request.
 
     Raises:
         BlockingIOError: there is no request.
@@ -215,7 +220,7 @@ def _answer_one(requests: socket.socket) -> None:
 
 
 def describe_rank() -> RankCollectives:
-    """Return the collectives of this process, the oldest first, and the place where its main thread is."""
+    """Return the collectives of this process, the oldest first, and the place in the code where the main thread is."""
     frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
     try:
         return _describe_rank(frames)
@@ -243,7 +248,7 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
 
 
 def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if the flight recorder has perhaps overwritten records of groups that this module knows."""
+    """Return True if torch's flight recorder may have overwritten records of groups that this module knows."""
     oldest: dict[str, int] = {}
     for entry in recorded:
         oldest.setdefault(_get_backend(entry), entry["record_id"])
@@ -252,9 +257,10 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the collective in which the main thread waits. Return None if there is no such collective.
+    """Return the index of the collective in which the main thread waits.
 
-    Some of these collectives can be calls of other threads.
+    Return None if the main thread waits in no collective. `entries` and `calls` can also contain collectives that other
+    threads of the rank have called.
     """
     if not frames or not torch_private.is_of_torch(frames[0].f_code):
         return None
@@ -274,8 +280,8 @@ def _is_of_distributed(frame: FrameType) -> bool:
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries. If several entries have the same number, return only the last one of them.
 
-    NCCL records each call of a batch, and then the batch itself with the same number. After that, only the state of the
-    batch changes.
+    NCCL first records each call of a batch, and then records the whole batch under the same number. After NCCL has recorded
+    a batch, the state of the batch changes, but not the states of the batch's calls.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -334,7 +340,7 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
 
 
 def _get_operation(entry: Mapping[str, Any]) -> str:
-    """Return the name of the operation, without ranks. NCCL adds ranks to some names, such as `recv 0<-1`."""
+    """Return the name of the operation, without the ranks that NCCL adds to some names, such as `recv 0<-1`."""
     name = str(entry["profiling_name"]).partition(":")[2].partition(" ")[0]
     return BATCH_OF_POINT_TO_POINT if entry["is_p2p"] and name == "coalesced" else name
 
@@ -355,7 +361,10 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root rank to the main thread's collective. The flight recorder lacks these two facts."""
+    """Add the reduction and the root rank to the main thread's collective.
+
+    torch's flight recorder records neither the reduction nor the root rank.
+    """
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

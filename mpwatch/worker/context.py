@@ -1,6 +1,6 @@
 """Functions for user code in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`, `request_stop`.
 
-This module runs in a rank. Every user of mpwatch imports this module, so it imports no large modules.
+This module runs in a rank. Every program that uses mpwatch imports this module, so this module imports no large modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _is_stop_requested = False  # whether this rank has requested a stop in the pres
 def set_rank(
     fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], object]
 ) -> None:
-    """Make this process a rank. In a process that the rank forks, `heartbeat` and the stop functions have no effect.
+    """Make this process a rank.
+
+    In a process that the rank forks, `heartbeat`, `report`, `should_stop` and `request_stop` have no effect.
 
     Args:
         fields: the fields of the rank's Worker.
@@ -59,7 +61,7 @@ def begin_call() -> None:
 
 
 def stop_heartbeats() -> None:
-    """Stop the heartbeats, because the function has returned."""
+    """Record that no more heartbeats will come from this rank, because its function has returned."""
     if _heartbeats is not None:
         _heartbeats.stop()
 
@@ -131,8 +133,9 @@ def should_stop(step: int) -> bool:
     """Return whether this rank should save its state and return now, before it does this step.
 
     A stop is requested by a signal in `stop_signals`, by `request_stop()`, or by `stop_after`. Before a stop is requested,
-    `should_stop` returns False. After that it returns True on all ranks at the same step: the first step that no rank has
-    passed. So all ranks can save the same state, and no rank waits in a collective for a rank that has stopped:
+    `should_stop` returns False. After a stop is requested, `should_stop` returns True on all ranks at the same step: the
+    first step that no rank has begun yet. So all ranks can save the same state, and no rank waits in a collective for a rank
+    that has stopped:
 
         for step in range(first_step, steps):
             if mpwatch.should_stop(step):
@@ -141,13 +144,15 @@ def should_stop(step: int) -> bool:
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
-    for a rank that has returned, or that never calls `should_stop`. If a rank has returned after its last step, the other
-    ranks continue up to that step. In this case, the other ranks can end before `should_stop` has returned True. With
-    scope="worker", ranks do not communicate, so each rank stops at its own next step.
+    for a rank that has returned, or that never calls `should_stop`. If a rank has already returned when a stop is requested,
+    the other ranks do not stop before the last step of that rank. If the agreed step is the last step of a rank, this rank
+    ends normally, and `should_stop` never returns True in it. With `RestartPolicy(scope="worker")`, ranks do not
+    communicate, so each rank stops at its own next step.
 
-    A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds
-    until the ranks agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank
-    waits as long as `node_timeout`. Outside a rank, and in a process that a rank has forked, `should_stop` returns False.
+    A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits some
+    milliseconds until the ranks agree on the step. With several nodes, `should_stop` waits some tenths of a second until the
+    ranks agree on the step. If a node is lost, `should_stop` can wait as long as `node_timeout`. Outside a rank, and in a
+    process that a rank has forked, `should_stop` returns False.
 
     Args:
         step: the number of the step that comes next.
@@ -162,14 +167,15 @@ def should_stop(step: int) -> bool:
 
 
 def request_stop() -> bool:
-    """Ask all ranks to save their state and return. `should_stop` then returns True on all ranks at the same step.
+    """Ask all ranks to save their state and return.
 
-    If a rank calls this function, the request is for all ranks of the same run, on all nodes. In a call of a WorkerGroup,
-    the request is for all ranks of this call. The request is not for ranks that the rank itself has started. If the program
-    that has started the ranks calls this function, the request is for all of its unfinished runs and calls. Any thread,
-    observer or signal handler may call `request_stop`. To stop a single run or call, use `RunHandle.request_stop` or
-    `CallHandle.request_stop`. A second request changes nothing. A request does not end `mpwatch.map`. To end `mpwatch.map`,
-    leave the loop over its results.
+    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. If a rank calls this function,
+    the request is for all ranks of the same run, on all nodes. If a rank calls this function in a call of a WorkerGroup, the
+    request is for all ranks of that call. If a rank calls this function, the request is not for ranks that this rank itself
+    has started. If the program that has started the ranks calls this function, the request is for all unfinished runs and
+    calls of the program. Any thread, observer or signal handler may call `request_stop`. To stop a single run or call, use
+    `RunHandle.request_stop` or `CallHandle.request_stop`. A second request to stop changes nothing. `request_stop` does not
+    end `mpwatch.map`. To end `mpwatch.map`, leave the loop over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

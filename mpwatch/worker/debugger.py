@@ -3,8 +3,8 @@
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
-The message DEBUGGER contains the purpose of the socket: "breakpoint", "post_mortem" or "inspector". The messages on the
-socket are tuples of builtin values, sent by a multiprocessing Connection:
+The message DEBUGGER from the rank to the watcher contains the purpose of the socket: "breakpoint", "post_mortem" or
+"inspector". The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
                         ("prompt", text, can_be_left, thread, place)            the answer is one of the first three below;
@@ -20,9 +20,9 @@ socket are tuples of builtin values, sent by a multiprocessing Connection:
 With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
 main thread's stack to the user while the main thread runs, or waits in C code.
 
-This module does not change a Pdb object that user code has created with its own streams. It also does not change a Pdb
-object with its own `cmdloop`, such as IPython's. The default `sys.breakpointhook` calls pdb.set_trace, and this module does
-not replace the hook. So PYTHONBREAKPOINT, and a hook that the user has set, keep their meaning.
+This module does not change a Pdb object that user code has created with its own streams. This module also does not change a
+Pdb object with its own `cmdloop`, such as IPython's. The default `sys.breakpointhook` calls pdb.set_trace. This module does
+not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _last_debugger: Any = None  # the Pdb that was used last
 
 
 def finish_stepping() -> None:
-    """End the user's stepping in pdb, because the function has ended.
+    """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
 
-    After that, pdb stops only at breakpoints that the user has set.
+    The rank calls this function when the user's function has ended, so that the user does not step through code of mpwatch.
     """
     if _last_debugger is not None:
         _last_debugger.set_continue()
@@ -120,7 +120,7 @@ class DebuggerClient:
     def ask(self, prompt: str, debugger: Any, *, can_be_left: bool = False) -> str:
         """Show a prompt in the caller's terminal or notebook, and return the line that the user enters.
 
-        The line is empty if the input has ended.
+        The line is empty if the user has ended the input.
         """
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
@@ -138,7 +138,7 @@ class DebuggerClient:
                     return f"{values[0]}\n" if kind == "line" else ""
 
     def wait_for_request(self) -> None:
-        """Wait until the user wants to look at this rank."""
+        """Wait until the user asks for a prompt that shows the stack of this rank."""
         self.open("inspector")
         self._receive()
 
@@ -171,7 +171,7 @@ class DebuggerClient:
 
 
 def _wait_for_end() -> None:
-    """Wait until the watcher stops this rank. The wait also ends if the rank's handler for SIGTERM raises an exception."""
+    """Wait until the watcher stops this rank, or until the rank's handler for SIGTERM raises an exception."""
     while True:
         threading.Event().wait()
 
@@ -202,13 +202,13 @@ class PromptStream:
         return False
 
     def readline(self) -> str:
-        """Return a line that the user enters. The line is empty if the input has ended."""
+        """Return a line that the user enters. The line is empty if the user has ended the input."""
         prompt, self._unfinished_line = self._unfinished_line, ""
         return self.client.ask(prompt, self._debugger, can_be_left=self.can_be_left)
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
-    """Change the module pdb: each Pdb object that is created without streams reads and writes through the watcher."""
+    """Change the module pdb, so that each Pdb object without streams of the user reads and writes through the watcher."""
     import code
     from cmd import Cmd
 
@@ -303,7 +303,7 @@ def _make_help(text: str) -> Callable[[Any], None]:
 
 
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
-    """Return the number of outermost frames that belong to multiprocessing and mpwatch, and not to the rank's function."""
+    """Return how many of the outermost frames belong to multiprocessing or mpwatch, and not to the user's function."""
     is_of_mpwatch = [str(frame.f_globals.get("__name__", "")).startswith("mpwatch.") for frame, _ in stack]
     if True not in is_of_mpwatch:
         return 0
@@ -341,12 +341,12 @@ def open_post_mortem(error: Exception) -> None:
 
 
 class _StopError(BaseException):
-    """The watcher stops this rank while the user looks at the rank's exception."""
+    """Raised if the watcher stops this rank while the user looks at the rank's exception in pdb."""
 
 
 @contextmanager
 def _raised_at_sigterm() -> Iterator[None]:
-    """When SIGTERM comes, raise _StopError, so that the rank reports its exception and ends.
+    """Make the handler of SIGTERM raise _StopError, so that the rank reports its exception and ends.
 
     If the user's function has set a handler for SIGTERM, do not replace this handler.
     """
@@ -396,7 +396,7 @@ def _run_inspector(client: DebuggerClient) -> None:
 
 
 def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """If this module has raised the exception, return a copy of the traceback that ends where user code has called pdb."""
+    """If this module has raised the exception, return a copy of the traceback without the frames of pdb and mpwatch."""
     entries = []
     rest = trace
     while rest is not None:

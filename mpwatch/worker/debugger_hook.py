@@ -1,6 +1,6 @@
-"""Makes pdb in a rank use the streams of debugger.py. The change is made as soon as pdb is imported.
+"""Makes pdb in a rank use the streams of debugger.py, as soon as pdb is imported.
 
-This module is small, because every rank imports it. Most ranks never need the larger debugger.py.
+Every rank imports this small module, but only a rank that uses the debugger imports the larger debugger.py.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 
 
 def finish_stepping() -> None:
-    """End the user's stepping in pdb, because the function has ended.
+    """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
 
-    After that, pdb stops only at breakpoints that the user has set.
+    The rank calls this function when the user's function has ended, so that the user does not step through code of mpwatch.
     """
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
@@ -55,7 +55,7 @@ def finish_stepping() -> None:
 
 
 def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None:
-    """If the debugger itself has raised the exception, return the traceback without the frames of pdb and mpwatch."""
+    """If debugger.py has raised the exception, return the traceback without the frames of pdb and mpwatch."""
     debugger = sys.modules.get(DEBUGGER)
     return trace if debugger is None else debugger.drop_own_frames(trace)
 
@@ -63,7 +63,7 @@ def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None
 def open_post_mortem(error: Exception) -> bool:
     """If the option `post_mortem` is set, show a prompt of pdb where the exception was raised.
 
-    Return when the user has left the prompt. The return value says whether the option is set.
+    This function returns when the user has left the prompt. The return value says whether `post_mortem` is set.
     """
     if _is_post_mortem:
         from mpwatch.worker import debugger

@@ -1,6 +1,7 @@
-"""Changes a module as soon as it has been imported. This module runs in a rank.
+"""Lets the rank change another module, such as pdb, as soon as that module has been imported. This module runs in a rank.
 
-This module is small, because every rank imports it. Most ranks never import the modules that need a change.
+This module is small, because every rank imports it. The rank does not import a module only to change it, because most ranks
+never need pdb or torch.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class ModuleFinder:
         self.change = change
 
     def install(self) -> None:
-        """If the module is already loaded, change it at once. Otherwise change it when it is imported."""
+        """Change the module at once if it is already loaded, or else when it is imported."""
         if self._name in sys.modules:
             self.change(sys.modules[self._name])
         else:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the module. Return None for any other module, so that Python asks the next finder."""
+        """Return the spec of the module to change. Return None for any other module, so that Python asks the next finder."""
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -54,7 +55,7 @@ class _ChangingLoader:
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module if its own loader creates it. Return None if Python has to create the module."""
+        """Return the new module if the module's own loader creates it. Return None if Python has to create the module."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

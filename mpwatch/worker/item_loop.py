@@ -1,8 +1,8 @@
-"""The rank's part of `mpwatch.map`: it calls the function with one item after another, and sends each value at once.
+"""The rank's part of `mpwatch.map`: the rank calls the function with one item after another, and sends each value at once.
 
 `serve_items` is the function that a call of a WorkerGroup runs. If the user's function raises an exception for an item, the
-call ends. So mpwatch reports the exception like an exception of any other call. The caller then makes another call for the
-next items.
+call of `serve_items` ends, and mpwatch reports the exception as for any other call. After an exception, the caller makes
+another call of `serve_items` for the next items.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
 
 
 def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
-    """Return the next items with their tokens, or None if there are no more items.
+    """Return the next items, each with the number of its token, or None if there are no more items.
 
-    If the message has a single item and this item cannot be unpickled, raise the exception from unpickling.
+    If the caller has sent a single item that cannot be unpickled, raise the exception that unpickling has raised.
     """
     message = receive_message(channel)
     if message is None:
@@ -87,9 +87,9 @@ def _call(fn: Callable[[Any], object], item: object) -> object:
 
 
 def _send_value(channel: socket.socket, value: object) -> bool:
-    """Send a value, and return whether it could be sent. If the value cannot be pickled, its item fails.
+    """Send a value to the caller, and return whether the value could be sent. Raises what `pickle_value` raises.
 
-    Between two items, the watcher expects no heartbeats.
+    The rank stops its heartbeats before it sends a value, so that the watcher expects no heartbeats between two items.
     """
     with closing(pickle_value(value)) as bundle:
         context.stop_heartbeats()

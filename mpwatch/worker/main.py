@@ -11,9 +11,9 @@
 
 Guarantees:
 
-- A rank sends exactly one answer to each call, whatever the function raises. The answer contains the time at which the
-  function ended. After that time the rank only pickles and sends the answer. With `backend`, the torch process group is
-  destroyed only after the answer has been sent.
+- A rank sends exactly one answer to each call, whatever the function raises. An answer contains the time at which the
+  function ended. After the function has ended, the rank only pickles and sends the answer. With the option `backend`, the
+  rank destroys the torch process group only after it has sent the answer.
 - A rank prints no traceback, because the watcher reports the exception.
 - A rank ends if its watcher is dead.
 """
@@ -90,8 +90,9 @@ def main(launch_info: LaunchInfo) -> None:
 def _die_with_watcher() -> None:
     """Make the kernel kill this rank when the watcher dies.
 
-    multiprocessing keeps a pipe open from the watcher to this rank. The kernel sends SIGKILL when the pipe closes. If the
-    kernel does not have this feature, only the guardian process kills the rank.
+    multiprocessing has opened a pipe between the watcher and this rank. When the watcher dies, the kernel closes the
+    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel cannot send a signal when a pipe is closed, only
+    the guardian process kills the rank.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
@@ -99,7 +100,7 @@ def _die_with_watcher() -> None:
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:
-    """Ignore these signals, and reset the signal settings that the rank has inherited from the watcher process.
+    """Ignore the signals in `ignored`, and reset the signal settings that the rank has inherited from the watcher process.
 
     A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. If a rank ignored
     SIGTERM, only SIGKILL could stop it. If a rank ignored SIGCHLD, it could not wait for its own children.
@@ -119,7 +120,7 @@ def _answer_when_used(channel: Channel, module: ModuleType) -> None:
 
 
 def _answer_last_request() -> None:
-    """If the watcher has asked for the rank's collectives just before the rank exits, answer this request."""
+    """If the watcher has asked for the rank's collectives just before the exit of the rank, answer this request."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 
@@ -127,9 +128,9 @@ def _answer_last_request() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
-    """Import the modules of the option `preload`. If an import fails, return the exception.
+    """Import the modules of the option `preload`. If an import fails, return the exception of the import.
 
-    The first call then fails with this exception.
+    If an import of `preload` has failed, the first call fails with the exception of the import.
     """
     try:
         for name in names:
@@ -147,7 +148,7 @@ def _serve(
 ) -> None:
     """Run and answer calls until the watcher sends SHUTDOWN or closes the channel.
 
-    If `preload` has failed, the first call fails with the exception of the import.
+    If an import of `preload` has failed, the first call fails with the exception of the import.
     """
     pid = os.getpid()
     has_returned = False
@@ -180,7 +181,7 @@ def _run_call(
 ) -> _Failure | Returned:
     """Run a call, and pickle its return value.
 
-    Only one part of this function can be interrupted by a signal: `_load_and_call`.
+    Signals can interrupt only `_load_and_call`. In all other parts of `_run_call`, signals are deferred.
     """
     try:
         try:
@@ -268,7 +269,7 @@ def pickle_value(value: object) -> PickleBundle:
 
 
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
-    """Exit without an answer, like any forked process. The function has forked the rank, and this process is the copy."""
+    """Exit without an answer, because this process is a copy of the rank: the user's function has forked the rank."""
     if isinstance(outcome, _Failure):
         from mpwatch.wire.exceptions import decoder
 
@@ -298,11 +299,11 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
 
 
 def _send_failure(channel: Channel, failure: _Failure) -> None:
-    """Send the message FAILING, then the exception's "plain" message, then its "details".
+    """Send the message FAILING, then the text and the traceback of the exception, and then the pickled exception.
 
-    The code of an exception's class can raise an exception, crash or hang in `__str__`. Pickling the exception is even less
-    safe. So the message FAILING comes first, and says when the call failed. The text and the traceback follow, and the
-    pickles come last.
+    An exception's class can contain user code that raises an exception, crashes or hangs in `__str__`. The message FAILING
+    says when the call failed, and comes first, because FAILING needs no code of the exception's class. The pickled exception
+    comes last, because pickling an exception is even less safe than calling its `__str__`.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
@@ -322,9 +323,9 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
-    """Send the local variables as text.
+    """Send the local variables of the failed call as text.
 
-    If encoding fails, send an empty text, because the watcher waits for the message.
+    If the variables cannot be encoded, send an empty text, because the watcher waits for the message LOCALS.
     """
     texts = b""
     with suppress(BaseException):  # memory or threads have run out
@@ -402,10 +403,11 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
     """Destroy the torch process group of the option `backend`. Ignore exceptions, because the group might already be broken.
 
-    A group that is not kept for later calls is destroyed when the rank has sent its return value. When the group is
-    destroyed, ranks that still wait for this rank fail at once. By then, the watcher already knows that this rank has
-    returned. After a failure, the group is destroyed only when the rank exits. The destruction can wait for other ranks, and
-    these ranks can wait for this rank.
+    A group that is not kept for later calls is destroyed when the rank has sent its return value. When a rank destroys the
+    group, other ranks that still wait for this rank fail at once. The rank sends its return value before it destroys the
+    group, so the watcher already knows that this rank has returned. After a failure, the group is destroyed only when the
+    rank exits. Destroying the group earlier could block, because torch can wait for other ranks, and these ranks can wait
+    for this rank.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.
@@ -417,10 +419,7 @@ def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
 
 
 def _report_exit_blockers(channel: Channel) -> None:
-    """Send the names of the threads and processes for which Python waits before it exits.
-
-    The watcher reports these names.
-    """
+    """Send to the watcher the names of the threads and processes for which Python waits before the rank exits."""
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     children = [child.name for child in multiprocessing.active_children() if not child.daemon]
     blockers = [

@@ -1,7 +1,7 @@
 """Initialise and destroy the torch process group of the option `backend`. This module runs in a rank.
 
-The group is initialised before the user's function runs. When the rank has sent the return value, the group is destroyed or
-kept for later calls.
+The process group is initialised before the user's function runs. When the rank has sent the return value, the group is
+destroyed or kept for later calls.
 """
 
 from datetime import timedelta
@@ -18,10 +18,11 @@ _group_number = 0  # the number of the last group within its version; equal in a
 
 
 def init(backend: str, version: int | None, timeout: float | None) -> None:
-    """Join the default process group. Do nothing if a group with this version number exists. Raises whatever torch raises.
+    """Join the default process group. Do nothing if a group with this version already exists. Raises whatever torch raises.
 
-    This function returns when all ranks have joined. With gloo, torch's own function returns earlier: as soon as this rank
-    is connected. If this rank then left the group, the connections that other ranks are still opening would fail.
+    This function returns when all ranks have joined. With gloo, torch's `init_process_group` returns as soon as this rank is
+    connected to the other ranks. If this rank left the group before all ranks have joined, the connections that other ranks
+    are still opening would fail.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.

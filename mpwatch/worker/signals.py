@@ -1,4 +1,6 @@
-"""Handles signals in a rank. The function gets signals as in any program, but signals never disturb the rank's own code.
+"""Handles signals in a rank.
+
+The user's function gets signals as usual, but the user's handlers never interrupt mpwatch's own code.
 
     what the rank does          what a signal does
     run the function            the function's own handler runs, or the default action
@@ -7,9 +9,10 @@
                                 it reaches the function of the next call if the watcher has sent SIGINT for that call
     destroy a process group     the same as while the rank waits for a call
 
-This table is for SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table is not for
-the signal whose handler is mpwatch's own StackWriter (stack_dumps.py). mpwatch defers a signal by replacing its handler. A
-signal mask would not be enough: a mask belongs to one thread, and the kernel would deliver the signal to another thread.
+The table above is for SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table above
+is not for the signal by which the watcher asks for the rank's stacks (stack_dumps.py). mpwatch defers a signal by replacing
+its handler. A signal mask would not be enough: a mask belongs to one thread, and the kernel would deliver the signal to
+another thread.
 """
 
 import mmap
@@ -23,7 +26,7 @@ from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
-    """Defers signals between `defer` and `restore`. Only the main thread may create and use this object.
+    """Defers signals from a call of `defer` to a call of `restore`. Only the main thread may create and use this object.
 
     Args:
         memory: the rank's shared memory. The watcher writes into it the number of the call that an interrupt is for.
@@ -49,7 +52,7 @@ class DeferredSignals:
                 set_handler(number, self._record)
 
     def prepare_for_call(self) -> None:
-        """Make SIGTERM end the rank from now on. A deferred SIGTERM ends the rank now.
+        """Make SIGTERM end the rank from now on. If a SIGTERM was deferred, it ends the rank now.
 
         A deferred SIGINT is kept for the next call.
         """
@@ -64,7 +67,7 @@ class DeferredSignals:
     def restore(self, call: int) -> None:
         """Restore the function's handlers.
 
-        If a SIGINT was deferred for this call, the handler of SIGINT runs here, and can raise an exception.
+        If a SIGINT was deferred for this call, `restore` runs the handler of SIGINT, which can raise an exception.
 
         Args:
             call: the number of the call. A SIGINT that was sent for an earlier call is dropped.
@@ -79,7 +82,10 @@ class DeferredSignals:
                 signal.raise_signal(signal.SIGINT)
 
     def restore_for_exit(self) -> None:
-        """Restore the handlers after the last call, and drop deferred signals. SIGTERM still ends the rank."""
+        """Restore the handlers after the last call, and drop deferred signals.
+
+        SIGTERM still ends the rank, even if the function has set a handler for SIGTERM.
+        """
         self._handlers.pop(signal.SIGTERM, None)
         self._restore_handlers()
 

@@ -2,20 +2,23 @@
 
 The watcher asks by one of two signals, because either signal works where the other one fails:
 
-- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. So this handler sees whole
-  stacks, and writes the stacks of all threads. The handler does not run while the main thread computes in C code. It also
-  does not run while the main thread waits in C code, if a signal cannot interrupt this wait.
+- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The handler in Python sees
+  complete stacks, and writes the stacks of all threads. The handler in Python does not run while the main thread computes in
+  C code. The handler in Python also does not run while the main thread waits in C code, if a signal cannot interrupt this
+  wait.
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The handler in C runs at once, even while a thread holds the
-  GIL. This handler writes only the stack of the thread that gets the signal. The watcher sends the signal to the main
-  thread. If the main thread is just entering or leaving a function, its frame is invalid. Python 3.11 to 3.13 can crash when
-  the handler reads an invalid frame (with `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 does not crash,
-  but leaves out the rest of the stack (in 4 % of the dumps).
+  GIL. The handler in C writes only the stack of the thread that gets the signal. The watcher sends NATIVE_DUMP_SIGNAL to the
+  main thread. While the main thread enters or leaves a function, the frame of this function is invalid for a moment. Python
+  3.11 to 3.13 can crash when the handler in C reads an invalid frame (in a test with `sorted(key=function)`, in 0.3 % to 6 %
+  of the dumps). When the handler in C reads an invalid frame, Python 3.14 does not crash, but leaves out the rest of the
+  stack (in 4 % of the dumps).
 
-So the watcher sends PYTHON_DUMP_SIGNAL first. If the rank does not begin to write a dump, the main thread is in C code, and
-the watcher sends NATIVE_DUMP_SIGNAL. Neither handler ever blocks. A handler leaves out what does not fit into the pipe.
+The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
+begin to write its stacks, the main thread is in C code, so the watcher also sends NATIVE_DUMP_SIGNAL. Neither handler ever
+blocks. The handlers leave out what does not fit into the pipe.
 
-The handler of PYTHON_DUMP_SIGNAL ends a system call early (EINTR), like any handler in Python. A tracer (`sys.settrace`)
-sees the handler's frames.
+The handler of PYTHON_DUMP_SIGNAL ends a system call early (EINTR), like any handler in Python. A tracer that the user has
+set (`sys.settrace`) sees the frames of the handler in Python.
 """
 
 from __future__ import annotations
@@ -45,10 +48,10 @@ _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread in the dumps.
+    """Make this rank write all its stack dumps into this pipe. Return the identifier that the main thread has in the dumps.
 
-    faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the function
-    itself enables faulthandler, the stack of a crash is written to the file that the function has chosen.
+    faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the user's
+    function enables faulthandler itself, faulthandler writes the stack of a crash to the file that the function has chosen.
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
@@ -84,25 +87,26 @@ def _enable_crash_stack(fd: int) -> None:
 class CrashFile:
     """The file into which faulthandler writes the stack of a crash.
 
-    Python deletes a CrashFile when faulthandler gets another file.
+    Python deletes a CrashFile when faulthandler gets another file, so a weak reference shows whether faulthandler still uses
+    it.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def fileno(self) -> int:
-        """Return the descriptor. faulthandler calls this once."""
+        """Return the descriptor. faulthandler calls this method once."""
         return self._fd
 
     def flush(self) -> None:
-        """Do nothing. faulthandler calls this once, and writes without a buffer."""
+        """Do nothing, because faulthandler writes without a buffer. faulthandler calls this method once."""
 
 
 class StackWriter:
-    """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, and begins with the main thread.
+    """The handler of PYTHON_DUMP_SIGNAL, which writes stacks in faulthandler's format, first the stack of the main thread.
 
-    A StackWriter leaves out the middle of a deep stack. It keeps the outermost frames, because these show whether the rank
-    is loading its call or running the function.
+    A StackWriter leaves out the middle of a deep stack. A StackWriter keeps the outermost frames, because these frames show
+    whether the rank is loading its call or running the function.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:

@@ -1,12 +1,12 @@
 """Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
-A rank starts with a pipe to the watcher as its stderr. So the watcher can read the output of an interpreter that fails
-before the rank is ready. `move_stderr` then replaces stderr with the stream that the caller wants. From then on the pipe is
-only for stack dumps.
+When a rank starts, its stderr is a pipe, from which the watcher can read what the interpreter prints if the start fails.
+When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller wants. After `move_stderr`,
+the rank uses the pipe to the watcher only for stack dumps.
 
-If stdout is a pipe or a file, Python and C write to stdout in blocks. Then the watcher would read lines late, and would
-never get the last block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does
-on a terminal.
+If stdout is a pipe or a file, Python and C write to stdout in blocks, not in lines. If stdout were written in blocks, the
+watcher would read lines late, and would never get the last block of a rank that is killed. `flush_at_newline` makes stdout
+flush at the end of each line, as it does on a terminal.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def move_stderr(stderr_fd: int) -> bytes:
 
 
 def leave_terminal() -> None:
-    """Give up the controlling terminal, if there is one. Open descriptors of the terminal still work.
+    """Give up the controlling terminal, if there is one. Descriptors of the terminal that are already open still work.
 
-    A rank is in a background process group of the terminal. If such a rank reads from /dev/tty, the kernel stops the rank by
-    SIGTTIN without a message. Without a controlling terminal, the rank cannot open /dev/tty, and gets an error.
+    A rank is in a background process group of the terminal. If a process of a background process group reads from /dev/tty,
+    the kernel stops this process by SIGTTIN without a message. Without a controlling terminal, the rank cannot open
+    /dev/tty, and gets an error.
     """
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)

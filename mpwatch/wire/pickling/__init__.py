@@ -1,1 +1,1 @@
-"""Pickle calls and return values. Large buffers are stored beside the pickles, not in them."""
+"""Pickle calls and return values. Large buffers, such as the data of arrays, are stored beside the pickles."""

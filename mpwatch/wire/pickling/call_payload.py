@@ -4,21 +4,24 @@
     section:      [ object ][ definitions for __main__ ]...[ {} ][ sources ]
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
-The pickle memo of the first section is also used for each part. So an object of the first section is not pickled again in a
-part. A rank loads the first section, and then its own part. A part contains one rank's values of the arguments that differ
-between ranks. The memo for a part does not contain the objects of other parts.
+The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each further section,
+called a part, contains one rank's values of the arguments that differ between ranks. A rank loads only the first section of
+the bundle and its own part. An object that the first section contains is not pickled again in a part. A part never refers to
+an object of another part, because a rank loads only its own part.
 
-A rank does not import `__main__`, so functions and classes of `__main__` are pickled by value (pickler.py). The rank adds
-these functions and classes to its own module `__main__`. The dictionary of that module also serves as the globals of these
-functions. So plain pickle, torch.save and DataLoader workers find the functions and classes in `__main__` by name.
+A rank does not import the caller's `__main__`, so the functions and classes of this module are pickled by value, that is
+with their code (pickler.py). The rank adds the functions and classes of the caller's `__main__` to its own module
+`__main__`. The rank's own `__main__` also contains the global variables of functions from the caller's `__main__`. Because
+the caller's functions and classes are in the rank's `__main__`, plain pickle, torch.save and DataLoader workers find them by
+name.
 
-Most calls use only functions from importable modules. Such functions are pickled by name. `PlainPickler` pickles such a call
-without cloudpickle, whose import (25 ms) takes longer than all other work of the watcher. `PlainPickler` raises an exception
-if it finds an object that is defined in `__main__`. Then CallPickler (pickler.py) pickles the call, because CallPickler can
-also pickle objects of `__main__`.
+Most calls use only functions from importable modules, and mpwatch pickles these functions by name. `PlainPickler` does not
+use cloudpickle, because the import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call.
+`PlainPickler` raises an exception if it finds an object that is defined in `__main__`. If `PlainPickler` fails, CallPickler
+(pickler.py) pickles the call, because CallPickler can also pickle objects of `__main__`.
 
-Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
-`_SpawnPopenStub` takes the place of the spawned process, and duplicates the descriptors of such objects.
+Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process. While
+mpwatch pickles a call, `_SpawnPopenStub` acts as the spawned process, and duplicates the descriptors in the arguments.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class Call:
 
 
 class Payload:
-    """A pickled call. It owns two things: the bundle with the pickled bytes, and copies of the descriptors in the arguments.
+    """A pickled call. A payload owns the pickled bytes of the call, and duplicates of the descriptors in the arguments.
 
     Close the payload when no rank needs it any more. A payload also closes itself when it is garbage-collected.
     """
@@ -92,7 +95,7 @@ class Payload:
 
     @property
     def body(self) -> bytes:
-        """The body of the message. It is empty if the bundle is in a file."""
+        """The bytes of the bundle, or b"" if the bundle is in a file."""
         return self._bundle.body
 
     @property
@@ -102,9 +105,9 @@ class Payload:
         return [*([] if file is None else [file.fileno()]), *self._fds]
 
     def duplicate_fd(self, fd: int) -> int:
-        """Keep a duplicate of this descriptor, and return its index.
+        """Duplicate this descriptor for the ranks, and return the index of the duplicate among all duplicates.
 
-        The duplicate is necessary, because the caller can close the original descriptor before the last rank has started.
+        A duplicate is necessary, because the caller can close the original descriptor before the last rank has started.
         """
         self._fds.extend(map(os.dup, [fd]))  # one call of C code, in which no signal handler can run and leak the descriptor
         return len(self._fds) - 1
@@ -118,16 +121,16 @@ class Payload:
 
 
 class FdPlaceholder:
-    """A placeholder for a descriptor that is in the arguments.
+    """A placeholder for a descriptor in the arguments of a call.
 
-    In the rank, `detach` returns a duplicate of the descriptor.
+    In the rank, `detach` returns a duplicate of the descriptor that the placeholder stands for.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     def detach(self) -> int:
-        """Return a duplicate of the descriptor, which the caller of `detach` must close."""
+        """Return a duplicate of the descriptor. The caller of `detach` must close the duplicate."""
         return os.dup(_received_fds[self.index])
 
 
@@ -141,7 +144,7 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """While a call is pickled for all ranks, this object takes the place of the Popen object of a new process.
+    """While a call is pickled, multiprocessing uses this object as if it were the Popen object of a new process.
 
     os_support/cpython_private.py describes what multiprocessing expects of this object.
     """
@@ -168,7 +171,7 @@ class _SpawnPopenStub:
 
 
 def pack(call: Call) -> Payload:
-    """Pickle a call. Raises OSError and whatever pickling raises. If pickling fails, all descriptors are closed."""
+    """Pickle a call. Raises OSError and whatever pickling raises."""
     if _can_try_plain_pickler(call.fn):
         try:
             return _pack(call, _dump_plain)
@@ -194,7 +197,7 @@ def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
 
 
 def probe(obj: object) -> None:
-    """Pickle an object in the same way as `pack`, and discard the pickle. Raises what pickling raises."""
+    """Pickle an object like `pack`, but only to find out whether this object can be pickled. Raises what pickling raises."""
     from mpwatch.wire.pickling.pickler import CallPickler
 
     with _SpawnPopenStub(lambda _: 0):
@@ -202,7 +205,7 @@ def probe(obj: object) -> None:
 
 
 class PlainPickler(pickle.Pickler):
-    """Pickles functions and classes by name. It raises an exception if a function or class is defined in `__main__`.
+    """Pickles functions and classes by name, and raises an exception if one of them is defined in `__main__`.
 
     Args:
         bundle: the bundle that receives the pickle.
@@ -237,7 +240,7 @@ def _collect_reducers() -> dict[type, Any]:
 
 
 def _can_try_plain_pickler(fn: object) -> bool:
-    """Return whether to try `PlainPickler` for a call of this function."""
+    """Return whether `PlainPickler` might be able to pickle a call of this function."""
     if getattr(fn, "__module__", None) == "__main__":
         return False
     cloudpickle = sys.modules.get("cloudpickle")
@@ -290,9 +293,9 @@ def _dump_sections(
 
 
 def _pickle_main_description(main: Any) -> bytes:
-    """Return the pickle of some attributes of `__main__`.
+    """Return a pickle of the attributes of `__main__` that ranks need, such as `__file__`.
 
-    The workers of a DataLoader need these attributes to find the script.
+    The workers of a DataLoader need the attributes of `__main__` to find the script of the program.
     """
     global _main_description
     description = _describe_main(main)
@@ -316,7 +319,7 @@ def _describe_main(main: Any) -> dict[str, Any]:
 
 
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
-    """In a rank: unpickle a call, and close its descriptors. Raises OSError and whatever unpickling raises.
+    """In a rank: unpickle a call, and close the descriptors of the call. Raises OSError and whatever unpickling raises.
 
     Args:
         body: the body of the message.
@@ -349,7 +352,11 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
 
 
 def _load_section(unpickler: pickle.Unpickler) -> Any:
-    """Load the object of a section. Add the definitions in the section to `__main__`, and the sources to `linecache`."""
+    """Unpickle a section of the bundle, and return its object.
+
+    Add the functions and classes in the section to the rank's `__main__`, and add the source lines in the section to
+    `linecache`.
+    """
     content = unpickler.load()
     while names := unpickler.load():
         vars(sys.modules["__main__"]).update(names)
@@ -375,7 +382,10 @@ def is_unpacking(thread: threading.Thread) -> bool:
 
 
 def _load_main_description(stream: Any) -> None:
-    """Set the attributes of `__main__`. Unpickle the attributes only if they differ from those of the previous call."""
+    """Give the rank's `__main__` some attributes of the caller's `__main__`.
+
+    Unpickle the attributes of `__main__` only if they have changed since the previous call.
+    """
     global _main_description
     description, packed = _main_description
     if not packed or stream.read(len(packed)) != packed:

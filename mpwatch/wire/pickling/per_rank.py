@@ -12,8 +12,8 @@ class PerRank(Generic[T]):
     """An argument of a call with one value for each rank: rank i gets `values[i]`.
 
     Any positional or keyword argument of `mpwatch.run` and `WorkerGroup.run` can be a PerRank. A PerRank cannot be inside
-    another argument, such as a list. Each rank unpickles only its own value. Large arrays and tensors are not copied for
-    each rank.
+    another argument, such as a list. Each rank unpickles only its own value of the PerRank. All ranks read large arrays and
+    tensors from one shared file, so mpwatch makes no copy for each rank.
 
     Args:
         values: one value for each rank, in the order of ranks. In a job of several nodes, pass one value for each rank of
@@ -33,8 +33,9 @@ class PerRank(Generic[T]):
 
 
 def refuse_per_rank(_: PerRank[Any]) -> NoReturn:
-    """Raise TypeError. Picklers of calls use this function as the reducer of PerRank.
+    """Raise TypeError, because a PerRank was found inside another argument of a call, such as a list.
 
-    A pickler sees a PerRank only if the PerRank is inside another value.
+    The pickler of a call uses this function for each PerRank. A PerRank that is itself an argument never reaches the
+    pickler.
     """
     raise TypeError("a PerRank must itself be one of args or kwargs, not a part of another value")

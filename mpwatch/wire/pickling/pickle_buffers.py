@@ -1,18 +1,21 @@
-"""Pickle bundles contain pickles and their large buffers. A small bundle is a bytes object.
+"""A pickle bundle contains pickles, and the large buffers of the pickled objects. A small bundle is a bytes object.
 
 A large bundle is an anonymous file.
 
     [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
                                         `-- each buffer begins a new page
 
-The pickles before the first part are for all receivers (the common pickles). A bundle can also have parts. A part consists
-of pickles for only one receiver. The trailer has the number of buffers, the number of parts, and a magic number.
+A bundle begins with the common pickles, which are for all receivers. A bundle can also have parts. A part consists of
+pickles for only one receiver. The trailer at the end of the bundle contains the number of buffers, the number of parts, and
+a magic number.
 
-In the sender, pickle writes directly into the bundle. The receiver maps the file into memory. Unpickled arrays, tensors and
-memoryviews use the memory of that mapping. All receivers share the pages of the file. If a process writes to a page, the
-kernel copies the page for this process. A page is freed when no process uses it.
+In the sending process, pickle writes its output directly into the bundle. The receiver of a large bundle maps the bundle's
+file into memory. When large arrays, tensors and memoryviews are unpickled, they are not copied out of the mapped file. All
+receivers share the memory pages of the bundle's file. If a receiver writes to a page of the file, the kernel copies the page
+for this receiver. The kernel frees the memory of a bundle's file when no process uses the file.
 
-This module runs in the watcher and in the ranks. Modules that only large bundles need are imported inside functions.
+This module runs in the watcher and in the ranks. Some modules are imported inside functions, because only large bundles need
+these modules.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ PLAIN_TRAILER = TRAILER.pack(0, 0, MAGIC)  # of a bundle that has neither buffer
 
 
 class PickleBundle:
-    """A bundle to which pickle writes. After `finish`, the bundle is in `body`, or in `file` if `body` is empty.
+    """A bundle into which pickle writes. After `finish`, the bundle is in `body`, or in `file` if `body` is empty.
 
     The bundle owns the file, and closes it when the bundle is garbage-collected.
 
@@ -63,7 +66,7 @@ class PickleBundle:
         self._small = bytearray()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write bytes. pickle calls this method. Raises OSError."""
+        """Write bytes into the bundle. pickle calls this method. Raises OSError."""
         self._pickle_size += len(data)
         if self.file is None and len(self._small) + len(data) <= self._limit:
             self._small += data
@@ -71,7 +74,9 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether pickle must write this buffer. Return False for a large buffer, which the bundle keeps.
+        """Return whether pickle must write this buffer into the pickle.
+
+        Return False for a large buffer, because the bundle keeps large buffers and writes them after the pickles.
 
         pickle calls this method.
         """
@@ -103,7 +108,7 @@ class PickleBundle:
         return len(self.body) if self.file is None else os.fstat(self.file.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file, and release the buffers."""
+        """Close the bundle's file, and release the buffers."""
         if self.file is not None:
             self.file.close()
         self._buffers.clear()
@@ -118,10 +123,11 @@ class PickleBundle:
         return self.file.fileno()
 
     def _write_buffers(self) -> list[tuple[int, int]]:
-        """Write all buffers, and return the offset and the size of each buffer.
+        """Write all buffers into the file, and return the offset and the size of each buffer.
 
-        If several parts use the same memory, such as slices of one tensor, the memory is written only once. Buffers of the
-        common pickles, and buffers of the same part, are always written separately, because a receiver can write to them.
+        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. Two buffers
+        for the same receiver are always written separately, so that the receiver can change one buffer without changing the
+        other.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -146,14 +152,17 @@ class PickleBundle:
 
 
 def _get_address(buffer: memoryview) -> int:
-    """Return the address of the buffer's memory. If the buffer is read-only, return the id of the buffer object instead."""
+    """Return the address of the buffer's memory.
+
+    If the buffer is read-only, return the id of the buffer object instead of an address.
+    """
     import ctypes
 
     return id(buffer) if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class NullBundle:
-    """Takes the place of a bundle, and discards all bytes.
+    """Takes the place of a bundle, and discards all bytes that pickle writes.
 
     A NullBundle is used to find out whether an object can be pickled.
     """
@@ -167,10 +176,10 @@ class NullBundle:
 
 
 def map_bundle(fd: int) -> memoryview:
-    """Map the bundle in this file into memory, for `OpenBundle`. Raises OSError.
+    """Map the bundle in this file into memory, so that `OpenBundle` can read the bundle. Raises OSError.
 
-    A bundle without buffers is mapped by the module mmap. With mmap, no further module has to be imported, but a descriptor
-    stays open until the bundle is unpickled.
+    If the bundle has no large buffers, only the module mmap is used, so that ctypes need not be imported. A bundle that is
+    mapped by the module mmap keeps a descriptor open until the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -178,10 +187,10 @@ def map_bundle(fd: int) -> memoryview:
 
 
 class OpenBundle:
-    """A bundle for an unpickler, for example `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
+    """A bundle from which an unpickler reads, for example `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
 
-    An unpickler first loads the common pickles, which are for all receivers. After `open_part` the same unpickler loads the
-    pickles of one part. Raises ValueError if the data are not a bundle.
+    The unpickler first loads the common pickles, which are for all receivers. After a call of `open_part`, the same
+    unpickler loads the pickles of one part. Raises ValueError if the data are not a bundle.
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:
@@ -210,7 +219,7 @@ class OpenBundle:
         return len(self._parts)
 
     def open_part(self, number: int) -> None:
-        """Make the unpickler continue with this part.
+        """Make the unpickler read this part next.
 
         The unpickler must already have loaded all common pickles, and no other part.
         """
@@ -223,7 +232,7 @@ class OpenBundle:
 class BundleReader:
     """A file-like object that reads from memory.
 
-    From an mmap object, which has no `readinto`, pickle would copy all bytes twice.
+    An mmap object has no `readinto`, so pickle would copy all bytes twice if it read from an mmap object.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -245,7 +254,7 @@ class BundleReader:
     def readinto(self, target: memoryview) -> int:
         """Fill this memory with the next bytes.
 
-        Return the number of bytes, which is less than the memory's size only at the end of the data.
+        Return the number of bytes read, which is less than the size of `target` only at the end of the data.
         """
         taken = self._take(len(target))
         target[: len(taken)] = taken
@@ -281,7 +290,9 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 
 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
-    """A `dispatch_table` that is filled when pickle first looks up a class. For most calls, pickle looks up no class.
+    """The `dispatch_table` of a pickler, which is filled when the pickler looks up a class for the first time.
+
+    For most calls, pickle looks up no class, so the reducers are never collected.
 
     Args:
         collect: the function that returns the reducers.

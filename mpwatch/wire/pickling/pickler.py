@@ -1,6 +1,6 @@
 """Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank.
 
-Both use torch's reducers (reducers.py). CallPickler also uses the reducers that multiprocessing has registered.
+Both picklers use torch's reducers (reducers.py). CallPickler also uses the reducers that multiprocessing has registered.
 """
 
 import functools
@@ -59,7 +59,7 @@ class _ClassPickler(cloudpickle.Pickler):
 def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
     """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
 
-    If the other program sends a class back, the class is unpickled as the original class object.
+    If the other program sends a class back, this program gets its original class object.
 
     Args:
         value: the value to pickle.
@@ -71,9 +71,9 @@ def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Reduce a code object like cloudpickle, but keep its file name.
+    """Pickle a code object like cloudpickle, but keep the file name in the code object.
 
-    cloudpickle 3.1.3 uses the name "<dynamic-code>" instead.
+    cloudpickle 3.1.3 replaces the file name of a code object by "<dynamic-code>".
     """
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
@@ -95,7 +95,7 @@ def _find_defining_module(cls: type) -> ModuleType | None:
 def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
     """Move `__slots__` into the namespace from which the class is created.
 
-    In a class that already exists, `__slots__` would have no effect.
+    Setting `__slots__` has no effect when the class already exists.
     """
     _, _, _, namespace, *_ = make_args
     namespace["__slots__"] = attributes.pop("__slots__")
@@ -136,7 +136,7 @@ class CallPickler(_ClassPickler):
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """Pickle a function with the decorator lru_cache by value, because its name does not exist in the rank yet."""
+        """Pickle by value a function that has the decorator lru_cache, because the rank does not know the function yet."""
         name = obj.__qualname__
         if self.main.get(name) is obj:
             self.main_definitions[name] = obj
@@ -175,7 +175,7 @@ class AnswerPickler(_ClassPickler):
 def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
     """Return the top-level name in `__main__` under which pickle finds this function or class.
 
-    Return None if pickle would find nothing.
+    Return None if pickle would not find the function or class in `__main__`.
     """
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
@@ -187,9 +187,9 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
 
 
 class _MainGlobals(dict[str, Any]):
-    """The globals of functions that `__main__` defines. In a rank, cloudpickle would create new globals for these functions.
+    """Makes functions of the caller's `__main__` use the global variables of the rank's `__main__`.
 
-    Because of this class, cloudpickle uses the globals of the rank's `__main__` instead.
+    Without this class, cloudpickle would create separate global variables in the rank for functions of `__main__`.
     """
 
     def __reduce__(self) -> Any:

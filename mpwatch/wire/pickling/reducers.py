@@ -1,7 +1,7 @@
-"""Reducers that multiprocessing and torch have registered for spawned processes.
+"""Reducers that multiprocessing and torch have registered for sending objects to spawned processes.
 
 A reducer is a function that reduces an object, such as a socket or a tensor, to values that can be pickled. This module runs
-in the watcher. It imports only modules that are already loaded.
+in the watcher. This module imports only modules that are already loaded.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def multiprocessing_reducers() -> Reducers:
 
 
 def torch_reducers() -> Reducers:
-    """Return the reducers for torch's classes. These reducers share a tensor only if the tensor is already in shared memory.
+    """Return the reducers for torch's classes. The reducers share a CPU tensor only if it is already in shared memory.
 
     torch's own reducers would move every CPU tensor of the caller into shared memory.
     """

@@ -1,9 +1,9 @@
 """Pickle a rank's return value as a bundle, and parts of the rank's exceptions as bytes. The watcher unpickles both.
 
-The bundle has two pickles: the name of the value's type, and the value.
+The bundle of a return value has two pickles: the name of the value's type, and the value.
 
-If a function or class came from the caller's `__main__`, the rank sends it back by name. So the caller gets its original
-object back. If only cloudpickle can pickle a function or class, the rank sends it by value.
+If a function or class came from the caller's `__main__`, the rank sends it back by name, so that the caller gets its
+original object. If only cloudpickle can pickle a function or class, the rank sends it by value.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def pack_none() -> bytes:
 
 
 def probe(value: Any) -> None:
-    """Pickle a value in the same way as `pack`, and discard the pickle. Raises what pickling raises."""
+    """Pickle a value like `pack`, but only to find out whether this value can be pickled. Raises what pickling raises."""
     _make_pickler(NullBundle()).dump(value)
 
 
 def open_value(bundle: bytes | memoryview) -> tuple[str, pickle.Unpickler]:
     """Return the name of the value's type, and an unpickler whose `load` rebuilds the value. The watcher calls this.
 
-    `load` runs code of the value's classes, and raises what this code raises.
+    The unpickler's `load` runs code of the value's classes, and raises what this code raises.
     """
     opened = OpenBundle(bundle)
     unpickler = _AnswerUnpickler(opened.stream, buffers=opened.buffers)
@@ -82,7 +82,7 @@ def dumps(part: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Unpickle a part of an exception. This runs code of the part's classes, and raises what this code raises."""
+    """Unpickle a part of an exception. `loads` runs code of the part's classes, and raises what this code raises."""
     import io
 
     return _AnswerUnpickler(io.BytesIO(data)).load()
@@ -122,7 +122,7 @@ def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return the reducers for tensors. Return an empty dict if torch is not loaded."""
+    """Return the reducers for torch's tensors. Return an empty dict if torch is not loaded."""
     if "torch.storage" not in sys.modules:
         return {}
     from mpwatch.wire.pickling.torch_storages import reducers
@@ -133,8 +133,9 @@ def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
 class _AnswerUnpickler(pickle.Unpickler):
     """An unpickler that does not change the caller's classes.
 
-    If the rank sends back a class that was sent to it by value, cloudpickle finds the caller's original class. Without this
-    unpickler, cloudpickle would then replace the attributes and methods of that class with those from the rank.
+    If the rank sends back a class that the caller has sent by value, cloudpickle finds the caller's original class. Without
+    this unpickler, cloudpickle would replace the attributes and methods of the caller's class with those that the rank has
+    sent.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,10 +1,10 @@
-"""Pickle torch's tensors. The memory of a storage is written into the bundle once, even if many tensors are views of it.
+"""Pickle torch's tensors. The memory of a torch storage is pickled only once, even if many tensors are views of the storage.
 
 When torch pickles a tensor as a view of its storage, it creates a new Python object for the storage each time. In this
-module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. So tied weights
-stay tied, and a slice stays a view of its tensor.
+module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because the memory
+is pickled only once, tied weights stay tied, and a slice stays a view of its tensor.
 
-This module imports torch. So import this module only if torch is loaded, or if a tensor is unpickled.
+This module imports torch, so other modules import this module only if torch is loaded, or if a tensor is unpickled.
 """
 
 import ctypes
@@ -31,7 +31,10 @@ Reducer = Callable[[Any], Any]
 
 
 def reducers() -> dict[type, Reducer]:
-    """Return reducers for one pickler. If a tensor or storage is not on the CPU, torch's own `__reduce_ex__` pickles it."""
+    """Return reducers for torch's tensors and storages. Each pickler needs its own reducers.
+
+    If a tensor or storage is not on the CPU, torch's own `__reduce_ex__` pickles it.
+    """
     memories: dict[int, _StorageMemory] = {}
 
     def reduce_typed(storage: Any) -> Any:
@@ -50,7 +53,7 @@ def reducers() -> dict[type, Reducer]:
 
 
 def share_or_copy(share: Reducer, copy: Reducer) -> Reducer:
-    """Return a reducer that calls `share` for an object in shared memory, and `copy` for any other object."""
+    """Return a reducer that calls `share` for an object in shared memory or on a GPU, and `copy` for any other object."""
 
     def reduce(obj: Any) -> Any:
         return share(obj) if _is_shared(obj) else copy(obj)
@@ -72,9 +75,9 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace arguments from which torch could not rebuild the tensor.
+    """Replace those arguments from which torch could not rebuild the tensor when it is unpickled.
 
-    Only tensors of torch's newer dtypes, such as float8 and uint16, have such arguments.
+    Only tensors of torch's newer dtypes, such as float8 and uint16, have arguments that must be replaced.
     """
     if rebuild is rebuild_tensor_v3:
         storage, *rest = args
@@ -86,9 +89,9 @@ def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _StorageMemory:
-    """The memory of one storage. This object keeps the storage alive while the pickler exists.
+    """The memory of one torch storage. A _StorageMemory keeps its storage alive while the pickler exists.
 
-    It is unpickled as an UntypedStorage.
+    A _StorageMemory is unpickled as an UntypedStorage.
     """
 
     def __init__(self, storage: Any) -> None:

@@ -1,11 +1,11 @@
-"""Find the part of an object that cannot be pickled, and the path to this part, such as "args[0].model.lock".
+"""Find out which part of an object cannot be pickled, and the path to this part, such as "args[0].model.lock".
 
-This module runs in the watcher or in a rank, after a failure. The search goes from the object to its parts, as pickle does.
-If a part cannot be pickled, the search continues with the parts of this part. The search ends at an object whose parts can
-all be pickled.
+This module runs in the watcher or in a rank, after a failure. The search goes from the object to the parts of the object, as
+pickle does. If a part cannot be pickled, the search continues with the parts of this part. The search ends at an object
+whose parts can all be pickled.
 
-Parts can form a cycle. For example, a trainer refers to a callback that refers back to the trainer, and neither of them can
-be pickled. The search blames a part of a cycle only if there is no other object to blame.
+Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If a cycle
+cannot be pickled, the search reports an object of the cycle only if no other object is the cause.
 """
 
 import functools
