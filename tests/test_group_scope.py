@@ -102,6 +102,18 @@ def test_if_all_ranks_are_lost_all_are_restarted(group, caplog):
     assert restarts[0].startswith("all ranks are restarted: not all of them survived the last call: rank ")
 
 
+def test_a_call_restarts_no_rank_if_another_call_has_restarted_all(group):
+    """The first call has found a lost rank, and then all ranks are lost. The second call closes the watcher thread."""
+    pids_of(group)
+    closed = group._ranks._watcher_thread
+    with pytest.raises(RunFailedError):
+        group.run(kill_own_process)
+    later = pids_of(group)
+    group._ranks._restart_lost_ranks(closed, [0])
+    assert pids_of(group) == later
+    assert restart_counts(group) == [1, 1, 1]
+
+
 def test_a_rank_that_raises_stays_alive_and_so_do_the_others(group):
     pids = pids_of(group)
     with pytest.raises(RunFailedError) as caught:

@@ -335,8 +335,9 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
     assert caught.value.result.state is WorkerState.STOPPED
     assert "hold_on" in caught.value.result.stacks[0]
     assert received == [signal.SIGUSR1]
-    begin = "ranks 0-1 had not returned within stop_timeout=0.1 s, at step 0 in "
-    assert re.fullmatch(begin + r"\w+ \(stop_functions.py:\d+ in hold_on: event.wait\(\)\)", caplog.messages[-1])
+    # on a busy machine, only one rank may have come to the line that waits
+    begin = r"ranks 0-1 had not returned within stop_timeout=0\.1 s(, |: rank 0, )at step 0 in "
+    assert re.match(begin + r"\w+ \(stop_functions\.py:\d+ in ", caplog.messages[-1])
 
 
 def test_ranks_that_do_not_return_in_time_exceed_a_timeout():

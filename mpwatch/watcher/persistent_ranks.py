@@ -274,18 +274,19 @@ class PersistentRanks:
         """
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
-        counts = {worker.rank: worker.restart_count for worker in self.workers}
-        setups = []
-        with open_standard_descriptors():
+        with open_standard_descriptors(), self._lock:
+            if self._watcher_thread is not watcher_thread:  # all ranks were lost, and another call has closed it
+                return
+            counts = {worker.rank: worker.restart_count for worker in self.workers}
+            setups = []
             for rank in ranks:
                 reason = self._loss_reasons.pop(rank, "it was lost while it had no call")
                 log_now(logging.WARNING, "rank %d is restarted: %s", rank, reason)
                 setups += run_until_handler_raises(partial(watcher_thread.prepare_restart, [rank], counts[rank] + 1))
-        with self._lock:
             self._restart_count += len(ranks)
             workers = (*self.workers, *(setup.worker for setup in setups))  # a later Worker replaces an earlier one
             self.workers = tuple({worker.rank: worker for worker in workers}.values())
-        watcher_thread.commands.post(StartLostRanks(setups))
+            watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call.
