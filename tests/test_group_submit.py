@@ -282,9 +282,9 @@ def test_a_forgotten_handle_and_a_handle_that_outlives_its_group(eventually):
     handle = group.submit(functions.rank)
     assert list(handle.result(60)) == [0]
     pids = pids_of(group)
-    with pytest.warns(ResourceWarning):
+    with pytest.warns(ResourceWarning):  # noqa: PT031  the thread of the call may keep the group for a moment
         del group  # the handle does not keep its ranks
-    eventually(lambda: not any(thread.name.startswith("mpwatch") for thread in threading.enumerate()))
+        eventually(lambda: not any(thread.name.startswith("mpwatch") for thread in threading.enumerate()))
     assert not any(map(is_alive, pids))
     assert list(handle.result(0)) == [0]
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import mpwatch
 from mpwatch.results.failure import add_summary
+from mpwatch.results.report import format_stopped_by_caller
 
 V = TypeVar("V")
 # If the nodes have ended in several states, the job has the first of these.
@@ -34,7 +35,7 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         stacks=_merge(result.stacks for result in results),
         collectives=_merge(result.collectives for result in results),
         helpers_oom=_first(result.helpers_oom for result in results),
-        reason=_first(result.reason for result in results),
+        reason=_choose_reason(results),
         log_dir=_first(result.log_dir for result in results),
         attempts=max((result.attempts for result in results), key=len),
         not_restarted=_first(result.not_restarted for result in results),
@@ -44,6 +45,16 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         elapsed=max(result.elapsed for result in results),
         events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
     )
+
+
+def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
+    """Return the first reason why ranks were stopped.
+
+    When the ranks of one node have ended, the driver stops the other nodes. Such nodes give as their reason only that
+    `stop()` was called. Return this reason only if no node has another one.
+    """
+    reasons = [result.reason for result in results if result.reason]
+    return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
