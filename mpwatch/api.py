@@ -65,10 +65,9 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of this process. When the first rank fails, mpwatch stops the other ranks. When `run`
-    returns or raises an exception, every rank is dead and reaped. At that time, all other processes in the Unix process
-    groups of the ranks are dead and reaped, too. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends this process
-    and the ranks until SIGCONT resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout`
-    and the other time limits.
+    returns or raises an exception, every rank is dead and reaped, and no other process is left in the Unix process groups of
+    the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends this process and the ranks until SIGCONT
+    resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -222,11 +221,11 @@ def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any)
 
 
 def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
-    """Start a run in a new thread, and return at once, while the run goes on.
+    """Start a run in a new thread, and return at once, without waiting for the run.
 
     The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
     the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. A program that ends does not
-    wait for the run: the ranks get SIGTERM, and after `grace_period` SIGKILL.
+    wait for a submitted run: the ranks get SIGTERM, and after `grace_period` SIGKILL.
 
     Args:
         fn: see `run`.

@@ -1,4 +1,4 @@
-"""The exceptions that mpwatch raises. Each class stands for one way in which a caller can react.
+"""The exceptions that mpwatch raises. Errors to which a caller can react differently have different classes.
 
     MpwatchError <-- LaunchError
                  <-- RunFailedError <-- RunTimeoutError
@@ -100,7 +100,9 @@ class RunFailedError(MpwatchError):
 
 
 class ItemFailedError(RunFailedError):
-    """An item of `mpwatch.map` failed. `__cause__` is the exception that the function raised, or None if it raised none.
+    """An item of `mpwatch.map` failed.
+
+    `__cause__` is the exception that the function raised for this item, or None if the function raised no exception.
 
     Args:
         result: everything known about the call in which the item failed.

@@ -189,12 +189,12 @@ class WorkerGroup:
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises an exception, the other ranks of the call have one second to finish. If these other ranks finish
-        within one second, all ranks stay alive. If one of these other ranks needs more than one second, all ranks of the
-        group are stopped, and all other running calls end, too. All ranks are also stopped if a rank hangs, or if a rank
-        dies during a call or between two calls. If all ranks were stopped, the next call restarts the ranks with an empty
-        `current_worker().state`, and logs a warning with the reason. With scope="worker", only the ranks of the failed call
-        are stopped and restarted.
+        If a rank raises an exception, the other ranks of the call have one second to finish. If the other ranks of the call
+        finish within one second after the exception, all ranks stay alive. If one of the other ranks of the call needs more
+        than one second, all ranks of the group are stopped, and all other running calls end, too. All ranks are also stopped
+        if a rank hangs, or if a rank dies during a call or between two calls. If all ranks were stopped, the next call
+        restarts the ranks with an empty `current_worker().state`, and logs a warning with the reason. With scope="worker",
+        only the ranks of the failed call are stopped and restarted.
 
         Args:
             fn: see `mpwatch.run`.
@@ -289,8 +289,8 @@ class WorkerGroup:
 
         Any thread can call `stacks`, both while a call runs and between calls. An observer of this group can call `stacks`,
         too. `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows
-        ranks with the same stacks together. mpwatch requests the stacks of a rank with a signal. If this signal interrupts a
-        system call of the rank (EINTR), Python repeats the system call.
+        ranks with the same stacks together. mpwatch requests the stacks of a rank with a signal. If the signal of `stacks`
+        interrupts a system call of the rank (EINTR), Python repeats the system call.
 
         Returns:
             The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
@@ -383,8 +383,8 @@ class WorkerGroup:
         If the ranks cannot make the process group, return the failed result.
 
         If several calls need the process group, only the first of these calls makes the ranks create it. `ticket` was
-        granted before. While the ranks make the process group, the call waits in the queue. When `_make_process_group`
-        returns, it is the call's turn again.
+        granted before. While all ranks make the process group, the call that uses only some ranks waits in the queue. When
+        `_make_process_group` returns, it is the turn of this call.
         """
         from concurrent.futures import CancelledError  # its import takes time
 

@@ -1,4 +1,6 @@
-"""Run one job on several nodes of a cluster, with one call of `run`. The integrations for Ray, Dask and SLURM use this code.
+"""Run one job on several nodes of a cluster, with one call of `run`.
+
+Ray, Dask and SLURM have integrations that use this code.
 
     driver, which calls `run`                                  node: a process of the engine, one for each node of the job
     -------------------------                                  -----------------------------------------------------------
@@ -17,7 +19,7 @@ Guarantees:
 - If the driver is killed, each node loses its connection to the driver, and stops its ranks within 10 seconds.
 - If the engine loses a node, the driver makes the engine start a new node in the place of the lost node. After the loss of a
   node, the remaining nodes decide whether all ranks are restarted. If all nodes are lost, the driver decides whether new
-  nodes restart the ranks (restarts.py).
+  nodes restart the ranks: see restarts.py.
 
 The nodes find one another through a store that the driver serves, so the job survives the loss of any node. The nodes must
 be able to connect to the driver.

@@ -6,14 +6,14 @@ The driver runs in the program that has called `run`.
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **joined** the job when it has met the other nodes in a rendezvous. A node that has joined starts its ranks. A
-node that starts too late to meet the other nodes does not join the job. When the first node has ended, the driver stops each
-node that has not joined, because such a node would wait for the other nodes until `join_timeout`.
+A node has **joined** the job when it has met the other nodes in a rendezvous. A node starts its ranks when it has joined the
+job. A node that starts too late to meet the other nodes does not join the job. When the first node has ended, the driver
+stops each node that has not joined, because such a node would wait for the other nodes until `join_timeout`.
 
 Guarantees:
 
-- The driver waits without limit until the first node has connected to it, unless `queue_timeout` is set.
-- The driver does not limit how long the ranks run, until the first node has ended.
+- The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
+- As long as no node has ended, the driver does not limit how long the ranks run.
 - The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
 - When a node has ended, the driver waits without limit for the node's outcome, because it takes time to send a large
   outcome.
@@ -250,7 +250,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether the driver can stop waiting, because the job is ending and no node has more to send."""
+        """Return whether the job is ending and no node has more to send, so that the driver can stop waiting."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))

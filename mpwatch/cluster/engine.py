@@ -20,8 +20,8 @@ class Engine(Protocol):
       and errors. After the start of the nodes, `describe_wait` must return at once. If `describe_wait` returns "" after the
       start of the nodes, the driver shows a text of its own.
     - `lacks_room(number: int) -> bool` returns True if the cluster has no room at present for the node with this number.
-      `lacks_room` must return at once. If `lacks_room` returns True, a job with `nodes=(min, max)` can begin without the
-      node.
+      `lacks_room` must return at once. If `lacks_room` returns True for a node, a job with `nodes=(min, max)` can begin
+      without this node.
 
     Attributes:
         address: the driver's own address, to which the nodes connect.

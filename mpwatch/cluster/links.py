@@ -1,6 +1,6 @@
 """`NodeLinks` is the driver's side of the links, the TCP connections between driver and nodes.
 
-The node's side is in node.py.
+The code for the node's side of a link is in node.py.
 
 thread "mpwatch driver"    accepts the connections of nodes
 one more for each node     puts what the node sends into the queue of messages
@@ -64,7 +64,7 @@ class NodeLinks:
         self._start_thread(self._accept)
 
     def acknowledge_output(self, number: int) -> None:
-        """Let a node send more output, after the driver has taken one of its messages with output from the queue."""
+        """Let a node send more output, after the driver has taken a message with output of this node from the queue."""
         self._output_slots[number].release()
 
     def release(self, connection: Connection) -> None:

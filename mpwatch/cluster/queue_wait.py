@@ -1,7 +1,7 @@
 """`QueueWait` measures how long a job waits until the cluster starts its first node. Pure.
 
 A job can wait for days in the queue of a cluster. By default there is no limit for the time that a job waits in the queue.
-After 10, 20, 40 and 80 seconds, and so on, a warning says what the job waits for.
+Warnings say what the job waits for: after 10 seconds, and each time that the waiting time has doubled.
 """
 
 import math

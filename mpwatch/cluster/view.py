@@ -1,4 +1,7 @@
-"""Shows the ranks of all nodes in the live view of the driver's program. Each node sends the statuses of its ranks."""
+"""Shows the ranks of all nodes in the live view of the driver's program.
+
+Each node sends the statuses of its ranks to the driver.
+"""
 
 import logging
 import math

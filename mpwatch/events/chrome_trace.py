@@ -1,7 +1,7 @@
 """`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A viewer shows each run as one process. The process of a run has one lane (a "thread") for the states of the run, and one
-lane for each rank.
+A viewer such as Perfetto shows each run as one process. The process of a run has one lane (a "thread") for the states of the
+run, and one lane for each rank.
 
 If collectives of a rank were recorded, the rank has a second lane, which shows these collectives. A collective in which the
 rank was still waiting is shown as a span. A completed collective is shown as a mark at the time of its call, because torch's

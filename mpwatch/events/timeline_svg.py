@@ -142,7 +142,7 @@ class _Picture:
 def _choose_ranks(run: Timeline) -> list[int]:
     """Return the ranks to draw, at most MAX_ROWS.
 
-    If there are more ranks, the rank that failed first is chosen first, and then the other failed ranks.
+    If a run has more than MAX_ROWS ranks, the rank that failed first is chosen first, and then the other failed ranks.
     """
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])

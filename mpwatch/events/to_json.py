@@ -16,8 +16,8 @@ def to_json(value: Any) -> Any:
     """Convert a value to data for JSON.
 
     An enum becomes its name, and an exception becomes the name of its type. A dataclass becomes a dict, and a NumPy number
-    becomes a Python number. A number that JSON cannot represent, such as infinity, becomes a text. An object of any other
-    class becomes the text of its `repr`.
+    becomes a Python number. A number that JSON cannot represent, such as infinity, becomes a text. An object for which JSON
+    has no equivalent becomes the text of its `repr`.
     """
     try:
         return _to_json(value)

@@ -64,7 +64,10 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """The number of remaining restarts. With scope="worker", the smallest number of any rank is returned."""
+        """The number of remaining restarts.
+
+        With scope="worker", each rank has its own number, and the smallest one is returned.
+        """
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
@@ -81,7 +84,8 @@ class TorchElasticEvents:
       event FAILED is recorded for a failure that is followed by a restart.
     - At the end of the run, one event with source AGENT is recorded, which describes the watcher, as torch's agent describes
       itself. The AGENT event is FAILED if the run was interrupted, or if the run failed although no rank of this node
-      failed. In all other cases the AGENT event is SUCCEEDED, even if ranks failed.
+      failed. If ranks of this node failed, the AGENT event is nevertheless SUCCEEDED, because the event describes the
+      watcher and not the ranks.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
@@ -243,7 +247,7 @@ def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -
 
 
 def _raw_error(failed: WorkerFailed) -> str:
-    """Return the text that a failed rank's error file would contain under torch's agent."""
+    """Return the text that the error file of a failed rank would contain if torch's agent had started the rank."""
     failure = failed.failure
     return json.dumps(
         {

@@ -122,8 +122,8 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    There is one CallStarted for all ranks of a call. With scope="worker", there is one CallStarted for each rank of a call.
-    If restarted ranks call the function again, there is no further CallStarted.
+    A call causes one CallStarted for all its ranks, or, with scope="worker", one CallStarted for each of its ranks. If
+    restarted ranks call the function again, there is no further CallStarted.
     """
 
 

@@ -18,13 +18,14 @@ all ranks of the dead watcher. The guardian does not depend on code in the rank,
 rank exists. The guardian also kills a rank that has closed the pipe, has joined another Unix process group or has become
 another program. The guardian needs only processes and sockets, and no other features of the operating system.
 
-Two other ways of killing the ranks are not reliable. With the kernel's death signal for children (PR_SET_PDEATHSIG), a rank
-would be killed when the thread that has started the rank ends, although the watcher's process may go on. A thread in the
-rank could not notice the death of the watcher while C code holds the GIL, or while the rank is suspended.
+Two other ways of killing the ranks after the watcher's death are not reliable. With the kernel's death signal for children
+(PR_SET_PDEATHSIG), a rank would be killed when the thread that has started the rank ends, although the watcher's process may
+go on. A thread in the rank could not notice the death of the watcher while C code holds the GIL, or while the rank is
+suspended.
 
 The guardian gets every order that the watcher has written, even if the watcher dies before the guardian reads, because a
-socket keeps the bytes. The guardian also waits for the watcher's pidfd, because a forked child of the watcher can keep the
-socket open after the watcher's death.
+socket keeps the bytes. The guardian also waits for the end of the watcher's process (pidfd), because a forked child of the
+watcher can keep the socket open after the watcher's death.
 """
 
 import os

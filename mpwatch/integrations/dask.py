@@ -136,7 +136,7 @@ class DaskEngine:
         self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
-        """Return "" if the cluster has enough workers for the minimum number of nodes.
+        """Return "" if the cluster has enough workers for the minimum number of nodes, and otherwise what is missing.
 
         Raises LaunchError if the scheduler does not answer.
         """
@@ -322,7 +322,7 @@ def _allow_children(key: str) -> Iterator[None]:
     """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
     Python does not let a daemonic process start children, because a daemonic process does not wait for its children when it
-    ends. `_allow_children` can make an exception for ranks, because ranks end when their watcher ends.
+    ends. The process may nevertheless start ranks, because ranks end when their watcher ends.
     """
     global _was_daemon
     process = multiprocessing.current_process()

@@ -44,8 +44,8 @@ def unregister(shell: InteractiveShell) -> None:
 class RankValues(Mapping[int, Any]):
     """A mapping from each rank to the value of a cell's last expression. A notebook shows the values as a table of texts.
 
-    `values[rank]` returns numbers, texts, and lists, tuples, sets and dicts of up to 1000 numbers and texts. If the value
-    has any other type, it stays in its rank, and `values[rank]` raises LookupError.
+    `values[rank]` can be a number, a text, or a list, tuple, set or dict of at most 1000 numbers and texts. Any other value,
+    such as a tensor, stays in its rank, and `values[rank]` raises LookupError.
     """
 
     def __init__(self, values: Mapping[int, CellValue]) -> None:
@@ -122,9 +122,9 @@ class RankMagics(Magics):
             %ranks [NPROCS] [--backend B] [--preload M]
             %ranks --close
 
-        `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank stay from cell to cell,
-        until the ranks end. The value of the last expression is shown for each rank. A semicolon after the last expression
-        hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
+        `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank are kept from cell to
+        cell, until the ranks end. The value of the last expression is shown for each rank. A semicolon after the last
+        expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
             NPROCS: number of ranks. Without NPROCS, the existing ranks run the cell.
             --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.

@@ -61,8 +61,8 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     Lightning's own spawning strategies have the same limits:
 
     - You can call `fit` of a Trainer only once.
-    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. The weights of a
-      layer that the caller's module does not have do not come back to the caller, and a warning names these weights.
+    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. If the caller's
+      module lacks a layer, the weights of this layer do not come back to the caller, and a warning names these weights.
     - If a logger numbers its versions, each run makes a new version, whose number the caller's logger does not know.
     - If a rank fails, Lightning calls `on_exception` of callbacks in the caller, with the RunFailedError. If `on_exception`
       of a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`

@@ -1,7 +1,7 @@
 """A callback for Lightning's Trainer, with which all ranks save and stop at the same step.
 
-The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. A Trainer of one package accepts the
-callback even if its class is from the other package, because the callback has all methods that a Trainer calls.
+The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. A Trainer of one package also
+accepts a callback of the other package, because this callback has all methods that the Trainer calls.
 """
 
 from importlib import import_module

@@ -110,7 +110,7 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load each weight for which the caller's module has a layer into this module.
+    """Load into the caller's module each weight for which this module has a layer.
 
     If some weights were not loaded, return a list with one text that names these weights, and otherwise [].
 
