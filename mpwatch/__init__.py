@@ -1,7 +1,7 @@
 """Run a Python function on N processes, and watch these processes. See `run` and `main`.
 
-This module is the facade: it has the public names. Each name is loaded at its first use. This saves time in every rank,
-because a rank imports this package before its function runs.
+This module has the public names of mpwatch. mpwatch loads the module of a public name when a program first uses this name.
+Late loading saves time in every rank, because a rank imports mpwatch before it calls its function.
 """
 
 from importlib import import_module
@@ -114,12 +114,15 @@ def __getattr__(name: str) -> object:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Register the magics `%%ranks` and `%ranks`. IPython calls this function for `%load_ext mpwatch`."""
+    """Register the magics `%%ranks` and `%ranks`. IPython calls this function when the user enters `%load_ext mpwatch`."""
     import_module(".integrations.ipython", __name__).register(shell)
 
 
 def unload_ipython_extension(shell: object) -> None:
-    """Close the WorkerGroup of the magics, and remove the magics. IPython calls this function for `%unload_ext mpwatch`."""
+    """Close the WorkerGroup of the magics `%%ranks` and `%ranks`, and remove these magics.
+
+    IPython calls this function when the user enters `%unload_ext mpwatch`.
+    """
     import_module(".integrations.ipython", __name__).unregister(shell)
 
 

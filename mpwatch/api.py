@@ -1,7 +1,7 @@
 """`run`, `submit` and `main` make a WorkerSpec from their options, and start the run that this WorkerSpec describes.
 
-These layers lead from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
-`EventLoop`, `ProcessPool`, and the process. ARCHITECTURE.md shows them.
+`run` starts the process of a rank through these layers: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
+`EventLoop` and `ProcessPool`. ARCHITECTURE.md shows these layers.
 """
 
 import sys
@@ -64,10 +64,10 @@ def run(
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
-    Every rank is a child process of this process. At the first failure the other ranks are stopped. When `run` returns or
-    raises, every rank is dead and reaped. All other processes in the Unix process groups of the ranks are dead and reaped,
-    too. If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until
-    SIGCONT. The time of the suspension does not count towards `timeout` and the other limits.
+    Every rank is a child process of this process. When the first rank fails, mpwatch stops the other ranks. When `run`
+    returns or raises an exception, every rank is dead and reaped, and no other process is left in the Unix process groups of
+    the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends this process and the ranks until SIGCONT
+    resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -221,11 +221,11 @@ def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any)
 
 
 def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
-    """Start a run in a thread of its own, and return at once.
+    """Start a run in a new thread, and return at once, without waiting for the run.
 
-    The arguments are pickled before `submit` returns. Observers, and functions in `retry_if` and `env`, are called in the
-    thread of the run. mpwatch does not handle signals for this run. If the program ends, it does not wait for the run. At
-    the end of the program the ranks get SIGTERM, and SIGKILL after `grace_period`.
+    The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
+    the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. A program that ends does not
+    wait for a submitted run: the ranks get SIGTERM, and after `grace_period` SIGKILL.
 
     Args:
         fn: see `run`.
@@ -246,7 +246,10 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
 
 def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, with the view from `make_view`. If `make_view` is None, the options choose the view."""
+    """Start a run as `submit` does, and show it in the live view that `make_view` returns.
+
+    If `make_view` is None, the option `progress` decides which live view is shown.
+    """
     from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
     __tracebackhide__ = True
@@ -259,12 +262,13 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:
-    """Call `run`. If a rank fails, print the report on stderr and exit with the status of that rank.
+    """Call `run`. If a rank fails, print the report on stderr, and end the program with that rank's exit status.
 
-    Use `main` in a program that does nothing else. The exit status comes from the rank that failed first: the status of
-    sys.exit or os._exit, 128 + n for signal n, 1 for an exception, and 124 for a timeout. In a job of several nodes, every
-    node exits with the same status, because schedulers keep the status of only one node. A node that receives a terminating
-    signal dies of this signal.
+    Use `main` only in a program whose single task is the run, because `main` ends the program after a failure. The exit
+    status comes from the rank that failed first: the status of sys.exit or os._exit, 128 + n if signal n killed the rank, 1
+    after an exception, and 124 after a timeout. In a job of several nodes, `main` exits with the same status on every node,
+    because a scheduler keeps the status of only one node. If the program on a node receives a signal such as SIGTERM, the
+    program dies of this signal.
 
     Args:
         fn: see `run`.

@@ -1,10 +1,10 @@
-"""The exceptions that mpwatch raises. There is one class for each way in which a caller can react.
+"""The exceptions that mpwatch raises. Errors to which a caller can react differently have different classes.
 
     MpwatchError <-- LaunchError
                  <-- RunFailedError <-- RunTimeoutError
                                     <-- ItemFailedError
 
-The text of an error is made from its `result` when a program needs the text.
+The text of an error is made from its `result`, but only when a program needs this text.
 """
 
 from types import TracebackType
@@ -26,11 +26,11 @@ class MpwatchError(Exception):
 
 
 class LaunchError(MpwatchError):
-    """The ranks could not be started. The text says what could not be sent, found or reached, and what you can do."""
+    """The ranks could not be started. The text of a LaunchError says what went wrong, and what you can do."""
 
 
 class RunFailedError(MpwatchError):
-    """A rank failed. The `__cause__` is the exception of the rank that failed first, if there is one.
+    """A rank failed. `__cause__` is the exception of the rank that failed first, or None if that rank raised no exception.
 
     Args:
         result: everything known about the run.
@@ -44,12 +44,12 @@ class RunFailedError(MpwatchError):
 
     @property
     def root_cause(self) -> ProcessFailure | None:
-        """The failure that came first, or None if no rank is to blame."""
+        """The failure of the rank that failed first, or None if no failure of a rank ended the run."""
         return self.result.root_cause
 
     @property
     def failures(self) -> dict[int, ProcessFailure]:
-        """The failures of all ranks that failed, by global rank."""
+        """A dict with the failure of each rank that failed, by global rank."""
         return dict(self.result.failures)
 
     @property
@@ -59,7 +59,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def fates(self) -> list[str]:
-        """Lines that say what happened to the other ranks.
+        """Lines of text that say what happened to all ranks except the rank that failed first.
 
         Several ranks can share a line, for example `ranks 0-1: stopped by the watcher …`.
         """
@@ -67,14 +67,14 @@ class RunFailedError(MpwatchError):
 
     @property
     def stacks(self) -> dict[int, str]:
-        """The stacks of the ranks that the watcher stopped, by global rank: see `RunResult.stacks`."""
+        """The stack of each rank that the watcher stopped, by global rank: see `RunResult.stacks`."""
         return dict(self.result.stacks)
 
     @property
     def exit_code(self) -> int:
         """The exit status for a program that ends because of this error.
 
-        This is the exit status of the rank that failed first, or 1 if no rank is to blame.
+        The status is that of the rank that failed first, or 1 if no failure of a rank ended the run.
         """
         return self.root_cause.exit_code if self.root_cause else 1
 
@@ -87,7 +87,7 @@ class RunFailedError(MpwatchError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
 
-        IPython shows the frames of the rank before these lines, because these frames belong to `__cause__`.
+        IPython itself shows the frames of the rank first, because the rank's exception is the `__cause__` of this error.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -95,12 +95,14 @@ class RunFailedError(MpwatchError):
         return lines
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows."""
+        """Return the HTML with which a notebook shows this error."""
         return self.result._repr_html_()
 
 
 class ItemFailedError(RunFailedError):
-    """An item of `mpwatch.map` failed. The `__cause__` is the exception that the function raised, if there is one.
+    """An item of `mpwatch.map` failed.
+
+    `__cause__` is the exception that the function raised for this item, or None if the function raised no exception.
 
     Args:
         result: everything known about the call in which the item failed.
@@ -127,7 +129,7 @@ class RunTimeoutError(RunFailedError, TimeoutError):
 
     @property
     def exit_code(self) -> int:
-        """The exit status is 124, as with the command `timeout`."""
+        """The exit status after a timeout is 124, as with the command `timeout`."""
         return TIMEOUT_EXIT_CODE
 
 
@@ -140,8 +142,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens at the line where the rank
-    raised the exception.
+    In IPython the traceback of this error ends with the frames of the rank's exception, so that `%debug` opens at the line
+    where the rank raised the exception.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:

@@ -1,4 +1,4 @@
-"""`WorkerGroup`, whose ranks stay alive for any number of calls."""
+"""A `WorkerGroup` has ranks that stay alive for any number of calls."""
 
 import os
 import threading
@@ -34,16 +34,18 @@ R = TypeVar("R")
 
 
 class WorkerGroup:
-    """A group of `nprocs` processes that stay alive. A call runs a function in all of these processes, or in some of them.
+    """A group of `nprocs` processes that stay alive.
 
-    Apart from the time of the function, a call takes less than a millisecond, because no process is started for the call.
-    Imported modules, `current_worker().state` and torch's process group are kept between calls. The ranks are started when
-    the group is made. Use the group in a `with` statement, or `close` it. If a group is not closed, its ranks end when the
-    last reference to the group is gone, or when the program ends.
+    A call of the group runs a function in all of its processes, or in some of them.
 
-    If the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The
-    time of the suspension does not count towards `timeout` and the other limits. Between calls, Ctrl-Z suspends only this
-    process.
+    A call adds less than a millisecond to the time of the function, because no process is started for the call. Imported
+    modules, `current_worker().state` and torch's process group are kept between calls. The ranks are started when the group
+    is made. Use the group in a `with` statement, or call its method `close` at the end. If a group is not closed, its ranks
+    end when the last reference to the group is gone, or when the program ends.
+
+    While the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends this process and the ranks until SIGCONT resumes them.
+    The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits. Between calls,
+    Ctrl-Z suspends this process, and not the ranks.
 
     A group can be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
     order in which they were made. Several threads can call `run` and `submit` at the same time. Calls that use different
@@ -187,11 +189,12 @@ class WorkerGroup:
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises an exception, the other ranks of the call have one second to finish. If all of them finish in this
-        time, all ranks stay alive. If a rank needs more time, all ranks of the group are stopped, and all other running
-        calls end, too. All ranks are also stopped if a rank hangs, or if a rank dies during a call or between two calls.
-        After such a failure, the next call restarts all ranks with an empty `current_worker().state`, and logs a warning
-        with the reason. With scope="worker", only the ranks of the failed call are stopped and restarted.
+        If a rank raises an exception, the other ranks of the call have one second to finish. If the other ranks of the call
+        finish within one second after the exception, all ranks stay alive. If one of the other ranks of the call needs more
+        than one second, all ranks of the group are stopped, and all other running calls end, too. All ranks are also stopped
+        if a rank hangs, or if a rank dies during a call or between two calls. If all ranks were stopped, the next call
+        restarts the ranks with an empty `current_worker().state`, and logs a warning with the reason. With scope="worker",
+        only the ranks of the failed call are stopped and restarted.
 
         Args:
             fn: see `mpwatch.run`.
@@ -229,11 +232,11 @@ class WorkerGroup:
         timeout: float | None = None,
         ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
     ) -> "CallHandle[T]":
-        """Queue a call, and return at once. The call runs in a thread of its own when its ranks are free.
+        """Queue a call, and return at once. A new thread makes the call as soon as the call's ranks are free.
 
-        Keep the arguments unchanged until the call begins, because they are pickled at that time. Observers of the group are
-        called in the thread of one of the running calls. A call in the background has no live view, and Ctrl-C does not stop
-        it. If the program ends, it stops the ranks, and does not wait for the call.
+        Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
+        mpwatch calls the observers of the group in the thread of one of the running calls. A submitted call has no live
+        view, and Ctrl-C does not stop the call. A program that ends stops the ranks, and does not wait for submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -271,7 +274,7 @@ class WorkerGroup:
         """Ask the ranks to exit normally, and wait until they have exited. A second `close` does nothing.
 
         Submitted calls that have not begun are cancelled. `close` waits for running calls. A rank that does not exit within
-        `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
+        `grace_period` is stopped. Raises RuntimeError in a process that did not make the group, such as a fork.
         """
         self._check_caller("close")
         handles = list(self._handles)
@@ -284,10 +287,10 @@ class WorkerGroup:
     def stacks(self) -> Stacks:
         """Return the stacks of all threads of each rank, which show where the rank is now. The ranks go on.
 
-        Any thread can use this method, while a call runs and between calls. An observer of this group can call `stacks`,
+        Any thread can call `stacks`, both while a call runs and between calls. An observer of this group can call `stacks`,
         too. `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows
-        ranks with the same stacks together. A rank receives the request as a signal, which interrupts a system call of the
-        rank (EINTR). Python repeats this system call.
+        ranks with the same stacks together. mpwatch requests the stacks of a rank with a signal. If the signal of `stacks`
+        interrupts a system call of the rank (EINTR), Python repeats the system call.
 
         Returns:
             The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
@@ -310,7 +313,7 @@ class WorkerGroup:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The identities of the ranks. `restart_count` of each identity is the number of restarts."""
+        """A tuple with one Worker for each rank. `restart_count` of a Worker says how often its rank was restarted."""
         return self._ranks.workers
 
     def __enter__(self) -> Self:
@@ -377,10 +380,11 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
-        If this fails, return the result.
+        If the ranks cannot make the process group, return the failed result.
 
         If several calls need the process group, only the first of these calls makes the ranks create it. `ticket` was
-        granted before. When this method returns, the call has its place in the queue again.
+        granted before. While all ranks make the process group, the call that uses only some ranks waits in the queue. When
+        `_make_process_group` returns, it is the turn of this call.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -423,7 +427,7 @@ class WorkerGroup:
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
         """Wait until no other call uses these ranks.
 
-        Then call `action` with the ticket, and return the value of `action`.
+        When the ranks are free, call `action` with the ticket of this call, and return what `action` returns.
         """
         __tracebackhide__ = True
         self._check_caller(method)
@@ -484,7 +488,11 @@ class _LockOfThread(threading.local):
 
 
 def do_nothing() -> None:
-    """Return. The ranks make torch's process group before they call this function."""
+    """Return at once.
+
+    The call of `do_nothing` makes all ranks create torch's process group, because a rank does this before it calls a
+    function.
+    """
 
 
 def _end_at_exit(handles: "set[CallHandle[Any]]", ranks: PersistentRanks) -> None:

@@ -1,4 +1,6 @@
-"""Run one job on several nodes of a cluster, from one call. The engines for Ray, Dask and SLURM share this code.
+"""Run one job on several nodes of a cluster, with one call of `run`.
+
+Ray, Dask and SLURM have integrations that use this code.
 
     driver, which calls `run`                                  node: a process of the engine, one for each node of the job
     -------------------------                                  -----------------------------------------------------------
@@ -9,18 +11,18 @@
          --------------------------- TCP: stop ------------->
     future <------------------------ the engine -------------  NodeOutcome: the node's RunResult, or an error
 
-An engine starts a function on each node, and has three methods: see `Engine`. `ThreadEngine` is an example of an engine.
+An engine is an object that starts a function on each node of a job: see `Engine`. `ThreadEngine` is an example of an engine.
 
 Guarantees:
 
-- When `run` returns or raises, the engine has ended everything that it has started.
+- When `run` returns or raises an exception, everything that the engine has started on the cluster has ended.
 - If the driver is killed, each node loses its connection to the driver, and stops its ranks within 10 seconds.
-- If the engine loses a node, the driver makes the engine start a new node in its place. The remaining nodes decide whether
-  the ranks are restarted, as in every job of several nodes. If no node remains, the driver makes this decision by the same
-  rules (restarts.py).
+- If the engine loses a node, the driver makes the engine start a new node in the place of the lost node. After the loss of a
+  node, the remaining nodes decide whether all ranks are restarted. If all nodes are lost, the driver decides whether new
+  nodes restart the ranks: see restarts.py.
 
-The driver serves the store of the rendezvous, so the job survives the loss of any node. The nodes must be able to connect to
-the driver.
+The nodes find one another through a store that the driver serves, so the job survives the loss of any node. The nodes must
+be able to connect to the driver.
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine

@@ -1,22 +1,23 @@
 """`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over.
 
-The driver runs in the calling program.
+The driver runs in the program that has called `run`.
 
     threads of NodeLinks       put what nodes send into the queue of messages (links.py)
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **joined** when it has met the other nodes in a rendezvous. Then the node starts its ranks. A node that comes too
-late for the job does not join. When one node of the job has ended, the driver stops a late node, which would otherwise wait
-until `join_timeout`.
+A node has **joined** the job when it has met the other nodes in a rendezvous. A node starts its ranks when it has joined the
+job. A node that starts too late to meet the other nodes does not join the job. When the first node has ended, the driver
+stops each node that has not joined, because such a node would wait for the other nodes until `join_timeout`.
 
 Guarantees:
 
-- The driver waits without a deadline until a node has connected, unless `queue_timeout` is set.
-- The driver sets no deadline for running ranks until the first node has ended.
-- The driver sets no deadline for nodes that wait for other nodes, because `join_timeout` limits this wait.
-- The driver sets no deadline for the outcome of a node that has ended, because it takes time to send a large outcome.
-- The job succeeds only if the outcome of every node that has ranks has arrived.
+- The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
+- As long as no node has ended, the driver does not limit how long the ranks run.
+- The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
+- When a node has ended, the driver waits without limit for the node's outcome, because it takes time to send a large
+  outcome.
+- The job succeeds only if the driver has received the outcome of every node that has ranks.
 """
 
 import logging
@@ -60,7 +61,7 @@ ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 
 @dataclass
 class _Node:
-    """A node, as the driver sees it."""
+    """What the driver knows about a node."""
 
     number: int
     hostname: str = ""
@@ -83,7 +84,7 @@ class _Node:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the node has connected."""
+        """Whether the node has connected to the driver."""
         return self.connection is not None
 
     @property
@@ -93,16 +94,16 @@ class _Node:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come from this node."""
+        """Whether the driver will receive nothing more from this node."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
     @property
     def may_hang(self) -> bool:
-        """Whether the node has begun, and has not ended."""
+        """Whether the node has connected to the driver, and has not yet announced its outcome."""
         return self.has_begun and not self.has_ended and not self.is_over
 
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
-        """Return a failure for each rank of this lost node."""
+        """Return one ProcessFailure for each rank of this lost node."""
         return [
             mpwatch.ProcessFailure(
                 rank=rank,
@@ -120,7 +121,7 @@ class _Node:
 
 
 class Driver:
-    """Starts the nodes of a job and waits for the job. `run` is called once.
+    """Starts the nodes of a job and waits until the job is over. `run` is called once.
 
     Args:
         engine: starts the nodes.
@@ -173,8 +174,9 @@ class Driver:
             store: where the nodes meet.
             may_begin_early: whether the job begins without the nodes for which the cluster has no room.
 
-        After Ctrl-C, `run` sets `interrupt`, and returns the results that have arrived, or None. If a node has returned an
-        error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
+        After Ctrl-C, `run` sets `interrupt`, and returns a result from the nodes that have sent one, or None if no node has
+        sent one. If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises
+        LaunchError.
         """
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
@@ -216,7 +218,7 @@ class Driver:
         return "" if describe is None else str(describe())
 
     def _describe_queue(self) -> str:
-        """Return what the job waits for after the nodes were started."""
+        """Return a text that says what the job waits for, after the driver has started the nodes."""
         new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
@@ -225,7 +227,7 @@ class Driver:
             log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
-        """Wait for the next message or deadline, and handle it."""
+        """Wait for the next message or the next deadline, and handle this message or deadline."""
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
         seconds = min(due_at - time.monotonic(), self._view.seconds_to_next_update(), period)
@@ -248,7 +250,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether the driver can stop waiting, because the job is ending and no node has more to send."""
+        """Return whether the job is ending and no node has more to send, so that the driver can stop waiting."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
@@ -295,9 +297,9 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """If enough nodes have come, log that they wait for more nodes.
+        """If at least the minimum number of nodes has connected, log that these nodes wait for more nodes.
 
-        If the cluster has no more room, let the job begin.
+        If the cluster has no room for more nodes, let the job begin with the nodes that have connected.
         """
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
@@ -349,7 +351,7 @@ class Driver:
         self._expect_end()
 
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
-        """If the job goes on, make the engine start another node in the place of this node."""
+        """If the job goes on after the loss of this node, make the engine start a new node in the place of the lost node."""
         node.is_lost = True
         if node.connection is not None:
             shut_down(node.connection)  # this ends a node that the engine has lost although it is alive
@@ -377,7 +379,7 @@ class Driver:
             self._begin_queue_wait()
 
     def _restart(self) -> bool:
-        """Let new nodes restart the ranks after the loss of all nodes. Return False if no restart is allowed."""
+        """After the loss of all nodes, let new nodes restart the ranks. Return False if the ranks may not be restarted."""
         restart = self._restarts.lose_all(self._losses, time.time(), time.monotonic())
         if restart is None:
             return False
@@ -391,14 +393,17 @@ class Driver:
         return True
 
     def _has_outcome(self) -> bool:
-        """Return whether the job is over, because the outcome of at least one node has arrived."""
+        """Return whether the driver has received the outcome of at least one node."""
         return any(node.outcome is not None and not node.is_lost for node in self._nodes.values())
 
     def _count_running(self) -> int:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
 
     def _expect_end(self) -> None:
-        """Set a deadline for the other nodes, because one node has ended. Stop nodes that came too late for the job."""
+        """When one node has ended, set a deadline by which the other nodes must end.
+
+        Stop connected nodes that have not joined the job.
+        """
         if self._is_stopping:
             return
         self._deadline = min(self._deadline, time.monotonic() + self._end_seconds)
@@ -413,7 +418,7 @@ class Driver:
             self._stop_node(node)
 
     def _give_up(self) -> None:
-        """Stop waiting for the nodes that were stopped."""
+        """Do not wait any longer for nodes that were stopped and have not ended."""
         self._is_given_up = True
         for node in self._nodes.values():
             if node.outcome is None and not node.is_lost:
@@ -431,7 +436,7 @@ class Driver:
             node.is_lost = True
 
     def _make_result(self) -> mpwatch.RunResult[Any] | None:
-        """Return the result of the job. Return None if no node has returned a result before Ctrl-C."""
+        """Return the result of the job. Return None if Ctrl-C came before any node had returned a result."""
         results, errors, late_errors = [], [], []
         for node in self._nodes.values():
             if isinstance(node.outcome, mpwatch.RunResult):
@@ -514,7 +519,11 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 
 
 def _summarize(error: BaseException) -> str:
-    """Return an engine's error in one line. A RayTaskError of Ray contains the exception that the node raised."""
+    """Return a text of one line that describes an engine's error.
+
+    If the error has an attribute `cause`, as Ray's RayTaskError has, describe this cause, which is the exception that the
+    node raised.
+    """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
         return summarize_exception(cause)
@@ -523,9 +532,9 @@ def _summarize(error: BaseException) -> str:
 
 
 def _find_end_of_traceback(text: str) -> list[str]:
-    """Return the part of an error's text after the last frame of the traceback.
+    """Return the lines of an error's text that come after the last frame of a traceback in this text.
 
-    The text of Ray's RuntimeEnvSetupError ends with the reason.
+    For example, the text of Ray's RuntimeEnvSetupError names the reason after a traceback.
     """
     _, has_frames, end = text.rpartition('\n  File "')
     lines = end.splitlines()[1:] if has_frames else []

@@ -11,15 +11,17 @@ from mpwatch.wire.pickling.pickler import pack_by_value
 
 
 class Engine(Protocol):
-    """Starts functions on nodes. The driver's thread calls the methods of an engine.
+    """Starts functions on nodes. The thread that runs the driver calls the methods of an engine.
 
     An engine may also have two other methods:
 
-    - `describe_wait() -> str` returns what the job waits for, such as "the cluster has 1 free node for 2 nodes of the job".
-      The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings and errors. After the
-      start of the nodes, `describe_wait` must return at once. It may then return "", and the driver shows a text of its own.
-    - `lacks_room(number: int) -> bool` returns True if the cluster has no room for this node at present. This method returns
-      at once. If `lacks_room` returns True, a job with `nodes=(min, max)` can begin without this node.
+    - `describe_wait() -> str` returns a text that says what the job waits for, such as "the cluster has 1 free node for 2
+      nodes of the job". The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings
+      and errors. After the start of the nodes, `describe_wait` must return at once. If `describe_wait` returns "" after the
+      start of the nodes, the driver shows a text of its own.
+    - `lacks_room(number: int) -> bool` returns True if the cluster has no room at present for the node with this number.
+      `lacks_room` must return at once. If `lacks_room` returns True for a node, a job with `nodes=(min, max)` can begin
+      without this node.
 
     Attributes:
         address: the driver's own address, to which the nodes connect.
@@ -28,13 +30,15 @@ class Engine(Protocol):
     address: str
 
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
-        """Execute `call()` once, in a process on a node of its own. Return a future of the outcome.
+        """Execute `call()` once, in a process on a node that no other call uses.
 
-        If no node is free now, `call` is executed later. If the engine loses the node or the process, the future gets an
-        exception. The driver waits without limit for the outcome of a node that has ended, because large results take time.
-        So the engine must notice when an outcome is lost.
+        Return a future of the NodeOutcome that `call` returns.
 
-        cloudpickle can pickle `call`. This method returns at once.
+        If no node is free now, `call` is executed later. If the engine loses the node or the process that executes `call`,
+        the engine sets an exception in the future. The engine must notice when an outcome is lost, because the driver waits
+        without limit for the outcome of a node that has ended.
+
+        cloudpickle can pickle `call`. `start` must return at once, and not wait for `call`.
 
         Args:
             call: what the node does.
@@ -42,7 +46,10 @@ class Engine(Protocol):
         """
 
     def cancel(self, number: int) -> None:
-        """End the call of this node at once, or remove the call if it has not begun. If the call has ended, do nothing."""
+        """End the call on the node with this number at once, or remove the call if it has not begun.
+
+        If the call has ended, do nothing.
+        """
 
     def close(self) -> None:
         """End all calls, and release all resources of the cluster that the engine holds."""
@@ -52,8 +59,9 @@ class Engine(Protocol):
 class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    An object whose class is defined in the driver's program has the same class when it comes back, because cloudpickle
-    recognizes the classes that it has sent. Large arrays are kept outside the pickle, so that an engine need not copy them.
+    If a node returns an object of a class that the driver's program defines, the driver gets an object of the same class,
+    because cloudpickle recognizes a class that it has sent to the node. A NodeOutcome keeps large arrays outside its pickle,
+    so that an engine need not copy these arrays.
     """
 
     data: bytes
@@ -61,7 +69,7 @@ class NodeOutcome:
 
     @classmethod
     def pack(cls, result: "mpwatch.RunResult[Any] | Exception") -> "NodeOutcome":
-        """Pickle a result or an error. If this fails, pickle a LaunchError that says why."""
+        """Pickle a node's result or error. If the result or error cannot be pickled, pickle a LaunchError that says why."""
         try:
             return cls._pack(result)
         except Exception as error:  # noqa: BLE001  values of users
@@ -75,14 +83,14 @@ class NodeOutcome:
         return cls(data, buffers)
 
     def unpack(self) -> "mpwatch.RunResult[Any] | Exception":
-        """Return the result or the error. Arrays in the result are writable, as after `mpwatch.run`."""
+        """Unpickle the result or the error of a node. Arrays in the result are writable, as in a result of `mpwatch.run`."""
         buffers = [bytearray(b) if memoryview(b).readonly else b for b in self.buffers]  # an engine may have shared memory
         outcome: mpwatch.RunResult[Any] | Exception = pickle.loads(self.data, buffers=buffers)
         return outcome
 
 
 class ThreadEngine:
-    """An example of an engine, whose nodes are threads of this process. This engine is for tests and for first tries."""
+    """An example of an engine, whose nodes are threads of this process. Use ThreadEngine for tests and first experiments."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1"
@@ -90,12 +98,12 @@ class ThreadEngine:
         self._futures: dict[int, Future[NodeOutcome]] = {}
 
     def start(self, call: Callable[[], NodeOutcome], number: int) -> Future[NodeOutcome]:
-        """Execute the call in a thread of its own."""
+        """Execute the call in a separate thread."""
         self._futures[number] = self._executor.submit(call)
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
-        """Cancel the call if it has not begun. Otherwise the call ends when the driver closes the node's connection."""
+        """Cancel the call if it has not begun. A call that has begun ends when the driver closes the node's connection."""
         self._futures[number].cancel()
 
     def close(self) -> None:

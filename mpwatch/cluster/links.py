@@ -1,4 +1,6 @@
-"""`NodeLinks`: the driver's end of the links, which are TCP connections to the nodes. node.py has the node's end.
+"""`NodeLinks` is the driver's side of the links, the TCP connections between driver and nodes.
+
+The code for the node's side of a link is in node.py.
 
 thread "mpwatch driver"    accepts the connections of nodes
 one more for each node     puts what the node sends into the queue of messages
@@ -23,7 +25,7 @@ MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until the driver h
 
 
 class NodeLinks:
-    """The links of all nodes of one job.
+    """The TCP connections between the driver and all nodes of one job.
 
     Args:
         address: of the driver.
@@ -62,17 +64,17 @@ class NodeLinks:
         self._start_thread(self._accept)
 
     def acknowledge_output(self, number: int) -> None:
-        """Let the node send more output, because a message with output was taken from the queue."""
+        """Let a node send more output, after the driver has taken a message with output of this node from the queue."""
         self._output_slots[number].release()
 
     def release(self, connection: Connection) -> None:
-        """Close the connection of a node, because the message "closed" was taken from the queue."""
+        """Close the connection to a node, after the driver has taken the node's message "closed" from the queue."""
         with self._lock:
             self._connections.discard(connection)
             connection.close()
 
     def close(self) -> None:
-        """Close the connections, and wait until the threads have ended."""
+        """Close the connections to all nodes, and wait until the threads that read from them have ended."""
         self._closed.set()
         with suppress(OSError):
             Client(self.address).close()  # this wakes the thread that accepts

@@ -1,4 +1,4 @@
-"""The code that runs on each node of a job: `run_node` and the node's end of the connection to the driver."""
+"""The code that runs on each node of a job: `run_node`, and the node's side of the connection to the driver."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What a node needs to know."""
+    """The data that a node gets from the driver to run its ranks."""
 
     number: int
     driver: tuple[str, int]
@@ -124,7 +124,7 @@ def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> 
 
 
 def shut_down(connection: Connection) -> None:
-    """Shut down a connection, to wake up the thread that waits for its data."""
+    """Shut down a connection, so that the thread that waits for data from this connection wakes up."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
@@ -142,7 +142,10 @@ class _DriverLink:
 
 
 class _LinkStream:
-    """A stream on a node, which sends its text to the driver. The driver writes the text to its own stream."""
+    """A stream on a node, which sends the text of the ranks to the driver.
+
+    The driver writes the text that it gets from a node to the stdout or stderr of the job.
+    """
 
     def __init__(self, link: _DriverLink, stream: str) -> None:
         self._link = link
@@ -153,7 +156,7 @@ class _LinkStream:
 
 
 class _LinkObserver:
-    """Sends events to the driver."""
+    """An observer on a node, which sends each event to the driver."""
 
     def __init__(self, link: _DriverLink, *, wants_progress: bool) -> None:
         self._link = link

@@ -1,7 +1,7 @@
-"""`QueueWait`: the wait of a job until the cluster starts its first node. Pure.
+"""`QueueWait` measures how long a job waits until the cluster starts its first node. Pure.
 
-A job can wait for days in the queue of a cluster. So this wait has no limit by default. Warnings say what the job waits for.
-The first warning comes after 10 seconds. The next warnings come after 20, 40 and 80 seconds, and so on.
+A job can wait for days in the queue of a cluster. By default there is no limit for the time that a job waits in the queue.
+Warnings say what the job waits for: after 10 seconds, and each time that the waiting time has doubled.
 """
 
 import math
@@ -30,7 +30,10 @@ class QueueWait:
         self.report_at = now + FIRST_REPORT_SECONDS
 
     def take_report(self, what: str, now: float) -> str:
-        """Return a report if a report is due, and otherwise "". `what` is a sentence without its full stop."""
+        """Return the text of a warning if a warning is due, and otherwise "".
+
+        `what` is a sentence without its full stop, which says what the job waits for.
+        """
         if now < self.report_at:
             return ""
         waited = now - self._began_at
@@ -39,5 +42,5 @@ class QueueWait:
         return f"{what}. The job has waited for {waited:.0f} s, and waits {limit} (queue_timeout)"
 
     def make_error(self, what: str) -> mpwatch.LaunchError:
-        """Return the error to raise when the deadline has passed."""
+        """Return the LaunchError to raise when the job has waited for `queue_timeout` seconds."""
         return mpwatch.LaunchError(f"{what}. The job has waited for {self._timeout:g} s (queue_timeout)")

@@ -1,8 +1,9 @@
-"""`JobRestarts`: lets a job survive the loss of all its nodes at the same time. Pure.
+"""`JobRestarts` decides whether a job goes on with new nodes after all its nodes were lost. Pure.
 
-While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. If no
-node remains, the driver decides by the same rules, from the events that the nodes have sent. New nodes get the
-RestartHistory of the job.
+While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. If
+all nodes are lost, the driver decides by the same rules whether new nodes restart the ranks. The driver knows the attempts
+so far from the events that the nodes have sent. New nodes get the RestartHistory of the job, which contains the number of
+restarts so far.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ NO_FAILURES: Mapping[int, mpwatch.ProcessFailure] = {}
 
 
 class JobRestarts:
-    """The attempts of one job, as the driver knows them.
+    """What the driver knows about the attempts of one job.
 
     Args:
         policy: which restarts are allowed.
@@ -45,7 +46,7 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Store what an event of a node says about the attempts. All nodes of a job publish these events."""
+        """Store what a node's event says about the attempts. The driver gets the events of an attempt from all nodes."""
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
                 self._start = event
@@ -65,7 +66,8 @@ class JobRestarts:
     ) -> tuple[RestartHistory, Restarting] | None:
         """Decide whether new nodes restart the ranks when all nodes are lost.
 
-        Return the history that new nodes need, and the event to publish. Return None if the ranks are not restarted.
+        If new nodes restart the ranks, return the RestartHistory for these nodes, and the Restarting event that the driver
+        publishes. Return None if the ranks are not restarted.
 
         Args:
             losses: a failure for each rank of the lost nodes, in the order in which the nodes were lost.
@@ -104,9 +106,9 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Return the result with all attempts of the job.
+        """Return `result` with all attempts of the job.
 
-        Nodes that started later do not know the attempts of lost nodes.
+        The attempts of lost nodes are missing in `result`, because the new nodes do not know these attempts.
         """
         if not self._has_lost_all:
             return result

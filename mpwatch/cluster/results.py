@@ -58,10 +58,10 @@ def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """Change a successful result to a failed result if ranks of lost nodes are missing in it.
+    """If ranks of lost nodes are missing in a successful result, return a failed result instead.
 
-    A node can be lost after its ranks have returned, and before its outcome has arrived. The other nodes do not report this
-    failure.
+    The driver can lose a node after the ranks of this node have returned, and before the node has sent its outcome. The
+    other nodes do not report the loss of a node whose ranks have returned.
     """
     known = {worker.rank for worker in result.workers}
     missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}
@@ -99,7 +99,7 @@ def _merge(parts: Iterable[Mapping[int, V]]) -> dict[int, V]:
 
 
 def _merge_states(results: Sequence[mpwatch.RunResult[Any]]) -> dict[int, mpwatch.WorkerState]:
-    """Return the state of each rank, as the node of this rank reports it."""
+    """Return the state of each rank, from the result of the node that runs this rank."""
     states = _merge(result.worker_states for result in results)
     for result in results:
         own = {worker.rank for worker in result.workers}

@@ -150,7 +150,7 @@ def run(
 
 
 def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
-    """Pickle the function and the options. Raises LaunchError if they cannot be pickled."""
+    """Pickle the function and the options. Raises LaunchError if the function or an option cannot be pickled."""
     try:
         return pack_by_value((spec.fn, options))
     except Exception as error:
@@ -159,7 +159,7 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise the KeyboardInterrupt, with a note or a cause that says what happened to the ranks."""
+    """Raise the KeyboardInterrupt of Ctrl-C again, with a note or a cause that says what happened to the ranks."""
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

@@ -1,4 +1,4 @@
-"""`JobStore`: the store in which the nodes of a job meet. The driver serves this store, and writes data into it."""
+"""`JobStore` is the store through which the nodes of a job find one another. The driver serves the store."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mpwatch.multinode.protocol.signed_json import SignedJson
 
 
 class JobStore:
-    """The store of one job.
+    """The store that all nodes of one job use.
 
     Args:
         address: the address of the driver.
@@ -31,17 +31,20 @@ class JobStore:
         self.port: int = self._server.port
 
     def write_history(self, history: RestartHistory) -> None:
-        """Let new nodes continue from this history, unless their round also has a node from an earlier round."""
+        """Let new nodes continue from this RestartHistory, unless a node that they meet knows of more attempts."""
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
         self._store.set(HISTORY_KEY, self._signed_json.encode(HISTORY_KEY, to_json(history)))
 
     def write_expected_nodes(self, count: int) -> None:
-        """Let new nodes begin when this number of nodes has joined."""
+        """Let new nodes start their ranks as soon as `count` nodes have joined the job."""
         from mpwatch.multinode.rendezvous.rounds import EXPECTED_NODES_KEY
 
         self._store.set(EXPECTED_NODES_KEY, self._signed_json.encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(count))))
 
     def close(self) -> None:
-        """End the server by deleting all references to it. Without this, a traceback could keep the server alive."""
+        """End the store's server by deleting all references to it.
+
+        If this object kept its references, a traceback could keep the server alive.
+        """
         self._store = self._server = None

@@ -1,4 +1,7 @@
-"""Shows the live view of all nodes, in the driver. The nodes send the statuses of their ranks."""
+"""Shows the ranks of all nodes in the live view of the driver's program.
+
+Each node sends the statuses of its ranks to the driver.
+"""
 
 import logging
 import math
@@ -17,7 +20,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The view of one job. Any thread can call `put`. Only the driver's thread calls the other methods.
+    """The live view of one job. Any thread can call `put`, but only the driver's thread can call the other methods.
 
     Args:
         progress: the option of `mpwatch.run`.
@@ -39,16 +42,16 @@ class JobView:
         self._statuses.pop(node, None)
 
     def seconds_to_next_update(self) -> float:
-        """Return the number of seconds until `update` must be called."""
+        """Return the number of seconds until `update` must be called again."""
         return math.inf if self._view is None else max(0.0, self._due_at - time.monotonic())
 
     def update(self) -> None:
-        """Draw the view if it is time to draw it."""
+        """Draw the view if its next update is due."""
         if self._view is not None and time.monotonic() >= self._due_at:
             self._guard(self._show)
 
     def close(self) -> None:
-        """Draw the view for the last time."""
+        """Draw the view for the last time, and close it."""
         view, self._view = self._view, None
         if view is not None:
             self._guard(lambda: view.close(self._sort()))
@@ -67,7 +70,10 @@ class JobView:
         return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If `do` raises an exception, drop the view and log a warning, because a view must not end the job."""
+        """Call `do`.
+
+        If `do` raises an exception, drop the view and log a warning, because an error of the view must not end the job.
+        """
         try:
             do()
         except ENDS_RUN:

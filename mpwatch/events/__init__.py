@@ -1,6 +1,6 @@
 """Events of a run, and observers of events. See `on_event` of `mpwatch.run`.
 
-The classes of events are always loaded. The class of an observer is loaded when it is first used.
+`import mpwatch.events` loads the classes of events. The class of an observer is loaded when a program first uses this class.
 """
 
 from importlib import import_module

@@ -1,11 +1,11 @@
 """`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-The trace shows a run as a process. This process has one lane (a "thread") for the states of the run, and one lane for each
-rank.
+A viewer such as Perfetto shows each run as one process. The process of a run has one lane (a "thread") for the states of the
+run, and one lane for each rank.
 
-If the collectives of a rank were recorded, the rank has a second lane. A collective in which the rank was waiting is shown
-as a span. A completed collective is shown as a mark at the time of its call, because torch's flight recorder does not record
-when the collective ended.
+If collectives of a rank were recorded, the rank has a second lane, which shows these collectives. A collective in which the
+rank was still waiting is shown as a span. A completed collective is shown as a mark at the time of its call, because torch's
+flight recorder does not record when the collective ended.
 """
 
 import os
@@ -82,7 +82,10 @@ class _TraceBuilder:
         self._zero = zero
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the names of lanes first, and then spans and marks. A span comes before the spans inside it."""
+        """Yield the trace entries: names of lanes first, then spans and marks.
+
+        An outer span comes before the spans inside it.
+        """
         started = self._run.started
         what = (started.fn or "WorkerGroup") + f" on {started.hostname}" if started is not None else "run"
         yield self._metadata("process_name", GROUP_LANE, {"name": to_json(f"{what} ({self._run.run_id})")})
@@ -177,7 +180,7 @@ class _TraceBuilder:
         return {"ph": "X", "name": to_json(name), "cat": category, **where, **look, "args": to_json(args)}
 
     def _microseconds(self, at: float) -> int:
-        """Return the time in whole microseconds. A span that is inside another span remains inside after rounding."""
+        """Return the time in whole microseconds. After rounding, an inner span is still inside its outer span."""
         return round((at - self._zero) * 1e6)
 
 

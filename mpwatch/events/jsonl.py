@@ -14,8 +14,9 @@ LINE_SEPARATORS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 class JsonLines:
     """Append each event to a file as one line, which contains `Event.to_dict()` as strict JSON in UTF-8.
 
-    Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. Several runs and processes can append to one file at
-    the same time, because each line is appended with a single write. The file is not kept open between events.
+    Pass an instance of JsonLines as `on_event` to `mpwatch.run` or `WorkerGroup`. Several runs and processes can append to
+    one file at the same time, because each line is appended with a single write. JsonLines does not keep the file open
+    between events.
 
     Args:
         path: the file. It is created if it is missing, but its folder must exist.

@@ -1,8 +1,9 @@
 """Builds timelines of runs from events. A timeline shows when each rank started, ran a function, was restarted and exited.
 
-All code in this module is pure. chrome_trace.py writes the timelines to a file. The order in which events arrive can differ
-from the order of their times. Some events can be missing, for example if the caller has kept only some of the events. A
-timeline is always consistent: the spans of a rank follow one another, and a call is inside the span of its process.
+All code in this module is pure: it does no input or output. The module chrome_trace.py writes the timelines to a file. The
+order in which events arrive can differ from the order of their times. Some events can be missing, for example if the caller
+has kept only some of the events. A timeline is consistent even if events are missing: the spans of a rank follow one
+another, and a call is inside the span of its process.
 """
 
 import math
@@ -34,7 +35,7 @@ OUTCOMES: dict[type[Event], str] = {WorkerSucceeded: "succeeded", WorkerFailed: 
 
 @dataclass(kw_only=True)
 class CallSpan:
-    """A call of a function in one rank. All times are seconds of CLOCK_MONOTONIC."""
+    """A call of a function in one rank. All times of a CallSpan are seconds of CLOCK_MONOTONIC."""
 
     name: str
     start: float
@@ -60,7 +61,7 @@ class ProcessSpan:
 
 @dataclass(kw_only=True)
 class Lane:
-    """One rank's processes, its waits for a restart, its events without a duration (marks), and its collectives."""
+    """What a timeline shows for a rank: its processes, waits for a restart, events without a duration, and collectives."""
 
     blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
@@ -69,14 +70,14 @@ class Lane:
     """Name of the call that begins when the rank is ready. The name is empty if no call begins at that time."""
 
     def find_process(self, event: Event) -> ProcessSpan | None:
-        """Return the process to which an event belongs. Return None if no earlier event belongs to this process."""
+        """Return the process to which an event belongs. Return None if no earlier event of the same process is known."""
         processes = [block for block in self.blocks if isinstance(block, ProcessSpan)]
         return next((process for process in reversed(processes) if process.attempt == event.attempt), None)
 
     def find_or_add_process(self, event: Event) -> ProcessSpan:
         """Return the process to which an event belongs.
 
-        If no event for the start of the process is known, add a process that has started before all events.
+        If no earlier event of the same process is known, add a process that has started before all known events.
         """
         process = self.find_process(event)
         if process is None:
@@ -85,7 +86,7 @@ class Lane:
         return process
 
     def close(self, at: float) -> None:
-        """End the process that is still open."""
+        """If the rank's last process has no end yet, set its end to the time `at`."""
         if self.blocks and isinstance(last := self.blocks[-1], ProcessSpan) and last.end is None:
             last.end = at
 
@@ -185,7 +186,7 @@ class Timeline:
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """Build one timeline for each run. The runs are in the order of their first events."""
+    """Build one timeline for each run. The timelines are in the order of the first events of their runs."""
     found: dict[str, Timeline] = {}
     for event in events:
         timeline = found.setdefault(event.run_id, Timeline(run_id=event.run_id, until=event.monotonic))
@@ -197,7 +198,8 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
 def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
     """Yield each call of a process, and the start and end of this call.
 
-    `start` and `end` are the times at which the process starts and ends. No call starts before the end of the previous call.
+    `start` is the time at which the process is ready for calls, and `end` is the time at which the process ends. The yielded
+    calls do not overlap.
     """
     for call, following in zip_longest(process.calls, process.calls[1:]):
         start = min(max(start, call.start), end)

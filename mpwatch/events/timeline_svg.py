@@ -4,9 +4,10 @@
     rank 0       ░░██████████████  ┄┄┄ ░░████████████   succeeded, restarted once
     rank 1       ░░██████████████✕ ┄┄┄ ░░████████████   succeeded, restarted once
 
-A notebook shows the drawing below the table of a result, and `RunResult.to_html` contains it. The drawing needs no style
-sheet, no script and no font. The text of the drawing has the colour of the text around the drawing. All other colours can be
-distinguished on a white and on a black background. All code in this module is pure.
+A notebook shows the drawing of a timeline below the table of a result. The HTML of `RunResult.to_html` contains this
+drawing, too. The drawing needs no style sheet, no script and no font. The text of the drawing has the colour of the text
+around the drawing. All other colours of the drawing are visible on a white and on a black background. All code in this
+module is pure: it does no input or output.
 """
 
 import math
@@ -36,7 +37,7 @@ LEGEND = ("start-up", "succeeded", "failed", "stopped", "unfinished")
 
 
 def draw_timelines(events: Sequence[Event]) -> str:
-    """Return an SVG element for each run that has events of ranks. Return "" if there is no such run."""
+    """Return the text of one SVG element for each run that has events of ranks. Return "" if no run has events of ranks."""
     return "".join(_Picture(timeline).draw() for timeline in timelines(events) if timeline.lanes)
 
 
@@ -125,7 +126,7 @@ class _Picture:
             )
 
     def _outcomes(self, ranks: Iterable[int]) -> set[str]:
-        """Return the names of the colours that the legend needs for the bars of these ranks."""
+        """Return the kinds of bars of these ranks, such as "start-up" and "failed", which the legend explains."""
         found = {"start-up"}
         for rank in ranks:
             for block in self._run.lanes[rank].blocks:
@@ -139,7 +140,10 @@ class _Picture:
 
 
 def _choose_ranks(run: Timeline) -> list[int]:
-    """Return the ranks to draw, at most MAX_ROWS. The rank that failed first and other failed ranks have priority."""
+    """Return the ranks to draw, at most MAX_ROWS.
+
+    If a run has more than MAX_ROWS ranks, the rank that failed first is chosen first, and then the other failed ranks.
+    """
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])
 
@@ -179,7 +183,7 @@ def _draw_legend(y: float, outcomes: set[str]) -> Iterator[str]:
 
 
 def _choose_step(seconds: float) -> float:
-    """Return the seconds between two marks on the axis. This number is 1, 2 or 5 times a power of ten."""
+    """Return the number of seconds between two marks on the time axis: 1, 2 or 5 times a power of ten, such as 0.2 or 50."""
     least = seconds / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -16,7 +16,8 @@ def to_json(value: Any) -> Any:
     """Convert a value to data for JSON.
 
     An enum becomes its name, and an exception becomes the name of its type. A dataclass becomes a dict, and a NumPy number
-    becomes a Python number. A number that JSON cannot represent becomes a text, and so does any other object.
+    becomes a Python number. A number that JSON cannot represent, such as infinity, becomes a text. An object for which JSON
+    has no equivalent becomes the text of its `repr`.
     """
     try:
         return _to_json(value)
@@ -25,7 +26,7 @@ def to_json(value: Any) -> Any:
 
 
 def encodable(text: str) -> str:
-    """Escape lone surrogates, which UTF-8 cannot encode.
+    """Replace lone surrogates, which UTF-8 cannot encode, by escape sequences.
 
     Python uses lone surrogates in file names that are not valid UTF-8.
     """

@@ -1,6 +1,7 @@
 """`TorchElasticEvents` is an observer that records events and metrics through the handlers of torch.distributed.elastic.
 
-The observer runs in the caller's thread. torch is imported when an instance of `TorchElasticEvents` is made.
+The observer is called in the thread that has called `mpwatch.run`. torch is imported when an instance of
+`TorchElasticEvents` is made.
 """
 
 import json
@@ -47,11 +48,14 @@ class _RunState:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this node. With several nodes, there are no ranks before the first rendezvous is complete."""
+        """The ranks of this node. On several nodes, a node has no ranks before the first rendezvous."""
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
-        """Replace the ranks of the last attempt by the ranks of the new attempt. Keep the number of remaining restarts."""
+        """Replace the ranks of the last attempt by the ranks of the new attempt.
+
+        The number of remaining restarts does not change.
+        """
         left = self.remaining
         self.met = event
         self.restarts_left = dict.fromkeys(event.ranks, left)
@@ -60,33 +64,38 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """The number of remaining restarts. With scope="worker", the rank with the fewest remaining restarts counts."""
+        """The number of remaining restarts.
+
+        With scope="worker", each rank has its own number, and the smallest one is returned.
+        """
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
 class TorchElasticEvents:
     """Record the same events and metrics as torch's elastic agent, for handlers that were written for this agent.
 
-    Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance can observe several runs at the same time.
+    Pass an instance of TorchElasticEvents as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance can observe several
+    runs at the same time.
 
     Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
-    - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no event FAILED
-      is recorded for a failure that is followed by a restart.
-    - One event with source AGENT is recorded at the end of the run. This event is FAILED if the run was interrupted, or if
-      the run failed although no rank of this node failed. Otherwise this event is SUCCEEDED, even if ranks failed, because
-      it describes the watcher. torch's agent records the same event.
+    - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no
+      event FAILED is recorded for a failure that is followed by a restart.
+    - At the end of the run, one event with source AGENT is recorded, which describes the watcher, as torch's agent describes
+      itself. The AGENT event is FAILED if the run was interrupted, or if the run failed although no rank of this node
+      failed. If ranks of this node failed, the AGENT event is nevertheless SUCCEEDED, because the event describes the
+      watcher and not the ranks.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
-    - The state of the run and `remaining_restarts` are recorded at each change. `failed` is also recorded for an attempt
-      that is followed by a restart. `failed` is not recorded if new nodes are the only reason for the restart, as with
-      torch's agent.
-    - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end, unless the run was
-      interrupted.
+    - When the state of the run changes, the new state and `remaining_restarts` are recorded. The metric `failed` is also
+      recorded when ranks are restarted after a failure. As with torch's agent, `failed` is not recorded when ranks are
+      restarted only because nodes join or leave.
+    - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end of the run, unless the
+      run was interrupted.
 
     Args:
         event_log_handler: name of a handler in torch.distributed.elastic.events.handlers, such as "null" or "console".
@@ -221,7 +230,7 @@ class TorchElasticEvents:
 
 
 def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
-    """Return "metadata" in the format of torch's agent, in which each number of a rank is a list with one element."""
+    """Return the field "metadata" in the format of torch's agent, which puts each number of a rank into a list."""
     met = run.met
     nodes, role_size, first = (
         (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)
@@ -238,7 +247,7 @@ def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -
 
 
 def _raw_error(failed: WorkerFailed) -> str:
-    """Return the text that torch's agent would find in the rank's error file, even if the rank raised no exception."""
+    """Return the text that the error file of a failed rank would contain if torch's agent had started the rank."""
     failure = failed.failure
     return json.dumps(
         {

@@ -1,7 +1,7 @@
-"""The events of a run. There is a frozen dataclass for each kind of event.
+"""The events of a run. Each kind of event is a frozen dataclass.
 
-The watcher makes events and passes them to observers. `time` is derived from `monotonic`, so `time` does not jump when the
-system clock is set.
+The watcher makes events and passes them to observers. The field `time` of an event is computed from the event's field
+`monotonic`, so that the times of a run do not jump when somebody sets the system clock.
 
 ARCHITECTURE.md says how to add an event.
 """
@@ -46,16 +46,16 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """Return the event as data for JSON.
 
-        The key `event` has the name of the kind of event. A state or a kind of failure is replaced by its name. An exception
-        is replaced by the name of its type, and `summary` and `traceback` have its text. A number that JSON cannot represent
-        is replaced by a text, such as "nan" or "inf".
+        The key `event` of the returned dict has the name of the kind of event, such as "run_started". A state or a kind of
+        failure is replaced by its name. An exception is replaced by the name of its type, and `summary` and `traceback` have
+        its text. A number that JSON cannot represent is replaced by a text, such as "nan" or "inf".
         """
         return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run has begun. The watcher starts the ranks next.
+    """The run has begun, and the watcher will start the ranks.
 
     Attributes:
         fn: name of the function. It is empty for a WorkerGroup.
@@ -74,10 +74,10 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousCompleted(Event):
-    """The nodes of a job have met. This node starts its ranks next.
+    """The nodes of a job have met, and this node will start its ranks.
 
-    This event comes once for each attempt. Before the first RendezvousCompleted, events have no ranks, because the ranks
-    have not been assigned yet.
+    Each attempt of the job has one RendezvousCompleted. In events before the first RendezvousCompleted, the field `ranks` is
+    empty, because this node does not know its ranks yet.
 
     Attributes:
         job: `Rendezvous.run_id`.
@@ -115,15 +115,15 @@ class WorkerStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReady(Event):
-    """The interpreter of this rank has started and waits for a call."""
+    """The Python interpreter of this rank has started, and waits for the call of a function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    A call has one CallStarted for all its ranks. With scope="worker", a call has one CallStarted for each rank. A restart
-    causes no CallStarted.
+    A call causes one CallStarted for all its ranks, or, with scope="worker", one CallStarted for each of its ranks. If
+    restarted ranks call the function again, there is no further CallStarted.
     """
 
 
@@ -131,7 +131,7 @@ class CallStarted(Event):
 class HeartbeatLate(Event):
     """This rank sent no heartbeat for half of `heartbeat_timeout`.
 
-    The group is UNHEALTHY until the next heartbeat of the rank, or until the rank has failed.
+    The state of the run or the WorkerGroup is UNHEALTHY until the next heartbeat of the rank, or until the rank has failed.
 
     Attributes:
         silent_seconds: seconds since the last heartbeat.
@@ -144,11 +144,13 @@ class HeartbeatLate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Progressed(Event):
-    """This rank has called `mpwatch.report()`. Only observers with `wants_progress` receive this event.
+    """This rank has called `mpwatch.report()`.
 
-    The watcher reads the last report of each rank four times a second, and once more at the end. If a rank reports several
-    times between two readings, only its last report has an event. `time` is the time of the report. `result.events` does not
-    contain Progressed events.
+    Only observers that are marked with `wants_progress` receive a Progressed event.
+
+    The watcher reads the last report of each rank four times a second, and once more at the end of the call. If a rank
+    reports several times between two readings, there is an event only for its last report. The `time` of a Progressed event
+    is the time of the report. `result.events` does not contain Progressed events.
 
     Attributes:
         step: number of steps done. It is None if the rank has not reported it.
@@ -165,16 +167,16 @@ class Progressed(Event):
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
-    WorkerFailed can follow, for example if the rank is killed while other ranks still need it.
+    A WorkerFailed of the same rank can follow, for example if the rank is killed while other ranks still need it.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """This rank has failed, by itself or as a victim of another rank.
+    """This rank has failed, by itself or because another rank had failed.
 
-    The event is published when all ranks are stopped and the root cause is known. `time` is the time of the failure. For a
-    rank that hangs, `time` is the time of its last heartbeat.
+    WorkerFailed is published when all ranks are stopped and the root cause is known. The `time` of a WorkerFailed event is
+    the time of the failure. If the rank has hung, `time` is the time of its last heartbeat.
 
     Attributes:
         failure: what is known about the failure.
@@ -192,11 +194,11 @@ class WorkerStopped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesRecorded(Event):
-    """The latest collectives of this rank, from torch's flight recorder.
+    """The latest torch.distributed collectives of this rank, as recorded by torch's flight recorder.
 
-    The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading. The event is
-    published when all ranks are stopped. There is no CollectivesRecorded for a rank that has not used torch.distributed, or
-    could not send its collectives.
+    The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading.
+    CollectivesRecorded is published when all ranks are stopped. There is no CollectivesRecorded for a rank that has not used
+    torch.distributed, or could not send its collectives.
 
     Attributes:
         collectives: the collectives, with the oldest first. The field `seconds` of each says how long before `time` the rank
@@ -251,7 +253,7 @@ class Restarting(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping(Event):
-    """A stop was requested, and these ranks now know at which step they stop. See `mpwatch.should_stop`.
+    """A stop of the run was requested, and these ranks now know at which step they will stop. See `mpwatch.should_stop`.
 
     Attributes:
         stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
@@ -280,7 +282,7 @@ class StateChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The run has ended, and no process of it is left.
+    """The run has ended, and all its processes have exited.
 
     Attributes:
         state: SUCCEEDED, FAILED or STOPPED.
@@ -299,9 +301,9 @@ ObserverT = TypeVar("ObserverT", bound=Callable[[Event], object])
 
 
 def wants_progress(observer: ObserverT) -> ObserverT:
-    """Let this observer receive Progressed events, too. Return the observer, so that this function can be a decorator.
+    """Let this observer receive Progressed events, too. Return the observer, so that `wants_progress` can be a decorator.
 
-    A class of observers can have the attribute `wants_progress = True` instead.
+    Instead of calling `wants_progress`, you can give a class of observers the attribute `wants_progress = True`.
 
     Raises:
         TypeError: the observer cannot have attributes, for example because it is a method. Pass a function that calls it.

@@ -1,7 +1,7 @@
-r"""The guardian is a process of one run. If the watcher is killed, the guardian kills the ranks and restores the terminal.
+r"""Each run has one guardian process. If the watcher is killed, the guardian kills the ranks and restores the terminal.
 
-This script runs in a bare interpreter (`-I -S`), so it imports only the standard library. watcher/processes/guardian.py
-starts this script.
+This script runs in a bare interpreter (`python -I -S`), so it imports only the standard library. The watcher starts this
+script: see watcher/processes/guardian.py.
 
     watcher --- socket pair: one line for each order ---> guardian --- SIGKILL, when the watcher is gone ---> ranks
 
@@ -12,19 +12,20 @@ starts this script.
     "~[...] /dev/pts/0\n"     a prompt is open on this terminal: set these modes (tcgetattr's values as JSON) if it dies
     "~\n"                     no modes have to be restored
 
-The ranks of a dead watcher are killed in two ways. In the first way the kernel kills the Unix process group of a rank when
-the watcher's end of a pipe is closed. For this, the rank itself calls `die_with_writer` (os_support/signals.py). The
-guardian is the second way to kill the ranks. The guardian does not depend on code in the rank, so it works from the rank's
-start. The guardian also works if a rank has closed the pipe, has joined another Unix process group or has become another
-program. The guardian needs only processes and sockets from the system.
+If the watcher dies, its ranks are killed in two ways. First, each rank calls `die_with_writer` (os_support/signals.py), so
+that the kernel kills the Unix process group of the rank when the watcher's death closes a pipe. Second, the guardian kills
+all ranks of the dead watcher. The guardian does not depend on code in the rank, so it works as soon as the process of the
+rank exists. The guardian also kills a rank that has closed the pipe, has joined another Unix process group or has become
+another program. The guardian needs only processes and sockets, and no other features of the operating system.
 
-Two other ways of killing the ranks were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) depends on the
-thread that has started the rank, and not on the process. A thread in the rank could not notice the death of the watcher
-while C code holds the GIL, or while the rank is suspended.
+Two other ways of killing the ranks after the watcher's death are not reliable. With the kernel's death signal for children
+(PR_SET_PDEATHSIG), a rank would be killed when the thread that has started the rank ends, although the watcher's process may
+go on. A thread in the rank could not notice the death of the watcher while C code holds the GIL, or while the rank is
+suspended.
 
-A socket keeps the bytes that were sent before the sender died. So an order takes effect as soon as the watcher has written
-it, even if the guardian has not started to read. A forked child of the calling program can keep a copy of the socket open.
-Therefore the guardian also waits for the watcher's pidfd, if the system has pidfds.
+The guardian gets every order that the watcher has written, even if the watcher dies before the guardian reads, because a
+socket keeps the bytes. The guardian also waits for the end of the watcher's process (pidfd), because a forked child of the
+watcher can keep the socket open after the watcher's death.
 """
 
 import os
@@ -36,7 +37,7 @@ TRIES, TRY_SECONDS = 10, 0.1  # if a terminal accepts no output at the moment
 
 
 def main(orders: int, watcher: int | None = None) -> None:
-    """Read orders until the watcher is gone. Then kill the Unix process groups of the ranks and restore the terminal.
+    """Read orders until the watcher is gone, and then kill the Unix process groups of the ranks and restore the terminal.
 
     Args:
         orders: descriptor of the socket.
@@ -91,7 +92,7 @@ def read_available(orders: int) -> bytes | None:
 
 
 def restore_terminal(data: bytes, path: bytes) -> None:
-    """Decode the hexadecimal data, and write them to the terminal with this path."""
+    """Decode the hexadecimal data, and write the decoded bytes to the terminal with this path."""
     fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
     poll = select.poll()
     poll.register(fd, select.POLLOUT)

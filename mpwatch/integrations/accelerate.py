@@ -5,7 +5,7 @@
     result = notebook_launcher(train, (config,), num_processes=4, mixed_precision="bf16")
     result[0]  # what train returned in rank 0
 
-In a notebook you only have to change the import. There are three advantages:
+To use this `notebook_launcher` in a notebook, you only have to change the import. There are three advantages:
 
 - The ranks are new processes and not forks, so they also work if the notebook has already used CUDA or an `Accelerator`.
 - `notebook_launcher` returns the values that the function returns.
@@ -142,7 +142,7 @@ def _parse_port(use_port: object) -> str | None:
 
 
 def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
-    """Return the option `env` with `defaults` added. The variables of `env` have priority."""
+    """Return the option `env` with `defaults` added. A variable in `env` has priority over a variable in `defaults`."""
     if callable(env):
         return lambda worker: _merge_variables(defaults, env(worker))
     return _merge_variables(defaults, {} if env is None else env)

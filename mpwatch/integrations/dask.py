@@ -1,12 +1,12 @@
-"""Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
+"""Run one job on the workers of a Dask cluster, with one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
 
-mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes. Each node is
-a Dask task that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. The task
-keeps its thread until the end and does not call `secede`, so Dask knows that the worker is busy. The ranks are children of
-the worker's process.
+mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts each node as a Dask task
+that is bound to one Dask worker. The task runs in a thread of the worker, so the worker can still send heartbeats to Dask.
+The task keeps its thread until the end and does not call Dask's `secede`, so Dask knows that the worker is busy. The ranks
+are child processes of the Dask worker.
 
-If a worker is lost, Dask waits for the return of this worker, because the task is bound to it. So the engine itself checks
-which workers exist.
+If a Dask worker is lost, Dask waits for the return of this worker, because the task is bound to the worker. The engine
+itself checks which workers exist, because Dask does not report that the worker of a node is lost.
 """
 
 import asyncio
@@ -53,9 +53,9 @@ def run(
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
 
     Each node of the job is a Dask worker, and the ranks are children of the worker's process. If `workers` is None and the
-    workers are on several hosts, each node has a host of its own. The workers need mpwatch and the modules of the function,
-    as for any task, and must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the
-    ranks inherit this value. To set another number of threads, use the option `env`.
+    workers are on several hosts, each node has a host of its own. The Dask workers must be able to import mpwatch and the
+    modules of the function, and to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the ranks
+    inherit this value. To give the ranks another number of threads, set OMP_NUM_THREADS with the option `env`.
 
     Args:
         client: the client of the cluster, which must not be asynchronous.
@@ -89,9 +89,10 @@ def _check_client(client: Client) -> None:
 
 
 class DaskEngine:
-    """Starts each node of a job as a task on a Dask worker of its own.
+    """Starts each node of a job as a task on a Dask worker that no other node uses.
 
-    For each node, a coroutine in the client's event loop waits for a free worker, and submits the task.
+    For each node, a coroutine in the client's event loop waits for a free worker, and submits the task of the node to this
+    worker.
 
     Args:
         client: the client of the cluster.
@@ -135,7 +136,7 @@ class DaskEngine:
         self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
-        """Return "" if the cluster has enough workers for the minimum number of nodes.
+        """Return "" if the cluster has enough workers for the minimum number of nodes, and otherwise what is missing.
 
         Raises LaunchError if the scheduler does not answer.
         """
@@ -149,7 +150,7 @@ class DaskEngine:
         )
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a task, on a worker of its own."""
+        """Execute the call in a Dask task, on a worker that no other node uses."""
         if self._client.status == "running":
             call_pickle = cloudpickle.dumps(call)
             self._futures[number] = asyncio.run_coroutine_threadsafe(self._execute(call_pickle, number), self._loop)
@@ -159,7 +160,7 @@ class DaskEngine:
         return self._futures[number]
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether there is no free worker for this node."""
+        """Return whether the cluster has no free worker for the node with this number."""
         return number in self._waiting
 
     def cancel(self, number: int) -> None:
@@ -257,7 +258,7 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return the place of a worker, which is the worker itself or its host. A place has room for one node."""
+        """Return the worker, or its host if each host may have only one node of the job."""
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
 
@@ -320,8 +321,8 @@ def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
 def _allow_children(key: str) -> Iterator[None]:
     """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
-    Python forbids children of a daemonic process, because this process does not wait for its children when it ends. Ranks
-    are allowed here, because they end with their watcher.
+    Python does not let a daemonic process start children, because a daemonic process does not wait for its children when it
+    ends. The process may nevertheless start ranks, because ranks end when their watcher ends.
     """
     global _was_daemon
     process = multiprocessing.current_process()

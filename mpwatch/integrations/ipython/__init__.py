@@ -42,10 +42,10 @@ def unregister(shell: InteractiveShell) -> None:
 
 
 class RankValues(Mapping[int, Any]):
-    """The values of a cell's last expression, by rank. A notebook shows these values as text, in a table.
+    """A mapping from each rank to the value of a cell's last expression. A notebook shows the values as a table of texts.
 
-    `values[rank]` is the value if the value is a number or a text, or a list, tuple, set or dict of up to 1000 numbers and
-    texts. Any other value stays in its rank, and `values[rank]` raises LookupError.
+    `values[rank]` can be a number, a text, or a list, tuple, set or dict of at most 1000 numbers and texts. Any other value,
+    such as a tensor, stays in its rank, and `values[rank]` raises LookupError.
     """
 
     def __init__(self, values: Mapping[int, CellValue]) -> None:
@@ -67,7 +67,7 @@ class RankValues(Mapping[int, Any]):
         return "\n".join(f"{_format_ranks(ranks)}: {text}" for text, ranks in self._group().items())
 
     def _repr_html_(self) -> str:
-        """Return the table that a notebook shows."""
+        """Return the HTML table with which a notebook shows the values of the ranks."""
         rows = (
             f"<tr><th style='text-align:left'>{_format_ranks(ranks)}</th>"
             f"<td style='text-align:left'><pre>{escape(text)}</pre></td></tr>"
@@ -76,7 +76,7 @@ class RankValues(Mapping[int, Any]):
         return f"<table>{''.join(rows)}</table>"
 
     def _group(self) -> dict[str, list[int]]:
-        """Return the ranks, grouped by the texts of their values."""
+        """Return a dict from the text of each value to the ranks that have a value with this text."""
         groups: dict[str, list[int]] = {}
         for rank, value in self._values.items():
             groups.setdefault(value.text, []).append(rank)
@@ -105,7 +105,7 @@ def _split(line: str) -> list[str]:
 
 @magics_class
 class RankMagics(Magics):
-    """The magics `%%ranks` and `%ranks`. Both use the same WorkerGroup."""
+    """The magics `%%ranks` and `%ranks`, which use the same WorkerGroup."""
 
     shell: InteractiveShell
 
@@ -122,9 +122,9 @@ class RankMagics(Magics):
             %ranks [NPROCS] [--backend B] [--preload M]
             %ranks --close
 
-        `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank stay from cell to cell,
-        until the ranks end. The value of the last expression is shown for each rank. A semicolon after this expression hides
-        the value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
+        `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank are kept from cell to
+        cell, until the ranks end. The value of the last expression is shown for each rank. A semicolon after the last
+        expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
             NPROCS: number of ranks. Without NPROCS, the existing ranks run the cell.
             --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
@@ -161,7 +161,7 @@ class RankMagics(Magics):
         return RankValues(values) if values else None
 
     def close(self) -> None:
-        """End the ranks. Do nothing if there are no ranks."""
+        """End the ranks, if there are any ranks."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -190,10 +190,10 @@ class RankMagics(Magics):
         return found
 
     def _check_source(self, cell: str) -> tuple[str, str, bool]:
-        """Return the source, the name of its file, and whether the value of the last expression is shown.
+        """Return the cell's source, the name of its file, and whether the value of its last expression is shown.
 
-        A blank line replaces the line of the magic, so that line numbers count from the start of the cell. Raises
-        SyntaxError.
+        In the source, a blank line replaces the line with `%%ranks`, so that line numbers count from the first line of the
+        cell. Raises SyntaxError.
         """
         __tracebackhide__ = True
         source = f"\n{cell}"
@@ -206,7 +206,11 @@ class RankMagics(Magics):
         return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not _ends_with_semicolon(source, body[-1])
 
     def _find_cell_number(self) -> int:
-        """Return the number of the running cell. Sometimes the shell's counter already has the number of the next cell."""
+        """Return the number of the running cell.
+
+        This number comes from the name of the cell's code, because the shell's counter can already have the number of the
+        next cell.
+        """
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             name = self.shell.compile.format_code_name(frame.f_code.co_filename)
@@ -246,7 +250,7 @@ def _parse_ranks(text: str) -> list[int]:
 
 
 def _format_ranks(ranks: list[int]) -> str:
-    """Return "rank 2", or "ranks 0-1, 3"."""
+    """Return a text that names the ranks, such as "rank 2" or "ranks 0-1, 3"."""
     parts: list[str] = []
     first = ranks[0]
     for rank, following in zip(ranks, [*ranks[1:], None], strict=True):

@@ -4,15 +4,15 @@
     weights, metrics, state <------ rank 0's TrainerState <---------------- collected by all ranks
 
 The module supports Lightning 2 under each of its package names: lightning.pytorch and pytorch_lightning, lightning.fabric
-and lightning_fabric. The module takes all of Lightning's names from the package of the given strategy, so it imports no
-other package of Lightning.
+and lightning_fabric. The module imports Lightning only from the package to which the given strategy belongs.
 
 This module gives the guarantees of `mpwatch.run`, and these further guarantees:
 
 - No rank runs the script. (With Lightning's own launchers the ranks run it.)
-- The options stay in the caller's process. In a rank, the launcher only calls the function, and starts no processes.
-- Trained weights are sent back through memory, and not through a file.
-- The caller's environment does not change.
+- The options of `watched` stay in the caller's process. In a rank, the launcher only calls the function, and starts no
+  processes.
+- Rank 0 sends the trained weights to the caller through memory, and not through a file.
+- `watched` does not change the caller's environment variables.
 - If mpwatch.run, torchrun, SLURM or other software has already started the processes of a strategy, `watched` has no effect.
 """
 
@@ -48,31 +48,32 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
 
     After `fit` the caller's Trainer has everything that Lightning's own spawning strategies bring back: weights,
-    callback_metrics, state, best_model_path and the return value. The caller's Trainer also has the other metrics, the
-    states of callbacks and the progress. `predict` returns the predictions of rank 0, as with Lightning's strategy "ddp".
-    `Fabric.launch(fn)` returns what fn has returned in rank 0. If a rank fails, `Fabric.launch` raises
-    `mpwatch.RunFailedError`.
+    callback_metrics, state, best_model_path and the return value. With `watched`, the caller's Trainer also has
+    logged_metrics, progress_bar_metrics, the states of callbacks and the progress of the training. `predict` returns the
+    predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns what fn has returned in rank 0. If
+    a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
 
     A callback's `load_state_dict` can raise an exception in the caller, because Lightning calls `setup` only in the ranks.
-    Then a warning names the callback and the error, and all other state is restored. An exception of a callback's
-    `state_dict` after the training causes only a warning. An exception of the module's `load_state_dict` in the caller
-    causes only a warning, too.
+    If a callback's `load_state_dict` raises an exception in the caller, a warning names the callback and the error, and all
+    other state is restored. If a callback's `state_dict` raises an exception after the training, mpwatch only warns. If the
+    module's `load_state_dict` raises an exception in the caller, mpwatch only warns, too.
 
     Lightning's own spawning strategies have the same limits:
 
-    - A Trainer can `fit` only once.
-    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. So the weights of
-      this layer do not come back, and a warning names these weights.
+    - You can call `fit` of a Trainer only once.
+    - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. If the caller's
+      module lacks a layer, the weights of this layer do not come back to the caller, and a warning names these weights.
     - If a logger numbers its versions, each run makes a new version, whose number the caller's logger does not know.
-    - `on_exception` of callbacks is called in the caller, with the RunFailedError. A checkpoint that `on_exception` of a
-      callback writes has the weights from before the run. The strategy's `on_exception` is also called in the rank, with the
-      rank's exception.
+    - If a rank fails, Lightning calls `on_exception` of callbacks in the caller, with the RunFailedError. If `on_exception`
+      of a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`
+      is also called in the rank, with the rank's exception.
 
     `watched` changes nothing if the processes exist already, as under torchrun, or in a function that `mpwatch.run` calls.
 
     mpwatch stops a rank with SIGTERM if another rank has failed or your program has received SIGTERM. SIGTERM ends a rank at
     once, even in a collective. If a rank must save something before it ends, set a SIGTERM handler, for example in
-    `on_fit_start`. The handler has `grace_period` seconds to save. `trainer.received_sigterm` stays False in these ranks.
+    `on_fit_start`. The handler has `grace_period` seconds to save. In the ranks, `trainer.received_sigterm` stays False even
+    after a SIGTERM.
 
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
@@ -133,7 +134,7 @@ def _check_options(options: dict[str, Any]) -> None:
 class _StrategyHook:
     """An object that `watched` adds to a strategy.
 
-    A deep copy of the strategy gets a copy of this object. The object is not sent to the ranks.
+    A deep copy of the strategy gets a copy of this object. The object that `watched` adds is not sent to the ranks.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class _StrategyHook:
 
 
 class _LauncherFactory(_StrategyHook):
-    """The replacement of a strategy's method `_configure_launcher`, with which Lightning chooses a launcher."""
+    """Replaces a strategy's method `_configure_launcher`, with which Lightning chooses a launcher."""
 
     def __call__(self) -> None:
         strategy, options, launchers = self._strategy, self._options, self._launchers
@@ -176,7 +177,7 @@ class _LauncherFactory(_StrategyHook):
 
 
 class _FabricLauncherInRank:
-    """The launcher of a strategy in a rank. All processes exist already, so this launcher only calls the function."""
+    """The launcher of a strategy in a rank. This launcher only calls the function, because all processes exist already."""
 
     is_interactive_compatible = True
 
@@ -202,7 +203,7 @@ class _Launcher(_StrategyHook):
         return self._class_in_rank, ()
 
     def _run(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function in all ranks. Return the value of rank 0."""
+        """Run the function in all ranks, and return what the function returned in rank 0."""
         __tracebackhide__ = True
         job = self._launchers._GlobalStateSnapshot.capture(), trainer, function
         # The caller's arguments come first. If one of them cannot be sent, the error then names a short path such as
@@ -217,7 +218,7 @@ class _FabricLauncher(_Launcher):
     _class_in_rank = _FabricLauncherInRank
 
     def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks. Return the value of rank 0."""
+        """Run the function in all ranks, and return what the function returned in rank 0."""
         __tracebackhide__ = True
         return self._run(None, function, args, kwargs)
 
@@ -227,7 +228,10 @@ class _TrainerLauncher(_Launcher):
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks, and copy the state of rank 0's trainer to `trainer`. Return the value of rank 0."""
+        """Run the function in all ranks, and copy the state of rank 0's trainer to `trainer`.
+
+        Return what the function returned in rank 0.
+        """
         __tracebackhide__ = True
         is_fit = trainer.state.fn == "fit"
         if is_fit and self._has_fit:

@@ -1,7 +1,7 @@
 """A callback for Lightning's Trainer, with which all ranks save and stop at the same step.
 
-The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. A Trainer of either package accepts
-any object that has all methods of a callback.
+The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. A Trainer of one package also
+accepts a callback of the other package, because this callback has all methods that the Trainer calls.
 """
 
 from importlib import import_module
@@ -17,12 +17,12 @@ Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Any
-    """Let the Trainer end when a stop is requested. See `mpwatch.should_stop`.
+    """Let the Trainer end when a stop of the run is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
-    To continue the training later, call `trainer.fit(..., ckpt_path="a.ckpt")`. The callback passes `trainer.global_step` to
-    `should_stop`. As at every early stop of a Trainer, Lightning runs the validation once more, and respects `min_steps` and
-    `min_epochs`. Outside a rank the callback does nothing.
+    To continue the training later, call `trainer.fit(..., ckpt_path="a.ckpt")`. The callback passes `trainer.global_step` as
+    the step to `mpwatch.should_stop`. As at every early stop of a Trainer, Lightning runs the validation once more, and does
+    not stop before `min_steps` and `min_epochs` are reached. Outside a rank the callback does nothing.
 
     Args:
         checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves

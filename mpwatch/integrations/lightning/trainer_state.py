@@ -1,7 +1,7 @@
-"""The state of a Lightning trainer, which the ranks send back to the caller's trainer.
+"""The state of a Lightning trainer, which rank 0 sends back to the caller's trainer.
 
-All ranks gather the state when their function has returned. The caller restores the state that rank 0 sends. This module
-does not import Lightning, and uses Lightning's public names if they exist.
+All ranks gather the state when their function has returned. The caller copies the state of rank 0 into the caller's trainer.
+This module does not import Lightning, and uses private names of Lightning only where no public names exist.
 """
 
 import warnings
@@ -59,9 +59,9 @@ class TrainerState:
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer. An exception of user code becomes a warning.
+        """Copy the state into the caller's trainer. If user code raises an exception, `restore` only warns.
 
-        The warnings come last. So the whole state has been copied even if a warning filter turns warnings into errors.
+        The warnings come last, so that the whole state is copied even if a warning filter turns warnings into errors.
         """
         problems = [*self.problems]
         if self.weights:
@@ -102,7 +102,7 @@ def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
 
 
 def _gather_whole_weights(strategy: Any) -> Any:
-    """Return all weights in rank 0, even if the options of the strategy ask for sharded checkpoints."""
+    """Return all weights in rank 0, even if the strategy would save a part of the weights in each rank."""
     for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
             setattr(strategy, name, value)
@@ -110,11 +110,12 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load each weight for which the caller's module has a layer.
+    """Load into the caller's module each weight for which this module has a layer.
 
-    Return a list with one text about the weights that were not loaded, or [].
+    If some weights were not loaded, return a list with one text that names these weights, and otherwise [].
 
-    The module may have more layers in the ranks, for example because `configure_model` has added them there.
+    In the ranks, the module may have layers that the caller's module lacks, for example because `configure_model` has added
+    these layers only in the ranks.
     """
     try:
         keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None
