@@ -2,8 +2,8 @@
 
 Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again in its AttemptReport.
 The leader compares the collectives of all nodes. A run on one node uses the same code (watcher/diagnosis/) to compare its
-ranks. The leader blames the rank that the comparison finds, except if a node was lost, or if a rank has failed for a reason
-that has nothing to do with collectives.
+ranks. The leader blames the rank that the comparison finds, except if a node was lost or a rank failed for a reason other
+than collectives.
 """
 
 import signal

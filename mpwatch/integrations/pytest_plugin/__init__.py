@@ -16,8 +16,8 @@ imports only its modules `__init__` and `names`.
 - Each rank sets up its own fixtures. Fixtures with a wider scope than `function` are kept for the next tests, until a test
   fails. After a test fails, each rank tears down all its fixtures, because the state of a fixture can differ from rank to
   rank. The fixture `tmp_path` is the same folder in all ranks.
-- In pytest's own process, the plugin raises the exception of the rank that failed first, so that skips, expected failures,
-  tracebacks and the reports of other plugins work as in any other test. If one rank skips the test and another rank fails,
+- In pytest's own process, the plugin raises the exception of the rank that failed first. pytest therefore handles skips,
+  expected failures and tracebacks in the same way as for any other test. If one rank skips the test and another rank fails,
   the test fails.
 - pytest's report of a test shows the output of each rank in a separate section. pytest also reports the warnings of the
   ranks, and the properties that the ranks have recorded (`record_property`).

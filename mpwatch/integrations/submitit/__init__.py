@@ -16,8 +16,8 @@ can start and end independently of the other nodes.
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-Only the user can read and write the folder mpwatch-1234abcd, because the pickled calls in this folder contain the secret of
-the job, and because the reader of a pickle runs any code that the pickle contains.
+Only the user can read and write the folder mpwatch-1234abcd, because its pickles contain the secret of the job, and because
+loading a changed pickle could run any code.
 
 Preemption: SLURM sends SIGUSR2, the signal of submitit, to all processes of the job some time before SLURM takes the
 machines back or the time limit is reached. After the signal of submitit, `mpwatch.should_stop` returns True in all ranks at

@@ -19,10 +19,10 @@ def stop_when_preempted() -> Iterator[threading.Event]:
 
     Yield a `threading.Event` that is set when the signal arrives.
 
-    A separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`), because Python runs signal
-    handlers only in the main thread, and the main thread may be waiting for a lock. The signal is blocked in the calling
-    thread, in threads that start within the `with` block, and in the guardian process, so that the separate thread receives
-    the signal.
+    Python runs signal handlers only in the main thread, and too late if the main thread waits for a lock. For this reason, a
+    separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). The calling thread, the
+    threads that start within the `with` block, and the guardian process block the signal, so the separate thread receives
+    it.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()
