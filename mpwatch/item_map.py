@@ -1,14 +1,14 @@
-"""`map` calls a function with each item of an iterable. A rank gets its next items as soon as it is free.
+"""`map` calls a function with each item of an iterable. A rank gets its next items as soon as the rank is free.
 
     caller's thread: ItemMap --- WorkerGroup.submit: serve_items (worker/item_loop.py) ---> each rank
                              --- items -----------------------------------------------> |  over an item channel
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
-A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If a call of `serve_items`
-fails, the item on which the rank was working counts as failed. The items that the rank has not begun go back to the queue
-(watcher/item_queue.py), and the rank calls `serve_items` again.
+A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If the call of
+`serve_items` fails in a rank, the item on which the rank was working counts as failed. The items that the rank had not begun
+go back to the queue (watcher/item_queue.py), and ItemMap makes the rank call `serve_items` again.
 
-ItemMap takes items and receives values only while the caller waits for the next value.
+ItemMap takes items from the iterable, and receives values from the ranks, only while the caller waits for the next value.
 """
 # ruff: noqa: A001  `map` does what the built-in function does
 
@@ -135,17 +135,20 @@ def map(
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
-    A rank gets the next items as soon as it is free. The ranks are started at the first `next`, and stopped when the
-    iterator ends or is closed. `current_worker().state` is kept from item to item, so it can hold a model that is loaded
-    once. Do not keep a model in `fn` itself, because the rank gets a new copy of `fn` after an item has failed.
+    A rank gets the next items as soon as the rank is free. The ranks are started at the first call of `next` on the
+    iterator, and stopped when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so
+    `fn` can load a model once and keep the model there. Do not keep a model in the object `fn` itself, because the rank gets
+    a new copy of `fn` after an item has failed.
 
-    An item fails if the function raises an exception, or if the process of the rank dies. A rank that dies is restarted. No
-    other item fails, because the rank sends each value before it begins the next item. So the function is called once for
-    each item. Only a failed item is tried again, if `max_restarts` allows this.
+    An item fails if `fn` raises an exception, or if the rank dies while it works on the item. mpwatch restarts a rank that
+    dies. When a rank dies, only the item on which the rank was working fails, because a rank sends each value before the
+    rank begins the next item. `fn` is called only once for an item that does not fail. A failed item is tried again if
+    `max_restarts` allows another try.
 
-    Only `next` takes items from `items` and receives values from the ranks. Between two calls of `next`, a rank has at most
-    two chunks to work on. If the body of a `for` loop raises an exception, the iterator and its ranks stay alive. To stop
-    the ranks after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
+    The iterator takes items from `items`, and receives values from the ranks, only during a call of `next`. Between two
+    calls of `next`, a rank can work only on the items that the rank has already received, which are two chunks at most. If
+    the body of a `for` loop over the values raises an exception, the iterator and its ranks stay alive. To stop the ranks
+    when the body of the loop raises an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
@@ -256,7 +259,7 @@ class _Feed:
         self.chunks: deque[_Chunk] = deque()  # of these tasks
 
     def take_back(self) -> list[Task]:
-        """Take back the items that the rank has not begun, and return them. The rank then skips these items."""
+        """Take back the items that the rank has not begun, and return them. The rank skips items that were taken back."""
         taken = set()
         while self.tokens is not None and (token := self.tokens.take()) is not None:
             taken.add(token)
@@ -275,7 +278,7 @@ class _Feed:
 
 
 class _EndedBySignalError(Exception):
-    """A signal that ends the program has come, and has stopped the calls of the group."""
+    """This process has received a signal that ends the program, and the calls of the WorkerGroup are being stopped."""
 
     def __init__(self, signum: int, handles: Sequence[CallHandle[Any]]) -> None:
         super().__init__(signum)
@@ -295,7 +298,7 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def end_by_signal(self, signum: int) -> NoReturn:
-        """Stop all calls because of this signal, as `WorkerGroup.run` does. Do not wait until the calls have ended."""
+        """Stop all calls because of this signal, as `WorkerGroup.run` does, but do not wait until the calls have ended."""
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
             handle.interrupt(signum, InterruptCause.SIGNAL)
@@ -306,7 +309,7 @@ class _ItemGroup(WorkerGroup):
         self._ranks.set_terminal_restore(restore)
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that is logged when this rank is restarted. If the rank is alive, do nothing."""
+        """If this rank has died, set the reason that is logged when the rank is restarted."""
         self._ranks.explain_loss(rank, reason)
 
 
@@ -366,7 +369,7 @@ class ItemMap:
                     yield waiting.pop(self._next_index - 1)
 
     def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index of each item with its value or ItemFailure, in the order in which they arrive."""
+        """Yield the index of each item with the item's value or ItemFailure, in the order in which the values arrive."""
         try:
             yield from self._run()
             return
@@ -400,7 +403,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give new items to free ranks. Return False if the outcomes of all items have been received."""
+        """Give new items to free ranks. Return False if every item has a value or an ItemFailure."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -415,7 +418,10 @@ class ItemMap:
         return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
 
     def _share(self, end: int) -> None:
-        """Give items to free ranks. If items take little time, also give a second chunk to busy ranks."""
+        """Give items to free ranks.
+
+        If items take little time, also give a second chunk of items to ranks that still work on their first chunk.
+        """
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
                 while feed.takes_items and len(feed.chunks) == chunks:
@@ -425,7 +431,10 @@ class ItemMap:
                     self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
-        """If a rank is idle, put back items that other ranks have not begun. Return whether any items were put back."""
+        """If a rank is idle, put items that other ranks have not begun back into the queue.
+
+        Return whether any items were put back into the queue.
+        """
         if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
             return False
         tasks = [task for feed in self._feeds if len(feed.tasks) > 1 for task in feed.take_back()]
@@ -435,7 +444,7 @@ class ItemMap:
         return bool(tasks)
 
     def _start(self, feed: _Feed) -> None:
-        """Make a rank call `serve_items`. If the rank has died, the group restarts the rank before the call."""
+        """Make a rank call `serve_items`. If the rank has died, the WorkerGroup restarts the rank before the call."""
         try:
             feed.tokens = TokenPipe()
             feed.channel, feed.rank_end = open_item_channel()
@@ -450,7 +459,10 @@ class ItemMap:
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
     def _note_end(self, feed: _Feed, handle: Any) -> None:
-        """Record that the call has ended. This runs in the thread of the call."""
+        """Record that a rank's call of `serve_items` has ended.
+
+        The thread that waits for the end of the call runs this method.
+        """
         self._ended.append((feed, handle))
         self._wakeup.wake()
 
@@ -483,7 +495,10 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Put back items that cannot be sent together, to send each item alone. A single item that cannot be sent fails."""
+        """Put items that cannot be sent together back into the queue, in order to send each item alone.
+
+        If a single item cannot be sent, this item fails.
+        """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
         elif self._keep_going:
@@ -492,7 +507,10 @@ class ItemMap:
             raise error
 
     def _receive(self) -> list[IndexedValue]:
-        """Wait for values, or for the end of a call. Return the new values and ItemFailures, with their indices."""
+        """Wait until a value arrives or a call of `serve_items` ends.
+
+        Return the new values and ItemFailures, each with the index of its item.
+        """
         outcomes, self._early = self._early, []
         self._update_view()
         due_at, now = self._queue.due_at, time.monotonic()
@@ -529,7 +547,7 @@ class ItemMap:
             self._group.set_terminal_restore(self._terminal_restore)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
-        """Read all messages of a rank, and return the outcomes of items. There is at most one message for each item."""
+        """Read all messages that a rank has sent, and return the new values and ItemFailures, with their indices."""
         outcomes = []
         while feed.channel is not None:
             try:
@@ -552,7 +570,7 @@ class ItemMap:
         return outcomes
 
     def _take_task(self, feed: _Feed) -> Task:
-        """Remove the item whose value has arrived, which is the first item of the rank, and return this item."""
+        """Remove the rank's first item, and return it. The value that has just arrived belongs to the rank's first item."""
         chunk = feed.chunks[0]
         chunk.left -= 1
         if not chunk.left:
@@ -564,7 +582,7 @@ class ItemMap:
         return feed.tasks.popleft()[1]
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
-        """Rebuild the value of an item and return it. If this fails, return an ItemFailure."""
+        """Unpickle the value of an item, and return the value. If the value cannot be unpickled, return an ItemFailure."""
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -581,7 +599,7 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return the ItemFailure of an item that has failed with this error. The call of `serve_items` goes on."""
+        """Return the ItemFailure of an item that has failed with this error while the call of `serve_items` goes on."""
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
@@ -601,9 +619,9 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
-        """Handle the end of a call of `serve_items`, and return new outcomes.
+        """Handle the end of a call of `serve_items`, and return the new values and ItemFailures.
 
-        Put back the items that the rank had not begun. If the rank had begun an item, this item fails.
+        Put the items that the rank had not begun back into the queue. If the rank had begun an item, this item fails.
         """
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
@@ -638,7 +656,7 @@ class ItemMap:
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return the ItemFailure of an item, or [] if the item is tried again. Or raise ItemFailedError."""
+        """Return the ItemFailure of a failed item, or [] if the item will be tried again. Or raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, time.monotonic())
         text = _format_item(task.item)

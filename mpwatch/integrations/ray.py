@@ -1,12 +1,13 @@
 """Run one job on the nodes of a Ray cluster, from one call: `mpwatch.integrations.ray.run(train, 4, nodes=2)`.
 
-mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes. Each node is
-a Ray task, in a bundle of a placement group.
+mpwatch/cluster/__init__.py describes how the driver and the nodes work together. The class RayEngine starts the nodes. Each
+node of the job is one Ray task, which runs in one bundle of a Ray placement group.
 
     group of the job         min nodes, reserved all at once, each on a node of its own (STRICT_SPREAD)
     group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
 
-If a Ray node is lost, Ray reserves the bundle on another Ray node, and a new task runs there.
+If a Ray node is lost, Ray reserves the lost bundle again on another Ray node, and RayEngine starts a new task in this
+bundle.
 """
 
 import logging
@@ -50,8 +51,9 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Ray cluster, and return the results of all ranks.
 
-    `ray.init()` must have been called. Each node of the job is a Ray task on a Ray node of its own. The ranks are child
-    processes of this task. The calling program must run on a node of the cluster. A Ray client (`ray://`) is not enough.
+    Call `ray.init()` before you call `run`. Each node of the job is one Ray task, and each of these tasks runs on a
+    different Ray node. The ranks of a node are child processes of its Ray task. The program that calls `run` must itself run
+    on a node of the Ray cluster, so a remote connection with Ray Client (`ray://`) does not work.
 
     Args:
         fn: see `mpwatch.run`.
@@ -107,7 +109,10 @@ class RayEngine:
         self.placing = threading.Lock()  # one further node after the other is placed
 
     def describe_wait(self) -> str:
-        """Reserve resources for the minimum number of nodes. Return "" when the cluster has room for these nodes."""
+        """Ask Ray to reserve resources for the minimum number of nodes, and return a text that says what the job waits for.
+
+        Return "" if Ray has reserved the resources.
+        """
         if self._group is None:
             self._group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         if self._refs or self._group.wait(WAIT_SECONDS):
@@ -116,7 +121,7 @@ class RayEngine:
         return f"the Ray cluster has no room for {nodes}; see `ray status`"
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a Ray task, on a node of its own."""
+        """Execute the call in a Ray task, on a Ray node that runs no other task of the job."""
         assert self._group is not None, "call describe_wait() first"
         free = set(range(self._least)) - {slot for other, slot in self._slots.items() if not self._has_ended(other)}
         if free:
@@ -133,12 +138,12 @@ class RayEngine:
         return node.future
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether this node waits because Ray finds no place for it or for an earlier node."""
+        """Return whether this node waits because Ray has no room for this node or for a node that was requested earlier."""
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
 
     def cancel(self, number: int) -> None:
-        """Kill the process of the task, or remove it from Ray's queue."""
+        """Kill the process of the node's Ray task. If the task has not begun, remove the task from Ray's queue."""
         if (ref := self._refs.get(number)) is not None:
             with suppress(Exception):  # it has ended
                 ray.cancel(ref, force=True)
@@ -147,7 +152,7 @@ class RayEngine:
                 node.is_cancelled.set()
 
     def close(self) -> None:
-        """End all tasks, and release the resources."""
+        """End all Ray tasks of the job, and release the resources that Ray has reserved."""
         for node in self._further_nodes:
             node.is_cancelled.set()
         try:
@@ -166,7 +171,7 @@ class RayEngine:
                     _remove(group)
 
     def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
-        """Start the task of this node in a bundle of the group. Return its reference."""
+        """Start the Ray task of this node in a bundle of the placement group. Return Ray's reference of the task."""
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
         self._refs[number] = ref = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
         return ref
@@ -183,9 +188,9 @@ class RayEngine:
 
 
 class _FurtherNode:
-    """A node beyond the minimum number of nodes.
+    """A node that the job starts in addition to its minimum number of nodes.
 
-    Such a node gets its own placement group, when there is room on a Ray node that the job does not use yet.
+    A further node gets its own placement group as soon as a Ray node that the job does not use yet has room for it.
 
     Args:
         engine: the engine of the job.
@@ -212,7 +217,7 @@ class _FurtherNode:
             self.future.set_exception(error)
 
     def _place(self, engine: RayEngine) -> bool:
-        """Reserve the resources on a node that the job does not use. Return False if the node was cancelled."""
+        """Reserve the resources on a Ray node that the job does not use. Return False if this node was cancelled."""
         while not engine.placing.acquire(timeout=WAIT_SECONDS):
             if self.is_cancelled.is_set():
                 return False
@@ -238,10 +243,10 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Execute the call in a Ray task, without the variable OMP_NUM_THREADS that Ray has set.
+    """Execute the call in a Ray task, with the environment variable OMP_NUM_THREADS removed if Ray has set it.
 
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, and each rank would start this number of threads. Without the
-    variable, mpwatch sets its own default.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, so without this function each rank would start as many
+    threads as the task has CPUs. If OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)
@@ -257,7 +262,10 @@ def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Remove a placement group. A separate thread does this, because Ray's function has no timeout and can hang."""
+    """Remove a placement group.
+
+    A separate thread calls Ray's function `remove_placement_group`, because this function has no timeout and can hang.
+    """
     thread = threading.Thread(target=remove_placement_group, args=(group,), name="mpwatch removal", daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)

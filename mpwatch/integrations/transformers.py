@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face transformers, with which all ranks save and stop at the same step."""
+"""A callback for the Trainer of Hugging Face transformers, which makes all ranks save and stop at the same step."""
 
 from importlib import import_module
 from typing import Any
@@ -11,11 +11,11 @@ TrainerCallback: Any = import_module("transformers").TrainerCallback
 
 
 class StopTogether(TrainerCallback):  # type: ignore[misc]  # Any
-    """Let the Trainer save a checkpoint and end when a stop is requested. See `mpwatch.should_stop`.
+    """Makes the Trainer save a checkpoint and end the training when a stop is requested. See `mpwatch.should_stop`.
 
-    Example: `Trainer(..., callbacks=[StopTogether()])` in a function that `mpwatch.run(..., stop_signals=...)` calls. To
-    continue the training later, call `trainer.train(resume_from_checkpoint=True)`. The callback passes `state.global_step`
-    to `should_stop`. Outside a rank the callback does nothing.
+    Call `Trainer(..., callbacks=[StopTogether()])` in the function that you run with `mpwatch.run(..., stop_signals=...)`.
+    To continue the training later, call `trainer.train(resume_from_checkpoint=True)`. The callback passes
+    `state.global_step` to `mpwatch.should_stop`. In a process that is not a rank, the callback does nothing.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002

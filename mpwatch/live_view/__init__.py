@@ -1,4 +1,4 @@
-"""The live view of the ranks, whose code runs in the caller's thread.
+"""The live view shows the progress of the ranks, and runs in the caller's thread.
 
 If the watcher is killed, the guardian process restores the terminal.
 
@@ -10,6 +10,6 @@ If the watcher is killed, the guardian process restores the terminal.
         NotebookDisplay (notebook.py)       an HTML table in the cell that runs
         LineDisplay     (line_display.py)   lines on stderr, at intervals of 10 seconds or more
 
-select.py decides whether there is a view and which display it uses. formatting.py has the texts of all displays. tty.py gets
-facts about terminals from the system.
+`select.py` decides whether there is a view, and which display the view uses. `formatting.py` makes the texts for all
+displays. `tty.py` asks the operating system about terminals.
 """

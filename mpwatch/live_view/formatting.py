@@ -26,7 +26,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86_400
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
-    """Return whether there are too many ranks to give each rank a row."""
+    """Return whether the view shows only a summary, because there are too many ranks to give each rank a row."""
     return len(snapshot.rows) > MAX_RANK_ROWS
 
 
@@ -53,7 +53,10 @@ def format_row(row: RankRow) -> tuple[str, ...]:
 
 
 def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Summarize the ranks if there are too many to give each rank a row. Return rows with a name and a text."""
+    """Return a summary of the ranks, for a view with too many ranks to give each rank a row.
+
+    Each row of the summary is a pair of a name and a text.
+    """
     summary = summarize_ranks(snapshot.rows)
     rows = [("ranks", _format_counts(snapshot))]
     if summary.steps is not None:
@@ -86,7 +89,10 @@ def _format_progress(overall: OverallProgress) -> list[str]:
 
 
 def _format_counts(snapshot: Snapshot) -> str:
-    """Return a text with the number of ranks in each state. On several nodes, there are no ranks before the rendezvous."""
+    """Return a text with the number of ranks in each state.
+
+    A job on several nodes has no ranks before its first rendezvous is complete.
+    """
     if not snapshot.shows_ranks:
         return ""
     if not snapshot.rows:
@@ -124,14 +130,14 @@ def _format_step(step: int | None, total: int | None) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return a number as a text with three significant digits. From 100 to a million, round to a whole number."""
+    """Return a number as a text with three significant digits, or as a whole number if it is between 100 and a million."""
     return f"{value:,.0f}" if HUNDRED <= abs(value) < MILLION else f"{value:.3g}"
 
 
 def _format_percent(fraction: float) -> str:
-    """Return the percentage, rounded down, so that 100 % means that all is done.
+    """Return the fraction as a percentage that is rounded down, so that 100 % appears only when all steps are done.
 
-    29 / 100 is a little less than 0.29 in binary, but becomes 29 %.
+    A fraction such as 0.29, which a computer stores as a slightly smaller number, becomes 29 %, not 28 %.
     """
     return f"{math.floor(100 * math.nextafter(fraction, math.inf))} %"
 

@@ -1,4 +1,4 @@
-"""The progress bar of `mpwatch.map`, which shows how many items are done. The bar uses the displays of the live view."""
+"""The progress bar of `mpwatch.map`, which shows how many items are done. The displays of the live view draw the bar."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ log = logging.getLogger("mpwatch")
 
 
 class ItemView:
-    """The progress bar of one `map`. If the bar raises an exception, the exception is logged and the bar ends.
+    """The progress bar of one call of `map`. If the bar raises an exception, the exception is logged and the bar ends.
 
     Args:
         progress: True shows the bar everywhere, from the start. None shows it in a terminal or a notebook. False never shows
@@ -38,14 +38,14 @@ class ItemView:
 
     @property
     def seconds_to_next_update(self) -> float | None:
-        """Seconds until `update` must be called, or None if no further call is needed."""
+        """Seconds until `update` must be called, or None if no further call of `update` is needed."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - self._clock())
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that restore it if this process is killed.
+        """The path of the terminal, and the bytes that restore the terminal if this process is killed.
 
-        None means that nothing has to be restored.
+        The value is None if no terminal has to be restored.
         """
         return None if self._display is None else self._display.terminal_restore
 
@@ -70,7 +70,7 @@ class ItemView:
             self._due_at = math.inf
 
     def close(self, done: int, failed: int) -> None:
-        """Draw the final numbers, and leave one line of text."""
+        """Show how many items are done and how many have failed, in one line of text that stays visible."""
         display, now = self._display, self._clock()
         if display is not None:
             self._rate.add(now, done)

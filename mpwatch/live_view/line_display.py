@@ -1,6 +1,7 @@
-"""The live view as lines on a stream where text cannot be replaced. A line is written if something has changed.
+"""The live view as lines on a stream where text cannot be replaced.
 
-If the stream is a pipe and the pipe is full, the line is skipped. `period` is the time between two lines.
+A line is written only if the progress, the metrics or the states of the ranks have changed since the last line. If the
+stream is a pipe and the pipe is full, no line is written. `LineDisplay.period` is the number of seconds between two lines.
 """
 
 from typing import TextIO
@@ -14,7 +15,7 @@ LAST_LINE_SECONDS = 1.0  # the last line waits this long for room in the stream
 
 
 class LineDisplay:
-    """Writes lines to this stream."""
+    """Writes the live view as lines to a stream."""
 
     period = PERIOD
     terminal_restore = None  # no rows are reserved
@@ -27,7 +28,7 @@ class LineDisplay:
         self._write_if_changed(snapshot, timeout=0.0)
 
     def pause(self) -> None:
-        """Do nothing, because other output does not disturb a line."""
+        """Do nothing, because other output cannot damage a line that is already written."""
 
     def close(self, snapshot: Snapshot) -> None:
         self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)
@@ -41,9 +42,9 @@ class LineDisplay:
             self._stream.flush()
 
     def _has_room(self, timeout: float) -> bool:
-        """Return whether the stream has room for a line within `timeout` seconds.
+        """Wait until the stream has room for a line, for `timeout` seconds at most, and return whether it has room.
 
-        A writable pipe has room for PIPE_BUF bytes.
+        A pipe that poll() reports as writable has room for PIPE_BUF bytes, which is enough for a line.
         """
         try:
             fd = self._stream.fileno()

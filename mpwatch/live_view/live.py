@@ -1,8 +1,8 @@
-"""The live view of one call, and the Display protocol. This module decides when and how often the view is drawn.
+"""`LiveView` decides when the live view of one call is drawn. `Display` is the protocol of the objects that draw the view.
 
 LiveView receives the statuses of the ranks. A SnapshotBuilder makes a Snapshot from the statuses, and LiveView gives the
-Snapshot to a display. LiveView chooses the display at the first report of a rank, or at once if the user asks for the view.
-LiveView implements the View protocol of `watcher/observers/view_driver.py`.
+Snapshot to a display. LiveView chooses the display when a rank first calls `report`, or at once if the user has set
+`progress=True`. LiveView implements the View protocol of `watcher/observers/view_driver.py`.
 """
 
 import math
@@ -20,7 +20,7 @@ MAX_PERIOD = 5.0  # seconds between two drawings, if drawing is slow
 
 
 class Display(Protocol):
-    """A place where snapshots are drawn. Each method can raise any exception."""
+    """A place where snapshots are drawn, such as a terminal. Each method of a Display may raise any exception."""
 
     @property
     def period(self) -> float:
@@ -28,23 +28,26 @@ class Display(Protocol):
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The terminal's name, and the bytes that release the reserved rows in it. None means that no rows are reserved."""
+        """The path of the terminal, and the bytes that release the rows that the view has reserved in the terminal.
+
+        The value is None if no rows are reserved.
+        """
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw this snapshot in the place of the last snapshot."""
+        """Draw this snapshot in place of the previous snapshot."""
 
     def pause(self) -> None:
-        """Leave the terminal to other output until the next `show`."""
+        """Leave the terminal to other output until the next call of `show`."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last snapshot, which stays visible, and release the display.
+        """Draw the last snapshot, which stays visible, and leave the terminal to other output.
 
-        After an exception, `close` can be called again.
+        If `close` raises an exception, `close` can be called again.
         """
 
 
 class LiveView:
-    """The view of one call.
+    """The live view of the ranks of one call.
 
     Args:
         choose_display: called once, when there is something to show. It returns None if there is no place to show it.
@@ -75,14 +78,14 @@ class LiveView:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The name of the terminal, and the bytes that restore it if this process is killed.
+        """The path of the terminal, and the bytes that restore the terminal if this process is killed.
 
-        None means that nothing has to be restored.
+        The value is None if no terminal has to be restored.
         """
         return None if self._display is None else self._display.terminal_restore
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the present statuses of the ranks, in order of rank."""
+        """Draw the present statuses of the ranks, which must be sorted by rank."""
         self._snapshot = self._snapshot_builder.update(statuses)
         if self._starts_at_once or _has_reports(statuses):
             self._choose_once()
@@ -95,12 +98,12 @@ class LiveView:
             self._period = math.inf
 
     def pause(self) -> None:
-        """Leave the terminal to other output until the next `show`."""
+        """Leave the terminal to other output until the next call of `show`."""
         if self._display is not None:
             self._display.pause()
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the final statuses, if there are any, and close the display."""
+        """Draw the final statuses of the ranks, if there are any, and close the display."""
         if statuses:
             self._snapshot = self._snapshot_builder.update(statuses)
             if self._starts_at_once and _has_reports(statuses):

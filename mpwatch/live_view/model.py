@@ -2,8 +2,8 @@
 
     statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each
 
-The rate of steps is computed from the times at which the ranks reported. The rate of CPU use is computed from the times at
-which the statuses were read.
+The rate of steps is computed from the times at which the ranks reported their steps. The rate of CPU use is computed from
+the times at which mpwatch read the statuses of the ranks.
 """
 
 import math
@@ -22,7 +22,7 @@ MAX_SLOWEST = 3  # a summary names at most this number of slow ranks
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """The facts about one rank at one moment. A value is None if it is not known."""
+    """The facts about one rank at one moment. A value that is not known is None."""
 
     rank: int
     state: WorkerState
@@ -43,7 +43,7 @@ class RankRow:
 
     @property
     def fraction_done(self) -> float | None:
-        """`step / total`, from 0 to 1."""
+        """The fraction of its steps that the rank has done, from 0 to 1."""
         if self.step is None or self.total is None or self.total <= 0:
             return None
         return min(1.0, max(0.0, self.step / self.total))
@@ -51,7 +51,7 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The progress of the slowest running rank, because the other ranks wait for this rank sooner or later.
+    """The overall progress: the progress of the slowest running rank, because sooner or later the other ranks wait for it.
 
     If no rank is running, the overall progress is the progress of the slowest of all ranks.
 
@@ -81,14 +81,14 @@ class Snapshot:
 
     @property
     def counts(self) -> dict[WorkerState, int]:
-        """The number of ranks in each state, in the order of the states. States without ranks are left out."""
+        """The number of ranks in each state, in the order of the states. A state that no rank has is left out."""
         found = Counter(row.state for row in self.rows)
         return {state: found[state] for state in WorkerState if found[state]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """A summary of the facts about many ranks. A value is None if it is not known."""
+    """A summary of the facts about many ranks. A value that is not known is None."""
 
     steps: tuple[int, int, int] | None
     """The minimum, the median and the maximum of the ranks' steps."""
@@ -126,7 +126,7 @@ class SnapshotBuilder:
 
 
 class _RankHistory:
-    """Earlier statuses of one process of a rank."""
+    """The data that a SnapshotBuilder keeps of the earlier statuses of one process of a rank."""
 
     def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
         self.pid = pid
@@ -163,7 +163,10 @@ class _RankHistory:
 
 
 class RateEstimator:
-    """Computes the growth rate of a value over the last `seconds`. If values are rare, the last two values are used."""
+    """Computes the growth rate of a value over the last `seconds`.
+
+    If fewer than two values have arrived in the last `seconds`, the rate is computed from the last two values.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -190,7 +193,7 @@ class RateEstimator:
 
 
 def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
-    """Summarize the ranks if there are too many to give each rank a row."""
+    """Return a summary of the ranks, for a view with too many ranks to give each rank a row."""
     steps = sorted(row.step for row in rows if row.step is not None)
     running = sorted((row for row in rows if row.state.is_running and row.step is not None), key=_progress_key)
     is_uneven = bool(running) and _progress_key(running[0])[:2] != _progress_key(running[-1])[:2]
@@ -226,7 +229,7 @@ def _has_not_ended(row: RankRow) -> bool:
 
 
 def _progress_key(row: RankRow) -> tuple[float, int, int]:
-    """Return a sort key that puts the slowest rank first. Ranks that report no total come after all other ranks."""
+    """Return a sort key that puts the slowest rank first. Ranks that report no `total` come after all other ranks."""
     assert row.step is not None
     return (math.inf if row.fraction_done is None else row.fraction_done), row.step, row.rank
 

@@ -1,4 +1,4 @@
-"""The live view in a notebook. The view is a table in the running cell, and is updated in place. It needs only IPython."""
+"""The live view in a notebook: a table in the running cell's output, which is updated in place. It needs only IPython."""
 
 from html import escape
 from importlib import import_module
@@ -12,7 +12,7 @@ ALIGN_LEFT = ' style="text-align:left"'
 
 
 class NotebookDisplay:
-    """A table below the present output of the cell."""
+    """A table below the output that the running cell already has."""
 
     period = PERIOD
     terminal_restore = None  # there is no terminal
@@ -28,10 +28,10 @@ class NotebookDisplay:
             self._display_handle.update(bundle, raw=True)
 
     def pause(self) -> None:
-        """Do nothing, because other output does not disturb the table."""
+        """Do nothing, because other output of the cell does not change the table."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Show the last snapshot, which stays in the notebook."""
+        """Draw the last snapshot, which stays visible in the notebook."""
         self.show(snapshot)
 
 

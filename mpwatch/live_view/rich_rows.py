@@ -30,7 +30,7 @@ MIN_METRICS_WIDTH = 8
 
 
 class RichRenderer:
-    """Renders a snapshot as rows for a terminal with this encoding."""
+    """Renders a snapshot as rows for a terminal that uses the text encoding `encoding`."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
@@ -54,7 +54,7 @@ class RichRenderer:
 
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
-    """Yield the layouts from the largest to the smallest: a row for each rank, a summary, and only the overall line."""
+    """Yield the layouts of the view, the largest first: a row for each rank, a summary, and only the overall line."""
     overall = _overall_line(snapshot, columns)
     if not snapshot.rows:
         yield overall

@@ -1,9 +1,12 @@
-r"""Reserve the last rows of a terminal for the view. Ranks print above these rows. The functions only return text to write.
+r"""Reserve the last rows of a terminal for the live view, so that the output of ranks appears above the view.
 
-Ranks are other processes, and write to the terminal directly and at any time. So mpwatch does not know when to erase the
-view and when to draw it again. Therefore the terminal scrolls only the rows above the view (DECSTBM). Each drawing saves the
-position of the cursor, moves the cursor to the view, and restores the position (DECSC, DECRC). A drawing is a single write,
-so that no other output can interrupt it.
+The functions of this module do not write to the terminal, but return the text that their caller writes.
+
+Ranks are other processes, which write to the terminal directly and at any time. mpwatch cannot erase the view before a rank
+writes, because mpwatch does not know when a rank writes. Instead, mpwatch makes the terminal scroll only the rows above the
+view, with the escape sequence DECSTBM. Each drawing of the view saves the position of the cursor, moves the cursor to the
+view, and restores the position (DECSC, DECRC). Each drawing of the view is a single write, so that no output of ranks can
+appear in the middle of a drawing.
 
     row 1        earlier output
     ...          present output_                 <- the cursor; this part scrolls
@@ -11,8 +14,9 @@ so that no other output can interrupt it.
     ...          the view, N rows
     row H
 
-The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The sequence IND makes room below
-the cursor. IND scrolls like a newline, but does not change the column of the cursor.
+The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The escape sequence IND makes room
+for the view below the cursor. The escape sequence IND scrolls the terminal like a newline, but does not change the column of
+the cursor.
 """
 
 from collections.abc import Sequence
@@ -34,7 +38,7 @@ class ScrollRegion:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws these lines in the reserved rows. If there are no lines, the text releases the rows.
+        """Return the text that draws these lines in the reserved rows, or that releases the rows if there are no lines.
 
         Args:
             columns: width of the terminal.
@@ -55,17 +59,17 @@ class ScrollRegion:
         return f"{text}{SAVE_CURSOR}{WRAP_OFF}{drawn}{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"
 
     def release(self) -> str:
-        """Return the text that makes the whole terminal scroll again. The text does not move the cursor.
+        """Return the text that releases the reserved rows, so that the whole terminal scrolls again.
 
-        Return "" if no rows are reserved.
+        The text that this method returns does not move the cursor. Return "" if no rows are reserved.
         """
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
     def recover(self) -> str:
-        """Return the text that releases the rows after the death of this process. Return "" if no rows are reserved.
+        """Return the text that releases the reserved rows, even if this process has died in the middle of a drawing.
 
-        If the process dies in the middle of a drawing, the cursor may be in the view. So the text erases the rows of the
-        view by their row numbers, not by their place below the cursor. The text does not move the cursor.
+        Return "" if no rows are reserved. The text erases the rows of the view by their row numbers, because the cursor may
+        be inside the view if a drawing was interrupted. The text that this method returns does not move the cursor.
         """
         if self._reserved is None:
             return ""
@@ -76,8 +80,7 @@ class ScrollRegion:
     def mark_released(self) -> None:
         """Record that no rows are reserved. Call this method after you have written the text that `release` returned.
 
-        `release` itself cannot record that the rows are released, because an exception may be raised before the text is
-        written.
+        `release` itself cannot record that the rows are released, because its caller may fail before the text is written.
         """
         self._reserved = None
 
@@ -85,8 +88,8 @@ class ScrollRegion:
 def go_to_line_start(columns: int) -> str:
     """Return the text that moves the cursor to the start of the next line if the cursor is not at the start of a line.
 
-    The text has as many blanks as the terminal has columns. If the cursor is not at the start of a line, the blanks wrap to
-    the next line.
+    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, some of these
+    blanks appear in the next line, so the cursor moves to the next line.
     """
     return " " * columns + "\r" + CLEAR_REST
 
@@ -94,7 +97,8 @@ def go_to_line_start(columns: int) -> str:
 def _reserve(rows: int, height: int) -> str:
     """Return the text that reserves rows, whatever the present state of the terminal is.
 
-    The text makes the whole terminal scroll, makes room below the cursor, erases this room, and sets the scroll region.
+    The text first releases rows that are already reserved, then makes empty room below the cursor, and then limits scrolling
+    to the rows above this room.
     """
     room = INDEX * height + f"\x1b[{height}A"
     return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

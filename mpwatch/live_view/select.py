@@ -1,10 +1,10 @@
-"""Select the live view of a call.
+"""Select how the live view of a call is shown.
 
     progress=False    no view
     progress=None     a view in a notebook or a terminal, which appears when a rank first calls report()
     progress=True     a view everywhere, from the start of the call; if there is no terminal, lines on stderr
 
-The package rich draws the rows in a terminal. If rich is not installed, the view consists of lines on stderr.
+The package rich renders the rows of the view in a terminal. If rich is not installed, the view consists of lines on stderr.
 
 This module imports the other modules of the view only when they are needed.
 """
@@ -34,9 +34,9 @@ def may_show(progress: bool | None) -> bool:
 
 
 def select_display(*, allow_lines: bool) -> "Display | None":
-    """Return a display in the notebook or in the terminal.
+    """Return a display for the notebook or the terminal in which this program runs.
 
-    If neither a notebook nor a terminal can show the view, return a LineDisplay on stderr, or None.
+    If neither a notebook nor a terminal can show the view, return a LineDisplay on stderr, or None if lines are not allowed.
     """
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay

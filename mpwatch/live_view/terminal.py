@@ -2,10 +2,11 @@
 
 rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place these rows. This module writes the
 rows and the escape sequences to the terminal. This module reads nothing from the terminal and installs no signal handler. If
-the terminal takes no output (Ctrl-S), this module writes nothing.
+the user has paused the output of the terminal with Ctrl-S, this module writes nothing.
 
-If the size of a terminal changes, the terminal forgets its scroll region. The next drawing, at most a quarter of a second
-later, reserves the rows again. Until the rows are reserved again, output of ranks can appear among the rows of the view.
+If the size of a terminal changes, the terminal forgets which rows are reserved. At most a quarter of a second after the
+change, the next drawing of the view reserves the rows again. Until the rows are reserved again, output of ranks can appear
+among the rows of the view.
 """
 
 import os
@@ -32,17 +33,17 @@ class Renderer(Protocol):
     """The protocol of an object that renders a snapshot, for example a RichRenderer."""
 
     def render(self, snapshot: Snapshot, columns: int, rows: int) -> Sequence[str]:
-        """Return the rows for a terminal of this size."""
+        """Return the rows of the view for a terminal of this size."""
 
 
 def is_terminal_free() -> bool:
-    """Return whether the terminal is free of other views of this process, such as the view of an outer run."""
+    """Return whether no other view of this process uses the terminal, such as the view of an outer run."""
     latest = _latest()
     return latest is None or latest.is_closed
 
 
 class TerminalDisplay:
-    """A display in the terminal with this file descriptor."""
+    """Draws the live view in the terminal that has the file descriptor `fd`."""
 
     def __init__(self, fd: int, renderer: Renderer, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
         global _latest
@@ -63,17 +64,17 @@ class TerminalDisplay:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The terminal's name, and the bytes that release the reserved rows.
+        """The path of the terminal, and the bytes that release the reserved rows.
 
-        The value is None if the terminal has no name, or if no rows are reserved.
+        The value is None if the terminal has no path, or if no rows are reserved.
         """
         text = self._region.recover()
         return (self._name, text.encode()) if text and self._name else None
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw the snapshot in one write. Do nothing if the terminal takes no output.
+        """Draw the snapshot in one write. Do nothing if the terminal does not accept output.
 
-        If this program is in the background, release the rows.
+        If this program is in the background, release the reserved rows.
         """
         if not is_foreground(self._fd):
             self.pause()  # the program in the foreground needs all rows
@@ -89,15 +90,16 @@ class TerminalDisplay:
         self._was_drawn = self._was_drawn or bool(lines)
 
     def pause(self) -> None:
-        """Release the rows. The next `show` reserves the rows again.
+        """Release the reserved rows until the next call of `show` reserves them again.
 
-        At Ctrl-Z the kernel discards the output that the terminal has not taken yet, for example the end of a drawing.
+        `pause` also ends an incomplete drawing, because at Ctrl-Z the kernel discards output that the terminal has not shown
+        yet.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:
-        """Release the rows, and leave one line of text at the cursor."""
+        """Release the reserved rows, and write one line with the final progress at the cursor."""
         text = self._region.release()
         if self._was_drawn and is_foreground(self._fd):
             columns, _ = os.get_terminal_size(self._fd)
@@ -107,7 +109,7 @@ class TerminalDisplay:
         self._was_drawn, self.is_closed = False, True
 
     def _write(self, text: str, timeout: float) -> None:
-        """Write the whole text. Stop writing if the terminal takes no output for `timeout` seconds."""
+        """Write the whole text. Stop writing if the terminal accepts no output for `timeout` seconds."""
         if text and self._is_write_incomplete:
             text = RECOVER + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))

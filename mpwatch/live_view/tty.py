@@ -12,8 +12,8 @@ from typing import TextIO
 def find_terminal() -> TextIO | None:
     """Return sys.stderr or sys.stdout if a view can be drawn there. Return None otherwise.
 
-    The stream must be the controlling terminal of this process. The process must be in the foreground of the terminal. The
-    variable TERM must not be "dumb".
+    The view needs a stream that is the controlling terminal of this process. If this process is in the background, or if the
+    environment variable TERM is "dumb", return None.
     """
     if os.environ.get("TERM", "dumb") == "dumb":
         return None

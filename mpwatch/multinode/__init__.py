@@ -1,17 +1,17 @@
 """Runs on several nodes. Nodes with the same run_id and the same store form one job. This package imports torch.
 
-Nodes join a torch rendezvous (rendezvous/). The rendezvous gives each node a group rank, and gives all nodes a store for the
-round. The node with group rank 0 is the leader. All messages of a round go through the store (protocol/), to or from the
-leader:
+Nodes join a torch rendezvous (rendezvous/). The rendezvous gives each node a number (its group rank), and gives all nodes a
+shared store for the round. The node with group rank 0 is the leader. All messages of a round go through the store
+(protocol/), to or from the leader:
 
     node ---- inbox: numbered messages -----------> leader     "here I am", "a rank fails here", "my ranks have ended"
     node <--- broadcasts: numbered ---------------- leader     "start", "stop", "this is decided"
     node ---- heartbeats -------------------------> leader     counters; all nodes read the leader's own counter
 
-The number of messages for an event grows linearly with the number of nodes. The order of the messages in the leader's inbox
-counts as the order of the events on different nodes. mpwatch never compares clocks of different hosts. A node compares a
-heartbeat counter only with the last value of this counter. Each node measures by its own clock how long a counter has not
-changed.
+The number of messages for an event, such as a failure of a rank, grows linearly with the number of nodes. If events happen
+on different nodes, mpwatch assumes that they happened in the order in which their messages reached the leader's inbox.
+mpwatch never compares clocks of different hosts. Each node measures with its own clock how long the heartbeat counter of
+another node has not changed.
 
     caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
     node thread        node_thread.py      checks that the nodes have the same options (job_config_check.py), joins rounds,
@@ -19,11 +19,12 @@ changed.
                                            node_machine.py, and on one node leader.py, which uses job_decision.py
     watcher thread     watcher/            as on one node; local_ranks.py sends it commands: start, stop, renew the lease
 
-A round is a period in which the job has the same nodes. A round may have several attempts. The next round begins when nodes
-are lost or new nodes join.
+A round is a period in which the job has the same nodes. A round may have several attempts, because the ranks can be
+restarted within a round. The next round begins when nodes are lost or new nodes join.
 
-`Agent` (agent.py) is for users who extend an agent or have their own RendezvousHandler (rendezvous/custom_handler.py).
-`Agent` is imported only at its first use, because its import also imports torch.
+`Agent` (agent.py) is for users who extend torch's elastic agent or have their own RendezvousHandler
+(rendezvous/custom_handler.py). The module of `Agent` is imported only when `Agent` is first used, because the module imports
+torch.
 """
 
 from importlib import import_module

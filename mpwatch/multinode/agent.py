@@ -1,7 +1,7 @@
-"""`Agent` corresponds to torch's elastic agent, and is for users who extend an agent or have their own RendezvousHandler.
+"""`Agent` replaces torch's elastic agent for users who extend that agent or have their own RendezvousHandler.
 
-`Agent` runs the same code as `mpwatch.run(..., rendezvous=...)`, and only adds a few methods. `Agent` reads the ranks of its
-node from the events of the run. One thread calls `run`, and any thread may call `get_worker_group`.
+`Agent` runs the same code as `mpwatch.run(..., rendezvous=...)`, and only adds a few methods. `Agent` learns from the events
+of the run which ranks its node has. One thread calls `Agent.run`, and any thread may call `Agent.get_worker_group`.
 """
 
 from dataclasses import dataclass, replace
@@ -46,9 +46,9 @@ class WorkerGroupInfo(Generic[T]):
 class Agent(Generic[T]):
     """Runs one node of a job. An Agent joins the other nodes, and starts, watches and restarts the ranks of its node.
 
-    All nodes restart their ranks together. The methods have the same names as in torch's class `ElasticAgent` in
-    `torch.distributed.elastic.agent.server`. A torch agent is a separate process. An mpwatch agent runs in the process that
-    calls `run`. `mpwatch.run(..., rendezvous=...)` does the same as an Agent in one call.
+    All nodes of the job restart their ranks together. The methods have the same names as in torch's class `ElasticAgent` in
+    `torch.distributed.elastic.agent.server`. A torch agent is a separate process, but an mpwatch agent runs in the process
+    that calls `run`. A single call of `mpwatch.run(..., rendezvous=...)` does the same as `Agent(spec).run()`.
 
         spec = WorkerSpec(fn=train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job", nnodes=(2, 4)))
         result = Agent(spec).run()
@@ -97,7 +97,7 @@ class Agent(Generic[T]):
         return result
 
     def get_worker_group(self) -> WorkerGroupInfo[T]:
-        """Return the present ranks of this node. Any thread may call this method, and `on_event` may call it, too."""
+        """Return the present ranks of this node. Any thread and the user's `on_event` function may call this method."""
         return self._group
 
     def _client(self) -> RendezvousClient | None:

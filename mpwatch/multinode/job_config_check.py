@@ -1,4 +1,4 @@
-"""Compare the options of this node with the options of the first node, before other nodes wait for this node.
+"""Compare the options of this node with the options of the job's first node, before this node joins a rendezvous.
 
 This module runs in the node thread. It uses these keys in the store of the job, which all rounds share:
 
@@ -9,8 +9,8 @@ This module runs in the node thread. It uses these keys in the store of the job,
     expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
-If the user passes a rendezvous handler, the job has no store. Without a store of the job, the leader compares the JobConfigs
-after the nodes have joined (leader.py).
+If the user passes a RendezvousHandler, there is no store that all rounds share, so the leader compares the JobConfigs after
+the nodes have joined (leader.py).
 """
 
 import platform
@@ -50,7 +50,7 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the JobConfigs differ, write the difference into the store. The nodes that wait for this node then report the
+        If the JobConfigs differ, write the difference into the store, so that nodes that wait for this node can report the
         difference, too.
 
         Args:
@@ -91,7 +91,7 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def read_history(self, store: PrefixedStore) -> RestartHistory:
-        """Return the history of a job that has lost all its nodes. A new job has an empty history.
+        """Return the restart history that a job has kept after the loss of all its nodes. A new job has an empty history.
 
         Raises StoreLostError and LaunchError.
         """
@@ -105,10 +105,9 @@ class JobConfigCheck:
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published a JobConfig, publish the JobConfig of this node.
 
-        A node that serves the store counts as the first node. If the node that serves the store were refused, the store
-        would be lost. So the other nodes wait a moment until the node that serves the store has published its JobConfig. If
-        the first node is lost before it has published its JobConfig, another node publishes a JobConfig after
-        `node_timeout`.
+        A node that serves the store counts as the first node, because the store would be lost if this node were refused. The
+        other nodes wait a short time until the node that serves the store has published its JobConfig. If the first node is
+        lost before it has published its JobConfig, another node publishes its own JobConfig after `node_timeout`.
 
         Raises InvalidEntryError.
         """

@@ -1,4 +1,4 @@
-"""Decide what the nodes do after an attempt: end, restart, or join the next round. The leader calls these functions.
+"""Decide what the nodes do after an attempt: end, restart, or join the next round. Only the leader calls this module.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
@@ -11,10 +11,11 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-These rules find the root cause when an attempt fails. If ranks failed on their own, the failure that reached the leader
-first is the root cause. If no rank failed on its own, the leader compares the collectives of all ranks (job_verdict.py). If
-the comparison of the collectives finds no cause, the root cause can be a rank for which ranks of other nodes have waited. A
-lost node is the root cause only if no rank failed on its own.
+When an attempt fails, the following rules determine the root cause. If ranks failed independently of other nodes, the root
+cause is the independent failure that reached the leader first. If every failure may be a consequence of an event on another
+node, the leader compares the collectives of all ranks (job_verdict.py). If the comparison of the collectives finds no cause,
+the root cause can be a rank for which ranks of other nodes have waited. A lost node is the root cause only if no rank failed
+independently of the lost node.
 """
 
 import math
@@ -92,7 +93,7 @@ def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callab
 
 
 def describe_stop(cause: str) -> str:
-    """Return the text that says why a job is not restarted after a request to stop."""
+    """Return the text that says why a job is not restarted after a stop was requested."""
     return f"a stop was requested ({cause})"
 
 
@@ -146,7 +147,7 @@ def _decide_after_failure(
 
 
 def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
-    """Make the decision after the loss of a node, if no rank has failed on its own."""
+    """Decide what the nodes do after the loss of a node, if no rank has failed independently of this loss."""
     node, loss = next(iter(summary.lost_nodes.items()))
     first_rank = _first_rank(summary, node)
     reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
@@ -181,7 +182,7 @@ def _restart_or_fail(
     root_cause_rank: int,
     reason: str,
 ) -> AttemptDecision:
-    """Decide that the job restarts if the policy allows it, and fails otherwise. Count the restart."""
+    """Return the decision to restart the job, or the decision FAILED if the policy allows no restart. Count the restart."""
     history = summary.history
     counters = RestartCounters(
         restarts_used=history.restarts_used,
@@ -248,7 +249,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """If no rank failed on its own and no node is lost, search the reports of all nodes for the rank to blame."""
+    """If each failure may be a consequence of another one and no node is lost, find the rank to blame in all reports."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -266,7 +267,7 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
 
 
 def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
-    """Put the failures of the blamed ranks first, and make all other failures secondary."""
+    """Return a summary with the failures of the blamed ranks first, and with all other failures marked as secondary."""
     reports = {}
     for node, report in sorted(summary.reports.items()):
         failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
@@ -284,9 +285,9 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 
 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Add missing ranks to the failures of their nodes. Missing ranks are ranks for which other nodes have waited.
+    """Return a summary that blames the ranks for which ranks of other nodes have waited.
 
-    Add missing ranks only if every failure can be a consequence of waiting for ranks of other nodes.
+    If any rank failed for a reason other than waiting for ranks of other nodes, return the summary unchanged.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -305,7 +306,7 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return a copy of the report in which the missing ranks of the node are the first failures, with the kind HANG."""
+    """Return a copy of the report that blames the ranks of its node for which ranks of other nodes have waited."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -318,7 +319,7 @@ def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: R
 
 
 def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, policy: RestartPolicy) -> str:
-    """Return the reason why failures of these kinds prevent a restart. Return "" if a restart is possible."""
+    """Return the reason why the job cannot be restarted after failures of these kinds, or "" if it can be restarted."""
     if policy.retry_if is None:
         return ""
     if not policy.causes:  # `retry_if` is a function, which was called only with the victim's failure
@@ -329,8 +330,8 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    The first failure is the failure that is least likely to be a consequence of a failure on another node. If several
-    failures are equally likely, the first failure is the one that reached the leader first.
+    The failure that is least likely to be a consequence of a failure on another node counts as the first failure. If two
+    failures are equally likely to be consequences, the failure that reached the leader earlier counts as the first failure.
     """
     failed = [
         summary.reports[node]
@@ -341,7 +342,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return 2 if the node's first failure was caused on another node, 1 if that is possible, and 0 otherwise."""
+    """Return 2 if another node has caused the node's first failure, 1 if another node may have caused it, and 0 if not."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0
@@ -353,9 +354,9 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Return the nodes that have reported, sorted by `_victim_level`.
+    """Return the nodes that have reported, and begin with the node whose failure is most likely to be the root cause.
 
-    Nodes with the same level are in the order in which their failures reached the leader.
+    Nodes with the same `_victim_level` are in the order in which their failures reached the leader.
     """
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(

@@ -1,8 +1,9 @@
-"""Compares the ranks of all nodes to find a rank that has called a wrong collective. All functions are pure.
+"""Compare the collectives of all nodes, to find a rank that has called a wrong collective. All functions are pure.
 
 Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again in its AttemptReport.
 The leader compares the collectives of all nodes. A run on one node uses the same code (watcher/diagnosis/) to compare its
-ranks. The leader blames the rank that the comparison finds, except if a node was lost or a rank has failed on its own.
+ranks. The leader blames the rank that the comparison finds, except if a node was lost or a rank failed for a reason other
+than collectives.
 """
 
 import signal
@@ -35,7 +36,7 @@ def make_records(
 ) -> tuple[RankRecord, ...]:
     """Return one record for each rank, with the latest collectives of the rank.
 
-    Leave out records that do not fit into MAX_RECORDS_BYTES.
+    If all records together have more than MAX_RECORDS_BYTES, leave out the last records.
 
     Args:
         answers: the answers of the ranks, by global rank.
@@ -55,7 +56,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return a copy of the answer that contains only the latest collectives and the collectives in which the rank waits."""
+    """Return a copy of a rank's collectives with only the latest ones and those in which the rank waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -117,9 +118,10 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict explains all failures of the job, and so names the root cause.
+    """Return whether the verdict explains all failures of the job, and therefore names the root cause.
 
-    A verdict on a late rank names the root cause only if other ranks have timed out.
+    If the verdict is that a rank is late, it names the root cause only if ranks that waited for the late rank have timed
+    out.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -134,7 +136,7 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
 
 
 def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
-    """Return the failures of a node. The failures of blamed ranks come first. All other failures become secondary failures.
+    """Return the failures of a node, with the failures of blamed ranks first, and all other failures marked as secondary.
 
     Args:
         report: the node's report.
@@ -164,7 +166,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Return a failure for a rank that has not failed on its own, with the known facts about the rank."""
+    """Return a failure for a blamed rank that has reported no failure itself, with the known facts about the rank."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

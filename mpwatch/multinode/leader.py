@@ -1,8 +1,9 @@
-"""The state machine of the leader. The node with group rank 0 runs this machine, and decides for the whole job.
+"""The state machine of the leader. The node with group rank 0 is the leader, and decides for the whole job.
 
-The machine runs for one round. The machine is pure, except that random numbers come from `rng`. The node thread passes the
-messages of all nodes to the machine in the order of the inbox. The node thread also passes heartbeats and the time to the
-machine (round_runner.py). Each method returns the actions that the node thread has to execute.
+The leader uses a new state machine for each round. The state machine of the leader has no side effects, except that it gets
+random numbers from `rng`. The node thread passes the messages of all nodes to the state machine, in the order in which the
+messages reached the leader's inbox. The node thread also passes heartbeats and the time to the state machine
+(round_runner.py). Each method of the state machine returns the actions that the node thread has to execute.
 
     WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
                              ^                                   |  |                             ^
@@ -23,24 +24,25 @@ machine (round_runner.py). Each method returns the actions that the node thread 
     SHUTTING_DOWN        all nodes that are not lost have sent ShutdownAck,             FINISHED
                          or the time is over
 
-When a stop is requested on a node, this node sends StopRequest. The leader broadcasts HoldSteps, and each node answers with
-the highest step that its ranks have passed (StepsHeld). The leader then broadcasts StopAtStep with the highest step of all
-nodes. Each rank stops after the step in StopAtStep. After a request to stop, the job is not restarted, and no further nodes
-may join.
+When a stop is requested on a node, this node sends StopRequest to the leader. The leader broadcasts HoldSteps, which makes
+all ranks wait, and each node answers with the highest step that its ranks have passed (StepsHeld). When all nodes have
+answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after the step that StopAtStep
+names. After a request to stop, the job is not restarted, and no further nodes may join.
 
 These steps follow when a node is lost:
 
 1. `check_heartbeats` finds that the heartbeat counter of a node has not changed for `node_timeout`. A node also counts as
    lost if it leaves (NodeLeaving), if it sends no NodeInfo in time, or if its ranks do not stop in time.
 2. The leader broadcasts StopAttempt. Every node that is not lost stops its ranks and sends an AttemptReport.
-3. When all nodes that are not lost have reported, job_decision.py decides. The decision is FAILED if the lost node served
-   the store. If the store is not lost, the decision is RE_RENDEZVOUS when enough nodes remain or the job has a restart left,
-   and FAILED otherwise. The leader broadcasts the AttemptDecision.
+3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. The decision is FAILED if
+   the lost node served the store. If the store is not lost, the decision is RE_RENDEZVOUS when enough nodes remain or the
+   job has a restart left, and FAILED when neither is true. The leader broadcasts the AttemptDecision.
 4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
    itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
-Guarantees: there is one decision for each attempt. The leader waits for every node that is not lost. A node that sends no
-heartbeat for `node_timeout` is lost. The number of messages grows linearly with the number of nodes.
+Guarantees: the leader makes exactly one decision for each attempt. Before the leader decides, it waits for the report of
+every node that is not lost. A node that sends no heartbeat for `node_timeout` is lost. The number of messages grows linearly
+with the number of nodes.
 """
 
 import math
@@ -102,7 +104,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class PublishAssignments:
-    """An action of the node thread: write the ranks of each node into the store, before the next broadcast."""
+    """An action of the node thread: write each node's RankAssignment into the store, before the next broadcast."""
 
     assignments: tuple[RankAssignment, ...]
 
@@ -188,7 +190,7 @@ class Leader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether this leader has finished, so that no other node needs it any more."""
+        """Whether the leader has finished this round, so that no other node needs the leader any more."""
         return self.stage is RoundStage.FINISHED
 
     @property
@@ -202,7 +204,10 @@ class Leader:
         return set(range(self._size)) - self._lost_nodes.keys()
 
     def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
-        """Handle one message to the leader. Ignore messages of nodes that are lost or not in this round."""
+        """Handle one message that a node has sent to the leader.
+
+        If the node that has sent the message is lost or not in this round, ignore the message.
+        """
         node = message.group_rank
         if node not in self.active_nodes or self.stage is RoundStage.FINISHED:
             return []
@@ -235,12 +240,18 @@ class Leader:
         return self._handle_report(message, now)
 
     def _request_stop(self, cause: str) -> list[LeaderAction]:
-        """Ask all nodes once to make their ranks wait. If no ranks run now, `start_attempt` asks the nodes later."""
+        """At the first request to stop, ask all nodes to make their ranks wait.
+
+        If no ranks run now, `start_attempt` asks the nodes to make their ranks wait when the ranks are started.
+        """
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
 
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
-        """If the ranks of all nodes wait, make the ranks stop at one step. If all nodes wait for a restart, end the job."""
+        """If the ranks of all nodes wait, make all ranks stop at the same step.
+
+        If a stop is requested before any node has restarted its ranks, end the job.
+        """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
             return self._agree_on_step()
@@ -256,7 +267,9 @@ class Leader:
         return [Broadcast(StopAtStep(self._attempt, self._stop_cause, highest))]
 
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
-        """Compare the heartbeat counts of the nodes with the last counts. A node whose count does not change is lost.
+        """Compare the heartbeat count of each node with its last count.
+
+        A node whose heartbeat count has not changed for more than `node_timeout` is lost.
 
         A node that is missing in `counts` has sent no heartbeat.
         """
@@ -273,9 +286,9 @@ class Leader:
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
-        """Set how many nodes wait to join.
+        """Set how many nodes wait to join the job.
 
-        If the job has room for waiting nodes, stop the attempt, so that they can join.
+        If the job has room for waiting nodes, stop the attempt, so that these nodes can join.
         """
         if self._stop_cause:
             return []
@@ -285,16 +298,17 @@ class Leader:
         return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend all deadlines by the time in which this node did not read the store, and therefore saw no heartbeats."""
+        """Extend all deadlines by the time in which the leader did not read the store, and therefore saw no heartbeats."""
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
 
     def step_down(self, reason: str) -> list[LeaderAction]:
-        """Stop leading, because this node was silent for so long that the other nodes may have decided without it.
+        """Stop leading, because the leader sent no heartbeat for so long that other nodes may have decided without it.
 
-        The leader must not decide about the job any more. The nodes that are still in this round stop their ranks. When the
-        leader's heartbeats have been missing for `node_timeout`, these nodes count the leader as lost.
+        After a call of `step_down`, the leader makes no decision any more. The broadcast of StopAttempt makes the nodes that
+        are still in this round stop their ranks. A node counts the leader as lost when the node has seen no heartbeat of the
+        leader for `node_timeout`.
         """
         self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -318,7 +332,7 @@ class Leader:
         return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
-        """If the deadline of the stage has passed, each node that has not sent the expected message is lost."""
+        """If the deadline of the present stage has passed, each node that has not sent the expected message is lost."""
         if now < self._deadline:
             return []
         self._deadline = math.inf
@@ -345,7 +359,7 @@ class Leader:
         return [ReservePort()]
 
     def _assign_ranks(self) -> tuple[RankAssignment, ...]:
-        """Number the ranks of all nodes, and number the ranks of each role separately."""
+        """Give each rank a number among all ranks of the job, and a number among the ranks with the same role."""
         role_sizes: dict[str, int] = {}
         for info in self._node_infos.values():
             role_sizes[info.role] = role_sizes.get(info.role, 0) + info.nprocs
@@ -359,12 +373,13 @@ class Leader:
         return tuple(assignments)
 
     def judge_stalls(self, now: float) -> list[LeaderAction]:
-        """Compare the collectives of all nodes if new collectives have come.
+        """If nodes have sent new collectives, compare the collectives of all nodes.
 
-        If the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log one warning.
+        If the collectives show that the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log
+        one warning.
 
-        Call this method only once for messages that have arrived together, because a comparison of thousands of ranks takes
-        a second.
+        If several messages have arrived together, call this method only once after the last of these messages, because a
+        comparison of thousands of ranks takes a second.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []
@@ -416,7 +431,7 @@ class Leader:
         return [Broadcast(StopAttempt(self._attempt, reason))]
 
     def _decide_if_complete(self, now: float) -> list[LeaderAction]:
-        """Make the decision if all nodes that are not lost have reported."""
+        """Decide about the attempt if all nodes that are not lost have sent an AttemptReport."""
         is_attempt_started = self.stage in (RoundStage.RUNNING, RoundStage.STOPPING)
         return self._decide(now) if is_attempt_started and self.active_nodes <= self._reports.keys() else []
 

@@ -11,8 +11,8 @@ This table shows how an event on another node stops the ranks of this node:
     watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
-If the lease of the ranks expires, the ranks stop without a message from the leader. An expired lease also leads to the
-StopReason CANCELLED_BY_JOB.
+If the node thread does not renew the lease of the ranks in time, the watcher thread stops the ranks without a message from
+the leader. The StopReason of ranks whose lease has expired is CANCELLED_BY_JOB.
 """
 
 import socket
@@ -56,12 +56,12 @@ class LocalRanks:
 
     @property
     def has_started(self) -> bool:
-        """Whether ranks were started in this run."""
+        """Whether this node has started ranks in this call of `run`."""
         return self._starts > 0
 
     @property
     def prepared_attempt(self) -> int | None:
-        """The attempt whose ranks can be started now, or None. Perhaps the leader has already stopped this attempt."""
+        """The attempt whose ranks can be started now, or None. The leader may already have stopped this attempt."""
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
@@ -76,15 +76,15 @@ class LocalRanks:
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Keep the environments that the caller's thread has made. Ignore environments of an earlier attempt."""
+        """Store the ranks' environments, which the caller's thread has made. Ignore environments of an earlier attempt."""
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        Every start is a Restart command, even the first start. The node thread requests every start in the same way, because
-        the numbers of the ranks are known only after a rendezvous.
+        Even the first start of the ranks is a Restart command, because the numbers of the ranks are known only after the
+        rendezvous.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -93,7 +93,10 @@ class LocalRanks:
         self._starts += 1
 
     def stop(self, action: StopRanks) -> None:
-        """Stop the ranks. The caller's thread logs the reason, because a logging handler may be slow."""
+        """Stop the ranks.
+
+        The caller's thread logs the reason, because a slow logging handler must not delay the node thread.
+        """
         self._commands.post(CancelAttempt())
         self.notify_caller(action)
 
@@ -117,11 +120,11 @@ class LocalRanks:
         self._commands.post(Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """Give the ranks their whole grace period, which can be longer than the lease. The job is over for this node."""
+        """End the lease when the job is over for this node, so that the ranks get their whole grace period."""
         self._commands.post(NO_LEASE)
 
     def reserve_port(self) -> int:
-        """Reserve a port of this node for MASTER_PORT until the next port is reserved. Raises LaunchError."""
+        """Reserve a port of this node for MASTER_PORT until `reserve_port` is called again. Raises LaunchError."""
         # The new port is reserved before the old port is released, so the two differ.
         earlier, self._port_socket = self._port_socket, reserve_port()
         if earlier is not None:

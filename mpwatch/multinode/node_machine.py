@@ -1,7 +1,8 @@
 """The state machine that every node runs for one round, including the leader's node.
 
-The machine is pure. The node thread passes the leader's broadcasts, events of the node's ranks, and the time to the machine
-(round_runner.py). Each method returns the actions that the node thread has to execute.
+The state machine of a node has no side effects. The node thread passes the leader's broadcasts, events of the node's ranks,
+and the time to the state machine (round_runner.py). Each method of the state machine returns the actions that the node
+thread has to execute.
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
                    ^                                        |       |                             ^
@@ -22,10 +23,10 @@ The machine is pure. The node thread passes the leader's broadcasts, events of t
                          (the leader and the node that serves the store: JobFinished)
 
 If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeat counter has not changed for `node_timeout`.
-The node then stops its ranks. When the ranks have exited, the node decides without the leader (`_decide_without_leader`).
-The decision is RE_RENDEZVOUS if enough nodes remain or the job has a restart left, and FAILED otherwise. All nodes make the
-same decision, because they know the same facts. If the store is lost, the job fails on every node that cannot reach the
-store.
+When a node finds that the leader is lost, the node stops its ranks. When the ranks have exited, the node decides without the
+leader (`_decide_without_leader`). Without the leader, the decision is RE_RENDEZVOUS if enough nodes remain or the job has a
+restart left, and FAILED if neither is true. Without the leader, all nodes make the same decision, because all nodes know the
+same facts. If the store is lost, the job fails on every node that cannot reach the store.
 
 A node can leave a round in these ways:
 
@@ -39,12 +40,12 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` sets the time in which the other nodes can see that this node leaves.
+`NodeThread.finish_within` ends the node thread after a given time, in which the other nodes can see that this node leaves.
 
 Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
-The stage STOPPING ends when the ranks have exited (`grace_period`). While the leader is alive, the stages RUNNING, PREPARING
-and AWAITING_DECISION can last as long as user code runs on any node. The ranks of a node are stopped before the other nodes
-can count this node as lost (LocalRanks.renew_lease).
+The stage STOPPING ends when the ranks have exited, and `grace_period` limits the time that the ranks may need. While the
+leader is alive, the stages RUNNING, PREPARING and AWAITING_DECISION can last as long as user code runs on any node. The
+ranks of a node are stopped before the other nodes can count this node as lost (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -253,7 +254,10 @@ class NodeMachine:
         return [PrepareRanks(self._start, assignment)]
 
     def check_leader_heartbeat(self, count: int, now: float) -> list[NodeAction]:
-        """Compare the heartbeat count of the leader with the last count. A leader whose count does not change is lost."""
+        """Compare the leader's heartbeat count with its last count.
+
+        If the leader's heartbeat count has not changed for more than `node_timeout`, the leader is lost.
+        """
         if count != self._leader_heartbeat:
             self._leader_heartbeat, self._leader_seen_at = count, now
         elif now - self._leader_seen_at > self._node_timeout:
@@ -261,7 +265,7 @@ class NodeMachine:
         return []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend the deadline by the time in which this node did not read the store, and therefore saw no heartbeat."""
+        """Extend the time limit for the leader's heartbeat by the time in which this node did not read the store."""
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
@@ -281,7 +285,7 @@ class NodeMachine:
         return self._decide_without_leader()
 
     def handle_store_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks. The job fails, because no other node can replace the store."""
+        """Stop the ranks, and let the job fail, because no other node can replace the lost store."""
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED
             return []
@@ -292,7 +296,7 @@ class NodeMachine:
         return self._decide_without_leader()
 
     def withdraw(self, reason: str) -> list[NodeAction]:
-        """Leave the round, because this node was silent for so long that the other nodes may have decided without it.
+        """Leave the round, because this node sent no heartbeat for so long that other nodes may have decided without it.
 
         Report to the leader that this node leaves, stop the ranks of this node, and start no further ranks in this round.
         The node rejoins when it has read the leader's decision, or when it finds that the leader is lost.
@@ -310,7 +314,7 @@ class NodeMachine:
     def start_ranks(self, attempt: int) -> list[NodeAction]:
         """Start the ranks of this attempt.
 
-        Call this method when the environments of the ranks have been made and the delay is over.
+        Call this method when the environments of the ranks have been made and the delay before the restart is over.
         """
         if self.stage is not NodeStage.PREPARING or self._assignment is None or attempt != self.attempt:
             return []  # the leader has stopped that attempt meanwhile
@@ -319,7 +323,7 @@ class NodeMachine:
         return [StartRanks(self.attempt), *([HoldRanks(self._stop_cause)] if self._stop_cause else [])]
 
     def report_failing(self) -> list[NodeAction]:
-        """Report that the attempt fails on this node. The ranks have not exited yet."""
+        """Report to the leader that the attempt fails on this node. Call this method before the ranks have exited."""
         if self.stage is not NodeStage.RUNNING:
             return []
         self.stage = NodeStage.STOPPING
@@ -335,7 +339,7 @@ class NodeMachine:
         return [SendToLeader(RanksStalled(self._node_info.group_rank, self.attempt, collectives))]
 
     def request_stop(self, cause: str) -> list[NodeAction]:
-        """Report that a stop was requested on this node."""
+        """Report to the leader that a stop was requested on this node."""
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
         return [SendToLeader(StopRequest(self._node_info.group_rank, cause))]
@@ -347,7 +351,10 @@ class NodeMachine:
         return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, step))]
 
     def report_ranks_stopped(self) -> list[NodeAction]:
-        """Report that all ranks of this node have exited. The caller's thread makes the AttemptReport later."""
+        """Report to the leader that all ranks of this node have exited.
+
+        The caller's thread makes the AttemptReport of the node later.
+        """
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         return [SendToLeader(RanksStopped(self._node_info.group_rank, self.attempt))]
@@ -366,7 +373,10 @@ class NodeMachine:
         return [SendToLeader(report)]
 
     def abort(self, report: AttemptReport) -> list[NodeAction]:
-        """Report that this node cannot go on, although no rank has failed. The other nodes do not wait for this node."""
+        """Report that this node cannot go on, although no rank has failed.
+
+        After this report, the other nodes do not wait for this node.
+        """
         actions: list[NodeAction] = []
         if self.stage not in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             self.stage = NodeStage.SHUTTING_DOWN
@@ -375,7 +385,7 @@ class NodeMachine:
         return actions + self.acknowledge_shutdown()
 
     def report_signal(self, reason: str) -> list[NodeAction]:
-        """Report that a signal ends this node. The watcher thread stops the ranks of this node."""
+        """Report to the leader that a signal ends this node. The watcher thread stops the ranks of this node."""
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return self.acknowledge_shutdown()  # the caller's thread may end before it reads the decision
@@ -408,9 +418,9 @@ class NodeMachine:
         return []
 
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
-        """Make the ranks wait now, or as soon as they are started.
+        """Make the ranks of this node wait, now or as soon as the ranks are started.
 
-        If the ranks have already ended, this node reports the last step that they have passed.
+        If the ranks have already ended, this node reports the last step that the ranks have passed.
         """
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
@@ -428,7 +438,7 @@ class NodeMachine:
         return [ReportJob(decision)]
 
     def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        """Stop the ranks, then follow the decision that the leader has made while this node was silent for too long."""
+        """Stop the ranks, then follow the decision that the leader made while this node sent no heartbeats."""
         if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         stage, self.stage = self.stage, NodeStage.STOPPING
@@ -439,7 +449,7 @@ class NodeMachine:
         return [StopRanks("this node was silent for too long")] if stage is NodeStage.RUNNING else []
 
     def _decide_without_leader(self) -> list[NodeAction]:
-        """Make the decision that the leader would have made. Use only facts that all remaining nodes know."""
+        """Make the decision that the leader would have made, and use only facts that all remaining nodes know."""
         history = replace(self.history, attempts=max(self.history.attempts, self.attempt + 1))
         if not self._size:
             return self._fail_job(history, reason=self._loss)

@@ -4,22 +4,23 @@
     def test_sum(model):
         ...
 
-pytest finds the plugin by its entry point. If no test has such a mark, the plugin changes nothing, and imports only this
-module and `names`.
+pytest loads the plugin through an entry point of mpwatch. If no test has the mark `mpwatch`, the plugin changes nothing, and
+imports only its modules `__init__` and `names`.
 
     pytest (the watcher process)      each rank
     ────────────────────────────      ─────────
     collects, selects, reports        ──test──▶  a pytest session for the one module: fixtures, hooks of conftests,
     skipif and xfail marks            ◀─raises─  setup, call and teardown of the test
 
-- If tests of a module have the same options, they run on the same ranks, which are one WorkerGroup.
-- Each rank has separate fixtures. Fixtures with a wider scope than `function` are kept for the next tests, until a test
-  fails. After a failure, these fixtures are torn down, because their state can differ from rank to rank. `tmp_path` is the
-  same folder in all ranks.
-- The exception of the rank that failed first is raised in pytest's process, inside the test item. So pytest itself handles
-  skips, expected failures, tracebacks and reports of other plugins. If one rank skips the test and another rank fails, the
-  test fails.
-- The output of each rank is a section of the report. pytest also reports the ranks' warnings and recorded properties.
+- Tests that are in one module and have the same options run on the same ranks, which form one WorkerGroup.
+- Each rank sets up its own fixtures. Fixtures with a wider scope than `function` are kept for the next tests, until a test
+  fails. After a test fails, each rank tears down all its fixtures, because the state of a fixture can differ from rank to
+  rank. The fixture `tmp_path` is the same folder in all ranks.
+- In pytest's own process, the plugin raises the exception of the rank that failed first. pytest therefore handles skips,
+  expected failures and tracebacks in the same way as for any other test. If one rank skips the test and another rank fails,
+  the test fails.
+- pytest's report of a test shows the output of each rank in a separate section. pytest also reports the warnings of the
+  ranks, and the properties that the ranks have recorded (`record_property`).
 """
 
 import pytest
@@ -34,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Redirect the marked tests to ranks, unless this session runs in a rank itself."""
+    """Make the tests with the mark `mpwatch` run on ranks, unless this pytest session itself runs in a rank."""
     marked = [item for item in session.items if item.get_closest_marker(MARK)]
     if marked and RANK_KEY not in getattr(session.config, "workerinput", {}):
         from mpwatch.integrations.pytest_plugin import controller

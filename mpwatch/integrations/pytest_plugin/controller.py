@@ -1,8 +1,9 @@
-"""This part of the plugin runs in pytest's own process, which is the watcher. It makes the ranks run each marked test.
+"""The part of the pytest plugin that runs in pytest's own process, and makes the ranks run each marked test.
 
-`redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. If the module has a `ModuleGroup`
-with the options of the test, `_run_test` uses this ModuleGroup. Otherwise `_run_test` starts a new ModuleGroup. If the test
-fails, `_run_test` raises the exception of the ranks. `rank_session` runs in the ranks.
+`redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. `_run_test` runs the test on the
+module's `ModuleGroup` with the options of the test, and starts this ModuleGroup if it does not exist. If ranks fail,
+`_run_test` raises the exception of the rank that failed first. The module `rank_session` has the code that runs in the
+ranks.
 """
 
 import sys
@@ -40,7 +41,7 @@ NEXT_ITEM = pytest.StashKey[pytest.Item | None]()  # in the stash of an item
 
 
 def redirect_to_ranks(item: pytest.Item) -> None:
-    """Make the test run on ranks. The ranks also set up the fixtures of the test."""
+    """Make pytest run the test in the ranks, which also set up the fixtures of the test."""
     names = getattr(item, "fixturenames", [])
     names[:] = [TMP_PATH_FACTORY, *(name for name in names if name in SHARED_FIXTURES)]
     item.runtest = partial(_run_test, item)  # type: ignore[method-assign]
@@ -48,9 +49,9 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store the next test, because it determines which fixtures are torn down after this test.
+    """Store the next test, because the next test determines which fixtures are torn down after this test.
 
-    With `--pdb`, the debugger of a marked test opens in the ranks, and not in pytest's own process.
+    If the option `--pdb` is set and a marked test fails, the debugger opens in a rank, and not in pytest's own process.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -72,7 +73,10 @@ def _run_test(item: pytest.Item) -> None:
 
 
 def _merge_marks(item: pytest.Item) -> dict[str, Any]:
-    """Return the options in the marks of the test, its class and its module. A mark of the test itself has priority."""
+    """Return the options in the marks of the test, its class and its module.
+
+    If several marks set the same option, the mark of the test itself has priority.
+    """
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if len(mark.args) > 1:
@@ -87,7 +91,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the module's ModuleGroup for these options. If the module has none, start a new ModuleGroup."""
+    """Return the ModuleGroup of the test's module with these options, and start it if it does not exist."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -151,7 +155,10 @@ class ModuleGroup:
         return [failure, *later]
 
     def close(self) -> list[RunFailedError]:
-        """If the ranks still exist, tear down the remaining fixtures, and end the ranks. Return the failures of fixtures."""
+        """If the ranks still exist, tear down the remaining fixtures, and end the ranks.
+
+        Return the failures that occurred while the fixtures were torn down.
+        """
         __tracebackhide__ = True
         with self._group:
             result, failures = self._call_if_healthy(end_session)
@@ -161,7 +168,7 @@ class ModuleGroup:
         return failures
 
     def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
-        """Call the function in all ranks, with the timeout of the last test. Do nothing if the ranks have ended."""
+        """Call the function in all ranks, with the timeout of the last test. If the ranks have ended, do nothing."""
         __tracebackhide__ = True
         if self._group.state is not WorkerState.HEALTHY:
             return None, []
@@ -192,7 +199,7 @@ class ModuleGroup:
                     yield f"{stream} of rank {worker.rank}", text
 
     def _read_new_text(self, path: Path) -> str:
-        """Return the text that was written to the file since the last read."""
+        """Return the text that was written to the log file after the last call of this method."""
         try:
             with path.open("rb") as file:
                 file.seek(self._read_positions.get(path, 0))
@@ -233,7 +240,7 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report warnings and properties of a passed test.
+    """Report the warnings and properties of a test that has passed in all ranks.
 
     If several ranks have the same warning or property, report it only once.
     """
@@ -250,9 +257,9 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
 
 
 def _raise_failure(*failures: RunFailedError) -> None:
-    """Raise the exception of the rank that failed first. Notes on the exception describe the other ranks and later failures.
+    """Raise the exception of the rank that failed first, with notes about other ranks and about later failures.
 
-    `failures` are in order of time. Do nothing if there are no failures.
+    `failures` must be sorted by time, with the earliest failure first. Do nothing if there are no failures.
     """
     __tracebackhide__ = True
     if not failures:
@@ -274,7 +281,11 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. If the root cause is a skip or an expected failure, prefer a real failure of another rank."""
+    """Return the root cause.
+
+    If the root cause is a skip or an expected failure, return an unexpected failure of another rank instead, if there is
+    one.
+    """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -294,6 +305,7 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 def _fail_without_traceback(text: str) -> NoReturn:
     """Fail the test.
 
-    The frame of this function stays visible, because pytest adds a text about hidden frames if all frames are hidden.
+    This function does not set `__tracebackhide__`, because pytest prints a text about hidden frames if all frames of a
+    traceback are hidden.
     """
     raise pytest.fail.Exception(text, pytrace=False) from None

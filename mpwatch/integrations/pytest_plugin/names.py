@@ -1,4 +1,4 @@
-"""Names that pytest's process and the ranks share. This module imports no modules."""
+"""Names that are used both in pytest's own process and in the ranks. This module imports no other module."""
 
 MARK = "mpwatch"
 """The name of the mark of tests that run on ranks."""

@@ -1,8 +1,8 @@
-"""This part of the plugin runs in each rank, where it makes a pytest session for one module.
+"""The part of the pytest plugin that runs in each rank, and makes a pytest session there for one test module.
 
 The controller (controller.py, in pytest's own process) calls `prepare_session`, then `run_item` for each test, and finally
-`end_session`. After a failure the controller calls `tear_down_fixtures`. `current_worker().state` holds the session until
-the rank ends.
+`end_session`. After a test has failed, the controller calls `tear_down_fixtures`. `current_worker().state` holds the pytest
+session until `end_session` removes it.
 """
 
 import io
@@ -41,7 +41,7 @@ IGNORE_REWRITE_WARNING = (
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The data from which a session is made. All ranks get the same data."""
+    """The data from which each rank makes its pytest session. All ranks get the same data."""
 
     args: tuple[str, ...]
     """The arguments of pytest. `--capture=no` is added, since mpwatch captures the output of ranks."""
@@ -91,19 +91,22 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 
 
 def prepare_session(config: SessionConfig) -> None:
-    """Make the session if there is none. This may import large modules, so it does not count as time of the test."""
+    """Make the pytest session of this rank if it does not exist.
+
+    The timeout of a test does not include the time for making the session, because a new session may import large modules.
+    """
     __tracebackhide__ = True
     _get_session(config)
 
 
 def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
-    """Set up the test, call it, and tear it down. Raise the exception of the test or of the test's fixtures."""
+    """Set up the test, call it, and tear it down. Raise any exception that the test or one of its fixtures raises."""
     __tracebackhide__ = True
     return _get_session(config).run_item(request)
 
 
 def _get_session(config: SessionConfig) -> "RankSession":
-    """Return the session of this rank. If the rank has no session, for example after a restart, make a session."""
+    """Return the pytest session of this rank. If the rank has no session, for example after a restart, make one."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK_KEY not in state:
@@ -113,7 +116,7 @@ def _get_session(config: SessionConfig) -> "RankSession":
 
 
 def tear_down_fixtures() -> None:
-    """Tear down all fixtures, but keep the session."""
+    """Tear down all fixtures of this rank, but keep its pytest session."""
     __tracebackhide__ = True
     session = current_worker().state.get(RANK_KEY)
     if session is not None:
@@ -121,7 +124,7 @@ def tear_down_fixtures() -> None:
 
 
 def end_session() -> None:
-    """Tear down all fixtures, and end the session."""
+    """Tear down all fixtures of this rank, and end its pytest session."""
     __tracebackhide__ = True
     session = current_worker().state.pop(RANK_KEY, None)
     if session is not None:
@@ -136,7 +139,10 @@ class _NullTerminal(io.StringIO):
 
 
 class RankSession:
-    """A pytest session in a rank. This object is also a plugin of the session, so it gets the reports of the tests."""
+    """A pytest session in a rank.
+
+    A RankSession is also registered as a plugin of its pytest session, in order to receive the reports of the tests.
+    """
 
     def __init__(self, config: SessionConfig) -> None:
         rank = current_worker().rank
@@ -195,9 +201,10 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the first failure of the test.
+        """Return the exception of the test's first failure.
 
-        If there is no failure, return the skip or the expected failure of the test, or None.
+        If no failure is found, return the exception of a skip or of an expected failure. If the test has passed, return
+        None.
 
         Write later failures, captured logging and warnings to stderr, because the rank does not send the test's report.
         """
@@ -216,7 +223,7 @@ class RankSession:
         return _make_sendable_error(*errors[0])
 
     def tear_down(self, keep_for: pytest.Item | None = None) -> None:
-        """Tear down all fixtures, except those that the item `keep_for` needs."""
+        """Tear down all fixtures of this rank, except the fixtures that the test `keep_for` needs."""
         __tracebackhide__ = True
         self._session._setupstate.teardown_exact(keep_for)
 
@@ -230,7 +237,7 @@ class RankSession:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """Return the folder of the test, which all ranks share."""
+        """Return the temporary folder of the test, which is the same folder in all ranks."""
         return Path(self._shared_fixtures["tmp_path"])
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
@@ -241,7 +248,10 @@ class RankSession:
             self._collection_errors.append(report.longreprtext)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
-        """If the option `--pdb` is set, open pdb in the controller's terminal. pytest tears down the fixtures after that."""
+        """If the option `--pdb` is set, open pdb in the terminal in which pytest was started.
+
+        pytest tears down the fixtures only after the user has left pdb.
+        """
         if self._opens_debugger and call.excinfo is not None:
             with suppress(RuntimeError):  # the controller has no terminal
                 pdb.post_mortem(call.excinfo.tb)

@@ -1,4 +1,4 @@
-"""`SubmititEngine`: starts nodes as jobs of submitit. `Task`: the function that each task of these jobs runs."""
+"""`SubmititEngine` starts nodes as jobs of submitit. `Task` is the function that each task of a submitit job runs."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ SRUN_ARGS = ["--kill-on-bad-exit=0"]
 
 
 class SubmititEngine:
-    """Starts the minimum number of nodes as one job of submitit, and each other node as a job of its own.
+    """Starts the minimum number of nodes as one job of submitit, and each further node as a separate job of submitit.
 
     Args:
         executor: an executor of submitit. The engine uses a copy of it.
@@ -62,7 +62,7 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit a node. The minimum number of nodes is submitted together, as one job."""
+        """Submit a node. The nodes that the job needs at least are submitted together, as one job."""
         write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -72,14 +72,15 @@ class SubmititEngine:
         return self._futures[number]
 
     def describe_wait(self) -> str:
-        """Return a text that says for which jobs the driver waits. Return "" before the first job is submitted."""
+        """Return a text that says for which jobs the driver waits. Return "" if the driver waits for no job."""
         waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
         return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
-        """Cancel the job of a node if no other node of this job runs.
+        """Cancel the submitit job of a node if all other nodes of this job have ended.
 
-        Otherwise the node ends when the driver closes the connection.
+        If another node of the job has not ended, the job is not cancelled, and the node ends when the driver closes the
+        connection to the node.
         """
         with self._lock:
             self._futures[number].cancel()
@@ -88,7 +89,7 @@ class SubmititEngine:
                 job.cancel(check=False)
 
     def close(self) -> None:
-        """Wait for the jobs that have begun, cancel all other jobs, and remove the folder."""
+        """Wait a limited time for the jobs that have begun, cancel all jobs that have not ended, and remove the folder."""
         self._is_closed.set()
         with ExitStack() as stack:  # an impatient user may press Ctrl-C once more
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -122,7 +123,7 @@ class SubmititEngine:
         self._jobs.append((executor.submit(Task(self._folder, numbers)), numbers))
 
     def _poll(self) -> None:
-        """Set the result of each future whose node has ended. This runs in a thread of its own."""
+        """Set the result of each node's future when the node has ended. A separate thread runs this method."""
         checked_at = time.monotonic()
         while not self._is_closed.wait(POLL_SECONDS):
             is_check_due = time.monotonic() >= checked_at + CHECK_SECONDS
@@ -177,7 +178,7 @@ def find_kind(executor: submitit.Executor) -> str:
 
 
 def _make_parameters(executor: submitit.Executor, kind: str, tasks: int) -> dict[str, Any]:
-    """Return the parameters of a job with this number of tasks, where each node has one task."""
+    """Return the parameters of a submitit job that runs this number of tasks, with one task on each node."""
     if kind == "local":
         return {"tasks_per_node": tasks}
     is_auto = isinstance(executor, submitit.AutoExecutor)
@@ -213,7 +214,7 @@ def write(path: str, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """The function of a submitit job: it executes the call of its node."""
+    """The function that each task of a submitit job runs, and that executes the call of the task's node."""
 
     folder: str
     numbers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""`Job`: the function that each task runs if the submitting program does not wait for the result."""
+"""`Job` is the function that each task runs if the submitting program does not wait for the result."""
 
 import os
 import secrets
@@ -17,12 +17,15 @@ from mpwatch.integrations.submitit.preemption import preemption_signal
 
 
 class Job:
-    """A function that you pass to `executor.submit`. The executor must start one task on each of its nodes.
+    """A callable object that you pass to submitit's `executor.submit`.
+
+    Configure the executor so that it starts one task on each node (`tasks_per_node=1`).
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
     list with the RunResult of each task. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the
-    ranks, so that they save and return. submitit then queues the job again, with the same arguments. Set the parameter
-    `slurm_signal_delay_s` of the executor to a time in which the ranks can save.
+    ranks, so that the ranks can save and return. When the ranks have returned, submitit queues the job again, with the same
+    arguments. Set the parameter `slurm_signal_delay_s` of the executor to the number of seconds that the ranks may need to
+    save.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -88,7 +91,7 @@ class Job:
         return result
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return the submission that submitit puts into the queue again."""
+        """Return the object that submitit submits again after a preemption."""
         return DelayedSubmission(self)
 
     def _make_rendezvous(self, task: submitit.JobEnvironment) -> mpwatch.Rendezvous:

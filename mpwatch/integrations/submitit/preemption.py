@@ -1,7 +1,4 @@
-"""When a task receives the signal of submitit, all ranks are asked to stop at the same step.
-
-This module handles the signal.
-"""
+"""Handle the signal of submitit: when a task receives the signal, mpwatch asks all ranks to stop at the same step."""
 
 import signal
 import socket
@@ -18,13 +15,14 @@ POLL_SECONDS = 0.5  # between two requests to ranks that have not been started y
 
 @contextmanager
 def stop_when_preempted() -> Iterator[threading.Event]:
-    """Ask all ranks to stop when this process receives the signal of submitit.
+    """During the `with` block, ask all ranks to stop when this process receives the signal of submitit.
 
     Yield a `threading.Event` that is set when the signal arrives.
 
-    Python runs signal handlers only in the main thread, which can be waiting for a lock when another thread receives the
-    signal. So a separate thread reads the signal from Python's wake-up descriptor. Threads that start within the `with`
-    block, and the guardian process, block the signal.
+    Python runs signal handlers only in the main thread, and too late if the main thread waits for a lock. For this reason, a
+    separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). The calling thread, the
+    threads that start within the `with` block, and the guardian process block the signal, so the separate thread receives
+    it.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

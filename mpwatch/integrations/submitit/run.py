@@ -1,4 +1,4 @@
-"""`run`: submit a job with submitit, and wait for the values of all ranks."""
+"""`run` submits a job with submitit, and waits for the values of all ranks."""
 
 import functools
 import signal
@@ -29,9 +29,9 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
 
-    The executor has the parameters of the job, such as the time limit, the partition, and the CPUs and GPUs of a node. This
-    function sets `nodes` and `tasks_per_node` in a copy of the executor. With a LocalExecutor the nodes are processes of
-    this machine. The logs of submitit stay in the executor's folder.
+    Set the parameters of the job in the executor, such as the time limit, the partition, and the CPUs and GPUs of each node.
+    `run` sets the parameters `nodes` and `tasks_per_node` itself, in a copy of the executor. With a LocalExecutor, each node
+    of the job is a process on this machine. When the job has ended, the log files of submitit stay in the executor's folder.
 
     Args:
         executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
@@ -88,14 +88,17 @@ def _find_own_address(kind: str) -> str:
 
 
 def _remove_own_frame(error: BaseException | None) -> None:
-    """Remove the frame of `_ignore_signal`, so that the traceback of a rank begins in the user's function."""
+    """Remove the frame of `_ignore_signal` from the traceback of a rank, which then begins in the user's function."""
     trace = None if error is None else error.__traceback__
     if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = trace.tb_next
 
 
 def _ignore_signal(fn: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that ignores the signal of submitit and then calls `fn`. SLURM sends the signal to all processes."""
+    """Return a function that ignores the signal of submitit and then calls `fn`.
+
+    A rank must ignore the signal, because SLURM sends the signal to all processes of the job.
+    """
     number = int(preemption_signal())
 
     @functools.wraps(fn)
