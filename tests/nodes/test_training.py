@@ -61,7 +61,7 @@ def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, 
 
 @pytest.mark.slow
 def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undisturbed, tmp_path):
-    job.rendezvous["nnodes"] = 1, 2
+    job.rendezvous |= {"nnodes": (1, 2), "options": {"last_call_timeout": 10.0}}  # the nodes begin together, however busy
     kept, lost = job.start_several(2, train_with_order, 2, **make_options(tmp_path))
     world = job.await_world(4, TRAINING_SECONDS)
     world.of(kept).order("return")  # they enter a collective, and wait for the ranks of the killed node
