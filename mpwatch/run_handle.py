@@ -158,8 +158,7 @@ class RunHandle(_Handle[T]):
         call. If `stop` has ended the run, `result()` raises RunFailedError, or with `check=False` returns a result with the
         state STOPPED.
 
-        An observer of the run may call `stop`, too. If an observer calls `stop`, the method only requests the end of the
-        run, and returns at once.
+        An observer of the run may call `stop`, too. Then `stop` only requests that the run ends, and returns immediately.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -320,8 +319,8 @@ class CallHandle(_Handle[T]):
         `stop` has ended the call, `result()` raises RunFailedError. If the call had not begun, `result()` raises
         concurrent.futures.CancelledError.
 
-        An observer of the group may call `stop`, too. If an observer calls `stop`, the method only requests the end of the
-        call, and returns at once.
+        An observer of the group may call `stop`, too. Then `stop` only requests that the ranks end this call, and returns
+        immediately.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the group.

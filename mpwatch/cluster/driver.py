@@ -534,7 +534,7 @@ def _summarize(error: BaseException) -> str:
 def _find_end_of_traceback(text: str) -> list[str]:
     """Return the lines of an error's text that come after the last frame of a traceback in this text.
 
-    For example, the text of Ray's RuntimeEnvSetupError names the reason after a traceback.
+    For example, the text of Ray's RuntimeEnvSetupError contains a traceback first, and then the reason.
     """
     _, has_frames, end = text.rpartition('\n  File "')
     lines = end.splitlines()[1:] if has_frames else []

@@ -330,8 +330,8 @@ class NodeThread:
     def _make_wait_report(self, deadline: float) -> WaitReport:
         """Return a WaitReport, an object that logs once that this node waits for other nodes.
 
-        Before the first round, the WaitReport logs after a longer wait than before later rounds, because the nodes may start
-        at different times.
+        Before the first start of ranks, the nodes may wait longer until the WaitReport logs, because they do not all begin
+        at the same time.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 

@@ -15,13 +15,13 @@ While the caller's thread waits, it runs the code that must not run in the watch
 decisions about restarts, and the live view.
 
 In the first 2 ms of a call of idle ranks, the calling program's own signal handlers are installed, and can raise exceptions.
-After the first 2 ms, mpwatch's signal handlers are installed, which raise no exception while the caller's thread waits
-(host_signals.py). A Ctrl-C in the first 2 ms of a call also interrupts the ranks. An exception in the caller's thread that
-does not come from Ctrl-C stops the ranks in the same way as SIGTERM. If a second exception comes in the caller's thread
-while the ranks are being stopped, the ranks are killed. When the ranks have ended, `BlockingCall.execute` re-raises the
-first exception of the caller's thread. An exception in the caller's thread does not stop idle ranks. A rank is idle before
-it begins a call, and again when it has answered the call. If other code uses `PyThreadState_SetAsyncExc` to raise an
-exception in a caller's thread that is not the main thread, the exception is raised only when this thread no longer waits.
+Later, mpwatch's signal handlers are installed, which raise no exception while the caller's thread waits (host_signals.py).
+
+If an exception comes in the caller's thread while ranks work, Ctrl-C interrupts these ranks, and any other exception stops
+them as SIGTERM would. A second exception kills them. When the ranks have ended, `BlockingCall.execute` re-raises the first
+exception. No exception stops idle ranks: ranks that have not begun a call yet, or have answered it. If other code uses
+`PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread, the exception is raised
+only when this thread no longer waits.
 """
 
 import logging

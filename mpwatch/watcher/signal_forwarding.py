@@ -25,8 +25,8 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    A rank that does not catch the signal does not get it, because most signals would end this rank. Log a warning about
-    running ranks that do not catch the signal.
+    The watcher does not send the signal to other ranks, because most signals end a process that does not catch them. Log a
+    warning about running ranks that do not catch the signal.
     """
     running = [
         rank

@@ -3,22 +3,19 @@
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
     the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
-A separate thread of the rank answers the watcher's requests, and is started when the rank creates its first process group.
-The thread for the watcher's requests can answer while the main thread waits in C++ code. The thread for the watcher's
-requests cannot answer while another thread holds the GIL.
+A thread of the rank answers the watcher's requests. The thread is started when the rank creates its first process group. It
+can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
 
 torch can give a new process group the name of a destroyed group, and numbers the collectives of the new group from 1 again.
 When a group is created, this module stores the number that the next record of torch's flight recorder will have. If a record
 is older than the group whose name it has, this module ignores the record, because the record belongs to a destroyed group. A
 "world" is what `init_process_group` creates: the ranks of the default group, and all groups of these ranks.
 
-The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. gloo, for example,
-makes a rank crash by abort() if a peer sends more or fewer bytes than the rank expects. When a rank crashes, faulthandler
-writes the stack of the crash into the crash socket. The buffer of the crash socket is so small that a write into the socket
-blocks until the watcher reads from the socket. The watcher first asks a crashing rank for its collectives, and then reads
-its stack from the crash socket (watcher/processes/collective_sockets.py). The crash socket keeps a crashing rank alive for
-at most 0.1 s, and the rank still dies from the signal of its crash. If the watcher is dead, the write into the crash socket
-fails at once.
+The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. For example, gloo
+calls abort() if a peer sends more bytes than the rank expects. Then faulthandler writes the stack of the crash into this
+socket, whose buffer is so small that the write blocks until the watcher reads. The watcher first asks for the collectives,
+and then reads the stack (watcher/processes/collective_sockets.py). The rank lives for at most 0.1 s longer, and still dies
+from the signal of its crash. If the watcher is dead, the write fails at once.
 """
 
 from __future__ import annotations

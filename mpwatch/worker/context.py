@@ -169,12 +169,12 @@ def should_stop(step: int) -> bool:
 def request_stop() -> bool:
     """Ask all ranks to save their state and return.
 
-    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. If a rank calls this function,
-    the request is for all ranks of the same run, on all nodes. If a rank calls this function in a call of a WorkerGroup, the
-    request is for all ranks of that call. If a rank calls this function, the request is not for ranks that this rank itself
-    has started. If the program that has started the ranks calls this function, the request is for all unfinished runs and
-    calls of the program. Any thread, observer or signal handler may call `request_stop`. To stop a single run or call, use
-    `RunHandle.request_stop` or `CallHandle.request_stop`. A second request to stop changes nothing. `request_stop` does not
+    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. In a rank, the request is for
+    all ranks of the same run, on all nodes, or for all ranks of the same call of a WorkerGroup. It is not for ranks that
+    this rank itself has started. In the program that has started the ranks, the request is for all unfinished runs and
+    calls. To stop a single run or call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
+
+    Any thread, observer or signal handler may call `request_stop`. A second request changes nothing. `request_stop` does not
     end `mpwatch.map`. To end `mpwatch.map`, leave the loop over its results.
 
     Returns:

@@ -43,7 +43,10 @@ class RankStream:
         self.due_at = math.inf  # when the unfinished line is shown next
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Add bytes, and return the lines that are now complete, except a line whose whole text was already shown."""
+        """Add bytes, and return the lines that are now complete.
+
+        Leave out a line if its whole text was already shown before its newline came.
+        """
         lines, shown = self.assembler.feed(data), self.shown
         if lines:
             self.shown, self.due_at = b"", math.inf

@@ -158,8 +158,8 @@ class RankHandle:
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send a message of at most a few thousand bytes, and these descriptors. Raises OSError.
 
-        The method never blocks, because a few thousand bytes fit into the channel's empty buffer. A message to a dead rank
-        is dropped.
+        The method never blocks, because the channel's buffer is empty when a message is sent, and has room for the whole
+        message. A message to a dead rank is dropped.
         """
         if self.channel.fileno() == -1:
             return
