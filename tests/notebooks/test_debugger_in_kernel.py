@@ -9,6 +9,7 @@ from notebooks.run_cells import run_cells
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of source lines, on Python 3.14
 DEFINITIONS = """
+import multiprocessing
 import mpwatch
 def train(ranks, n):
     rank = mpwatch.current_worker().rank
@@ -16,15 +17,18 @@ def train(ranks, n):
     if rank in ranks:
         breakpoint()
     return rank + n
-def fail():
+def fail(event):
     rank = mpwatch.current_worker().rank
     secret = f"secret of rank {rank}"
     if rank == 1:
+        event.wait()
         raise ValueError("boo")
-    wait()
-def wait():
+    wait(event)
+def wait(event):
     import threading
+    event.set()
     threading.Event().wait()
+event = multiprocessing.get_context("spawn").Event()
 """
 
 
@@ -41,7 +45,7 @@ def test_all_ranks_stop(kernel):
     text = COLOURS.sub("", kernel.converse("print(list(mpwatch.run(train, 2, args=([0, 1], 1))))", answers))
     assert ") (Pdb) p values\n{'rank': " in text
     assert "        breakpoint()\n" in text  # the source of the cell
-    assert re.search(r"\(Pdb\) w\n> Cell In\[\d+\]\([67]\)train\(\)\n", text)
+    assert re.search(r"\(Pdb\) w\n> Cell In\[\d+\]\([78]\)train\(\)\n", text)
     assert "/ipykernel_" not in text
     assert "ranks 0-1: at a prompt (Cell In[" in text
     assert "rank 0: {'rank': 0}\nrank 1: {'rank': 1}\n" in text
@@ -61,14 +65,15 @@ def test_a_group_over_two_cells(kernel):
 
 
 def test_post_mortem(kernel):
-    text = kernel.converse("mpwatch.run(fail, 2, post_mortem=True)", ["p secret", "rank 0", "u", "p secret", "rank 1", "q"])
+    answers = ["p secret", "rank 0", "u", "p secret", "rank 1", "q"]
+    text = kernel.converse("mpwatch.run(fail, 2, args=(event,), post_mortem=True)", answers)
     assert "(rank 1) (Pdb) p secret\n'secret of rank 1'\n" in text
     assert "(rank 0) (Pdb) p secret\n'secret of rank 0'\n" in text
     assert "rank 1 failed first: ValueError: boo (Cell In[" in text
 
 
 def test_a_notebook_without_a_user_has_no_prompt():
-    calls = ("mpwatch.run(train, 2, args=([1], 1))", "mpwatch.run(fail, 2, post_mortem=True)")
+    calls = ("mpwatch.run(train, 2, args=([1], 1))", "mpwatch.run(fail, 2, args=(event,), post_mortem=True)")
     (_, stopped, failed), _ = run_cells([DEFINITIONS, *calls])
     assert "breakpoint() can open no prompt: this notebook is executed without a user" in str(stopped)
     texts = [output["text"] for output in failed if output["output_type"] == "stream"]
