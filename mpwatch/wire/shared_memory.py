@@ -220,7 +220,8 @@ class HeartbeatWriter:
         body = _encode_report(now, step, total, metrics)
         if len(body) > MAX_REPORT_SIZE:
             raise ValueError(
-                f"report() got {len(metrics)} metrics that take {len(body)} bytes; there is room for {MAX_REPORT_SIZE}"
+                f"report() got metrics that take {len(body)} bytes; there is room for {MAX_REPORT_SIZE}. "
+                "Pass fewer metrics, or shorter names"
             )
         # This is one slice assignment, so no other thread of this process can write meanwhile.
         record = HEARTBEAT_TIME.pack(now) + REPORT_HEADER.pack(crc32(body), len(body)) + body
