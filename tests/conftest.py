@@ -105,12 +105,10 @@ def _check_nothing_left(_start_resource_tracker, request):
         request.getfixturevalue("barrier")  # made before the comparison: its semaphores outlive the test
     before = state()
     yield
+    # As with any future, the result comes just before the thread of a run ends. torch cannot be interrupted while it connects.
     for thread in threading.enumerate():
-        if thread.name in (
-            "mpwatch run",
-            "mpwatch call",
-        ):  # as with any future, the result comes just before the thread ends
-            thread.join(10)
+        if thread.name in ("mpwatch run", "mpwatch call", "mpwatch-connect"):
+            thread.join(15)
     gc.collect()
     after = state()
     after["shared memory"] |= before["shared memory"]  # what an earlier test used may disappear late

@@ -17,7 +17,8 @@ class SuspendWhenDrawn:
     has_suspended = False
 
     def __call__(self, event):
-        if not self.has_suspended and not terminal.is_terminal_free():
+        display = terminal._latest()
+        if not self.has_suspended and display and display._was_drawn:
             self.has_suspended = True
             os.kill(os.getpid(), signal.SIGTSTP)
 

@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from mpwatch import LaunchError
 from mpwatch.multinode.rendezvous import store
+from mpwatch.multinode.rendezvous.cancellable_wait import Deadline
 from mpwatch.multinode.rendezvous.client import RendezvousClient
+from mpwatch.multinode.rendezvous.endpoint import Endpoint
 from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.rounds import WaitReport
 from mpwatch.multinode.rendezvous.torch_state import State, load_state
@@ -400,6 +402,16 @@ def test_the_end_of_the_server_is_detected(make_client, port, eventually):
             formed.store.add("count", 1)
         with pytest.raises(StoreLostError):
             guest.join(deadline_in(10))
+
+
+def test_a_store_that_ended_before_the_connect_is_lost_soon(port, monkeypatch):
+    """A stuck connect would also delay the next run of this process, because only one thread may connect."""
+    monkeypatch.setattr(store, "CONNECT_SECONDS", 0.5)
+    started = time.monotonic()
+    limit = Deadline(deadline_in(60), threading.Event())
+    with pytest.raises(StoreLostError, match=f"the store at 127.0.0.1:{port} has closed the connection"):
+        store.open_tcp_store(Endpoint("127.0.0.1", port), "127.0.0.1", limit, 60)
+    assert time.monotonic() - started < 20
 
 
 @contextmanager

@@ -358,6 +358,7 @@ def test_ctrl_z_does_nothing_in_a_terminal_without_a_shell(gate):
     with TerminalProgram(*command(suspended_functions.run, str(gate), {"timeout": 60}), env=ENV) as terminal:
         assert terminal.read_until(lambda rows: sum(row.startswith("running") for row in rows) == 2)
         terminal.type(CTRL_Z)
+        assert terminal.read_until(lambda rows: any("^Z" in row for row in rows))  # only later output is not discarded
         gate.touch()
         assert terminal.read_until(lambda rows: RESULT.strip() in rows)
         assert terminal.end() == 0

@@ -29,7 +29,7 @@ from mpwatch.multinode.rendezvous.errors import StoreLostError
 from mpwatch.os_support.descriptors import end_connection_after_silence
 
 MAX_VALUE_BYTES = 8 << 20  # torch's server closes the connection of a client that sends more
-CONNECT_SECONDS = 30.0  # for torch's client to connect. The store has just answered, but name resolution may be slow
+CONNECT_SECONDS = 5.0  # for torch's client to connect to a store that has just answered. torch may try twice
 CLOSED_BY_THIS_NODE = "this node has closed the connection"
 FD_FOLDERS = ("/proc/self/fd", "/dev/fd")
 
