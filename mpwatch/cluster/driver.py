@@ -218,7 +218,7 @@ class Driver:
         return "" if describe is None else str(describe())
 
     def _describe_queue(self) -> str:
-        """Return a text that says what the job waits for, after the driver has started the nodes."""
+        """Return a text that says why the job waits, although the driver has started its nodes."""
         new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 

@@ -257,7 +257,7 @@ def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
 def prepare_slot(fd: int, slot: int) -> None:
     """In the watcher: prepare the slot of an idle rank for a call.
 
-    Clear the last heartbeat, the last report and the stop memory.
+    Clear what the last call has left: the heartbeat, the report, and the request to stop.
     """
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 

@@ -474,7 +474,7 @@ def _make_crossed(
     absent_from: Mapping[Key, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks that wait for other ranks in different collectives, or in send or recv.
+    """Return the verdict on ranks that wait for one another: in different collectives, or in send or recv.
 
     The verdict blames ranks only if all ranks wait for one another, because otherwise the cause may be a rank that does not
     wait.

@@ -198,7 +198,7 @@ class RankHandle:
         return messages
 
     def parse_messages(self, received: Received) -> list[Message]:
-        """Return the messages in the bytes that the caller's thread has read from the channel. See `read_messages`."""
+        """Parse bytes that the caller has read from the channel, and return the complete messages. See `read_messages`."""
         messages: list[Message] = []
         with self._close_channel_after_error():
             data, files, is_cut = split_received(received)

@@ -179,8 +179,8 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
     """Create a stand-in: an exception with the same text and a new class.
 
-    The new class has the name and the builtin base classes of the original class, so an `except` clause for a builtin class,
-    such as ValueError, catches the stand-in, too.
+    The new class has the name of the original class, and the same builtin base classes. Because of these base classes,
+    `except ValueError` also catches the stand-in of a ValueError.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}

@@ -221,7 +221,8 @@ class OpenBundle:
     def open_part(self, number: int) -> None:
         """Make the unpickler read this part next.
 
-        The unpickler must already have loaded all common pickles, and no other part.
+        Before this call, the unpickler must have loaded all pickles that the parts have in common. It must not have loaded
+        another part.
         """
         position, first_buffer = self._parts[number]
         self.stream.seek(position)
