@@ -405,13 +405,20 @@ def test_the_end_of_the_server_is_detected(make_client, port, eventually):
 
 
 def test_a_store_that_ended_before_the_connect_is_lost_soon(port, monkeypatch):
-    """A stuck connect would also delay the next run of this process, because only one thread may connect."""
     monkeypatch.setattr(store, "CONNECT_SECONDS", 0.5)
     started = time.monotonic()
     limit = Deadline(deadline_in(60), threading.Event())
     with pytest.raises(StoreLostError, match=f"the store at 127.0.0.1:{port} has closed the connection"):
         store.open_tcp_store(Endpoint("127.0.0.1", port), "127.0.0.1", limit, 60)
     assert time.monotonic() - started < 20
+
+
+def test_a_stuck_connect_does_not_delay_connects_to_other_ports(port):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store._connect_locks[port] = stuck = threading.Lock()
+    with stuck:
+        limit = Deadline(deadline_in(60), threading.Event())
+        store.open_tcp_store(Endpoint("127.0.0.1", server.port), "127.0.0.1", limit, 60).close()
 
 
 @contextmanager

@@ -566,7 +566,10 @@ class SmallEngine(cluster.ThreadEngine):
     """Has room for two nodes."""
 
     def start(self, call, number):
-        return super().start(call, number) if number < 2 else Future()
+        if number < 2:
+            return super().start(call, number)
+        self._futures[number] = waiting = Future()
+        return waiting
 
     def lacks_room(self, number):
         return number >= 2

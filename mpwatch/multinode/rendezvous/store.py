@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
@@ -37,8 +38,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# torch does not show the descriptor of its connection. mpwatch can find the descriptor only while no other thread connects.
-_connect_lock = threading.Lock()
+# torch does not show the descriptor of its connection. mpwatch can find the descriptor only while no other thread connects
+# to the same port. Connects to other ports do not wait, because torch tries for seconds if a store has just ended.
+_connect_locks: "WeakValueDictionary[int, threading.Lock]" = WeakValueDictionary()
+_connect_locks_guard = threading.Lock()
 
 
 class StoreConnection:
@@ -212,7 +215,9 @@ def open_tcp_store(
     sockets_before: list[set[tuple[int, int]]] = []
 
     def connect() -> StoreConnection:
-        with _connect_lock:
+        with _connect_locks_guard:
+            connect_lock = _connect_locks.setdefault(endpoint.port, threading.Lock())
+        with connect_lock:
             sockets_before.append(_list_sockets())
             store = _make_tcp_store(host, endpoint.port, listener)
             sockets = _find_connected(_list_sockets() - sockets_before[0], endpoint.port)
