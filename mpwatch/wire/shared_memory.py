@@ -18,8 +18,8 @@
   the number of the interrupted call, because a signal carries no number, and can arrive after the rank has answered the
   call.
 
-A rank maps its slot into memory and closes the descriptor. The mapping stays even if user code closes every descriptor, as a
-daemon does.
+A rank maps its slot into memory and closes the descriptor. The memory stays mapped even if user code closes all
+descriptors, as a daemon does.
 """
 
 from __future__ import annotations

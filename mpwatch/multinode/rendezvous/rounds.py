@@ -168,7 +168,7 @@ class DynamicRendezvous:
     def _on_state(self, state: State) -> None:
         """Record the state that torch has read, and check whether the join must end.
 
-        During a join, torch reads the state at least once a second, and each time calls this method.
+        During a join, torch calls this method each time it has read the state: at least once a second.
 
         Raises CancelledError and _NoRoomError.
         """

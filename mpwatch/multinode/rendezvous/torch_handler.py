@@ -5,7 +5,7 @@
   attempt, so mpwatch's handler opens no store.
 - torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
   beginning of a wait.
-- In mpwatch's handler, each join has its own timeouts.
+- torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
 - If the store is lost, the thread that sends heartbeats ends and logs nothing.
 
 This module imports torch's private names from torch_private.py.

@@ -76,7 +76,7 @@ class StackDumpParser:
         self._dump_start = None
 
     def discard_dump(self) -> None:
-        """Delete the stacks of an earlier call, but not the output of the interpreter."""
+        """Delete the stacks of an earlier call. Keep the output of an interpreter that still starts."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None

@@ -311,7 +311,7 @@ class RankPopen(Popen):
 
 
 class _WatchedProcess(RankProcess):
-    """The multiprocessing.Process of a rank, in the watcher. In the rank itself, the same object is a plain RankProcess."""
+    """In the watcher: the multiprocessing.Process of a rank. It is pickled for the rank as a plain RankProcess."""
 
     def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
