@@ -83,8 +83,8 @@ class WorkerGroup:
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None means torch's
             default, which is 30 minutes for gloo and 10 minutes for nccl.
         stop_signals: signals to this process that ask the ranks of a call to save and return, as for `mpwatch.run`. They
-            have this effect only while the main thread is in `run`. At any other time, such as during a call of `submit`, a
-            signal has the effect that it has without a group.
+            have this effect only while the main thread is in `run`. At any other time, such as during a call of `submit`,
+            the group does not handle these signals.
         stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None means no limit.
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
@@ -93,8 +93,7 @@ class WorkerGroup:
             `mpwatch.run`.
         visible_devices: "own" means that each rank sees only one GPU, as device 0, as for `mpwatch.run`.
         forward_signals: signals that are passed on to the ranks of a call while the main thread waits for the call, as for
-            `mpwatch.run`. Between calls, and during calls of other threads, such a signal has the effect that it has without
-            a group.
+            `mpwatch.run`. Between calls, and during calls of other threads, the group does not handle these signals.
         scope: with "group", the loss of a rank stops all ranks, and the next call restarts all ranks. Ranks that communicate
             need this value. With "worker", the loss of a rank ends its call and stops the other ranks of that call. All
             other ranks go on. The next call that needs a lost rank restarts that rank. "worker" cannot be combined with
@@ -212,8 +211,8 @@ class WorkerGroup:
         Raises:
             RunFailedError: a rank failed. `__cause__` is the rank's own exception.
             RunTimeoutError: `timeout` was exceeded.
-            LaunchError: the function or its arguments cannot be pickled, and the ranks stay alive. Or lost ranks could not
-                be restarted.
+            LaunchError: the function or its arguments cannot be pickled (then the ranks stay alive), or lost ranks could
+                not be restarted.
             TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
             RuntimeError: the group is closed, or belongs to another process. Or the call is made within a call of the group.
             KeyboardInterrupt: the user pressed Ctrl-C. The ranks received SIGINT, too. They stay alive if all of them answer

@@ -163,8 +163,8 @@ def map(
         chunksize: number of items that are sent to a rank together, 256 at most. None means 1 at first, and later the number
             of items that take about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
         buffersize: with ordered=True, the number of items that may be in work or wait to be yielded. The item whose value is
-            yielded next is counted, too. So this option limits how many values wait for the value of a slow item. If it is
-            less than `nprocs`, some ranks have nothing to do. None means 256 for each rank.
+            yielded next is counted, too. So this option limits how many later values are kept while an item is slow. If it
+            is less than `nprocs`, some ranks have nothing to do. None means 256 for each rank.
         max_restarts: how many times an item is tried again after it has failed. None means 0.
         restart_policy: a RestartPolicy also sets delays and `retry_if` for the new tries. It applies to each item
             separately. `scope`, `keep_going`, `reset_after` and `max_no_progress` have no effect.

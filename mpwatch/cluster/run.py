@@ -77,8 +77,9 @@ def run(
             waits for.
         join_timeout: seconds that a node which has begun waits for the other nodes.
         node_timeout: seconds without a sign of life after which a node is lost.
-        last_call_timeout: seconds to wait for more nodes, once min nodes have met. None means 30 s. If the engine knows that
-            the cluster has no room for more nodes now, None means that the job begins at once. More nodes may join later.
+        last_call_timeout: seconds to wait for more nodes after the smallest number of nodes has joined. None means 30 s. If
+            the engine knows that the cluster has no room for more nodes now, None means that the job begins at once. More
+            nodes may join later.
         check: whether a failed job raises an exception. If it is False, `run` returns the result of the failed job.
         options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
             `forward_signals`.

@@ -25,7 +25,7 @@ class Event:
     Attributes:
         time: the time of the event in seconds since 1970 (UTC).
         monotonic: the time of the event in seconds of CLOCK_MONOTONIC. All processes of a machine share this clock.
-        run_id: identifier of the run, or of the WorkerGroup for all its calls.
+        run_id: identifier of the run. All calls of a WorkerGroup have the identifier of the group.
         ranks: the global ranks concerned, in ascending order.
         attempt: how many times these ranks were restarted before. It is 0 after their first start.
     """
@@ -240,8 +240,8 @@ class Restarting(Event):
         restarts_left: how many more restarts the policy allows.
         reason: why the ranks are restarted, if no rank has failed. This happens on several nodes, for example when a node
             joins.
-        is_counted: whether this restart counts as one of the restarts that the policy allows. It is False if nodes join or
-            leave a job and enough nodes remain.
+        is_counted: whether this restart counts as one of the restarts that the policy allows. It is False if the reason is
+            that nodes have joined or left, and enough nodes remain.
     """
 
     cause: ProcessFailure | None

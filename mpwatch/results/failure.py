@@ -70,7 +70,7 @@ class ProcessFailure:
             because the node was lost.
         hostname: name of the machine of the rank, as `platform.node()` returns it there.
         group_rank: number of the rank's node in a job of several nodes. It is None in a run on one node.
-        node_ranks: the ranks of the rank's node if the whole node was lost. Otherwise it is empty.
+        node_ranks: if the whole node was lost, all ranks of this node. Otherwise it is empty.
         kind: what kind of failure it is.
         exit_code: the exit status that a shell would show: 1 for an exception, the code of SystemExit, or 128 + n for signal
             n. It is never 0.

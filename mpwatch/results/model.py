@@ -99,7 +99,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """The number of the start and the duration of the attempt, as a text such as `restart 2, 1.5 s`."""
+        """Which start of the ranks the attempt was, and how long it took, as a text such as `restart 2, 1.5 s`."""
         which = f"restart {self.number}" if self.is_counted else f"start {self.number + 1}" if self.number else "first start"
         return f"{which}, {self.elapsed:.1f} s"
 

@@ -145,9 +145,9 @@ def should_stop(step: int) -> bool:
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
     for a rank that has returned, or that never calls `should_stop`. If a rank has already returned when a stop is requested,
-    the other ranks do not stop before the last step of that rank. If the agreed step is the last step of a rank, this rank
-    ends normally, and `should_stop` never returns True in it. With `RestartPolicy(scope="worker")`, ranks do not
-    communicate, so each rank stops at its own next step.
+    the other ranks go on at least until they have reached the last step of that rank. If the agreed step is the last step of
+    a rank, this rank ends normally, and `should_stop` never returns True in it. With `RestartPolicy(scope="worker")`, ranks
+    do not communicate, so each rank stops at its own next step.
 
     A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits some
     milliseconds until the ranks agree on the step. With several nodes, `should_stop` waits some tenths of a second until the
