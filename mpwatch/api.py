@@ -111,7 +111,7 @@ def run(
             call, with the number of its own ranks as `nprocs`. None means that the run uses only this machine.
         capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
             (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
-            The rank makes the texts with `repr`, and waits one second for them. A text has 2,000 characters at most, and a
+            The rank calls `repr` for each variable, and stops after one second. A text has 2,000 characters at most, and a
             frame 100 variables. False is the default because variables can contain secrets. The texts are not sent to other
             nodes.
         post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
@@ -130,9 +130,9 @@ def run(
             signal comes again, the ranks are stopped as by SIGTERM (with SIGINT as by Ctrl-C), and the signal then has its
             usual effect on this process. After the first signal, other signals of this option change nothing. `run` must be
             called in the main thread, since Python runs signal handlers there. The ranks ignore these signals, except
-            SIGTERM and SIGINT, because some schedulers send the signals to all processes. On several nodes, a signal to one
-            node stops all nodes, once the nodes have met. `mpwatch.request_stop()` also requests a stop. Ranks that fail
-            after the request are not restarted.
+            SIGTERM and SIGINT, because some schedulers send the signals to all processes. In a job of several nodes, a
+            signal to one node is a request to the ranks of all nodes, if the nodes have already joined one another.
+            `mpwatch.request_stop()` also requests a stop. Ranks that fail after the request are not restarted.
         stop_after: seconds from the start of the run until mpwatch requests such a stop. None means never.
         stop_timeout: seconds from the request to stop until all ranks must have returned. After that the ranks are stopped.
             If a signal requested the stop, they are stopped as by a second signal. Otherwise they are stopped as by

@@ -273,7 +273,7 @@ class CallHandle(_Handle[T]):
         queue: the queue of the group.
         ranks: the ranks that the call needs.
         check: whether `result` raises an error after a failure.
-        is_in_call: returns whether the current thread makes a call of the group.
+        is_in_call: returns whether the current thread is inside a call of the group.
     """
 
     def __init__(

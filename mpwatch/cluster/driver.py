@@ -125,7 +125,7 @@ class Driver:
 
     Args:
         engine: starts the nodes.
-        links: of the nodes. The ends of nodes are put into the same queue of messages.
+        links: the connections to the nodes. If a node ends, the driver puts a message into the same queue as the links.
         view: the live view.
         logs: where shown lines are written.
         observers: called with each event of each node.

@@ -78,7 +78,7 @@ class ProcessFailure:
         exception: the rank's own exception, with its cause, context, notes and frames. It is None if the rank raised no
             exception, or could not send it.
         summary: what happened: the type and the text of the exception, as formatted in the rank. Without an exception, it
-            has the words of the report, such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty.
+            says how the rank ended, such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty.
         traceback: the traceback as the rank would have printed it, with source lines. It is empty if there is no exception.
         stack: the Python stacks of a rank that crashed, hung or exceeded the timeout, in the format of faulthandler, with
             source lines. The innermost frame is first. The text is empty if there are no stacks.
