@@ -31,6 +31,7 @@ if options.pop("hurry", False):  # draw as often as possible
     live.MAX_CPU_SHARE = 1.0
 if options.pop("suspends_itself", False):
     options["on_event"] = SuspendWhenDrawn()
+    terminal.PAUSE_SECONDS = 10.0  # on a busy machine the emulator of the tests reads slowly
 print("before")
 result = mpwatch.run(getattr(reporting_functions, function), int(nprocs), args=(fifo, *args), grace_period=5, **options)
 print("after", *result)
