@@ -30,8 +30,8 @@ def ignore_sigint_and_wait(barrier):
 
 
 def save_at_sigint(barrier, path):
-    barrier.wait()
     try:
+        barrier.wait()  # SIGINT may come before this returns
         time.sleep(1000)
     except KeyboardInterrupt:
         path.write_text("saved")
