@@ -111,9 +111,8 @@ def run(
             call, with the number of its own ranks as `nprocs`. None means that the run uses only this machine.
         capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
             (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
-            The rank calls `repr` for each variable, and stops after one second. A text has 2,000 characters at most, and a
-            frame 100 variables. False is the default because variables can contain secrets. The texts are not sent to other
-            nodes.
+            The rank calls `repr` for the variables, for at most one second. A text has 2,000 characters at most, and a frame
+            100 variables. False is the default because variables can contain secrets. The texts are not sent to other nodes.
         post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
             any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
             variables of rank N. When you leave the prompt (`q`), the run fails as without this option. Without a terminal or

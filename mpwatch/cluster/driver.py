@@ -125,7 +125,7 @@ class Driver:
 
     Args:
         engine: starts the nodes.
-        links: the connections to the nodes. If a node ends, the driver puts a message into the same queue as the links.
+        links: the connections to the nodes. The message that a call has ended is put into the same queue as their messages.
         view: the live view.
         logs: where shown lines are written.
         observers: called with each event of each node.

@@ -6,8 +6,8 @@ heartbeat of a rank is late, all heartbeats are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
 as failed only if it is also silent at the second reading. A rank that was suspended and continues sends a heartbeat before
-the second reading. If a rank hangs, the ranks that wait for it send no heartbeat either, so they are also silent at both
-readings.
+the second reading. If a rank hangs, the ranks that wait for it send no heartbeat either, so they are silent at both
+readings, too.
 
 The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat.
 """
