@@ -1,6 +1,6 @@
-"""A connection to torch's store (`TCPStore`) that ends if the store does not answer, and that this process can shut down.
+"""Connections to torch's store (`TCPStore`) that end if the store does not answer.
 
-torch's client waits for an answer in C++ without limit, even if the network does not work any more. This module sets options
+torch's C++ client waits for an answer without limit, even if the network does not work any more. This module sets options
 of the connection's socket, so that the kernel ends the connection if no answer comes. The thread that closes the rendezvous
 can also shut down the connection. torch's errors become StoreLostError.
 """
@@ -70,8 +70,8 @@ class StoreConnection:
     def get_store(self) -> Store:
         """Return torch's store, for use in one call. Raises StoreLostError if the connection is closed.
 
-        Do not keep the returned store after the call, because any reference to the store keeps its server alive, even a
-        reference in a traceback.
+        Do not keep the returned store after this call. Any reference to the store keeps its server alive, even a reference
+        in a traceback.
         """
         if self._store is None:
             raise self._make_error()
@@ -242,7 +242,7 @@ def open_tcp_store(
             connect, deadline, "mpwatch-connect", undo=StoreConnection.close, on_check=end_stuck_connections
         )
     except DistError as error:
-        raise StoreLostError(f"the store at {endpoint} has closed the connection: {_first_line(error)}") from error
+        raise StoreLostError(f"this node cannot connect to the store at {endpoint}: {_first_line(error)}") from error
     except TimeoutError as error:
         raise StoreLostError(f"the store at {endpoint} has not answered") from error
 
