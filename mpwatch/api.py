@@ -64,10 +64,11 @@ def run(
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
-    Every rank is a child process of this process. When the first rank fails, mpwatch stops the other ranks. When `run`
-    returns or raises an exception, every rank is dead and reaped, and no other process is left in the Unix process groups of
-    the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends this process and the ranks until SIGCONT
-    resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits.
+    Every rank is a child process of the calling process. When the first rank fails, mpwatch stops the other ranks. When
+    `run` returns or raises an exception, every rank is dead and reaped, and no other process is left in the Unix process
+    groups of the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks
+    until SIGCONT resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other
+    time limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -223,8 +224,8 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     """Start a run in a new thread, and return at once, without waiting for the run.
 
     The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
-    the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. A program that ends does not
-    wait for a submitted run: the ranks get SIGTERM, and after `grace_period` SIGKILL.
+    the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. When the program ends, it does
+    not wait for a submitted run: the ranks get SIGTERM, and after `grace_period` SIGKILL.
 
     Args:
         fn: see `run`.
@@ -264,10 +265,12 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
     """Call `run`. If a rank fails, print the report on stderr, and end the program with that rank's exit status.
 
     Use `main` only in a program whose single task is the run, because `main` ends the program after a failure. The exit
-    status comes from the rank that failed first: the status of sys.exit or os._exit, 128 + n if signal n killed the rank, 1
-    after an exception, and 124 after a timeout. In a job of several nodes, `main` exits with the same status on every node,
-    because a scheduler keeps the status of only one node. If the program on a node receives a signal such as SIGTERM, the
-    program dies of this signal.
+    status comes from the rank that failed first. The exit status is 1 after an exception, 128 + n if signal n killed the
+    rank, and 124 after a timeout. If the rank called `sys.exit(n)` or `os._exit(n)`, the exit status is n, or 1 if n is 0.
+
+    In a job of several nodes, `main` exits with the same status on every node. A scheduler that keeps the status of only one
+    node therefore always keeps this status. If the program on a node receives a signal such as SIGTERM, the program dies of
+    this signal.
 
     Args:
         fn: see `run`.

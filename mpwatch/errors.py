@@ -4,7 +4,7 @@
                  <-- RunFailedError <-- RunTimeoutError
                                     <-- ItemFailedError
 
-The text of an error is made from its `result`, but only when a program needs this text.
+A RunFailedError makes its text from its attribute `result`, each time that a program calls `str(error)`.
 """
 
 from types import TracebackType
@@ -142,7 +142,7 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython the traceback of this error ends with the frames of the rank's exception, so that `%debug` opens at the line
+    In IPython the traceback of this error ends with the frames of the rank's exception. `%debug` therefore opens at the line
     where the rank raised the exception.
     """
     __tracebackhide__ = True  # as in mpwatch.run

@@ -234,8 +234,9 @@ class WorkerGroup:
         """Queue a call, and return at once. A new thread makes the call as soon as the call's ranks are free.
 
         Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
-        mpwatch calls the observers of the group in the thread of one of the running calls. A submitted call has no live
-        view, and Ctrl-C does not stop the call. A program that ends stops the ranks, and does not wait for submitted calls.
+        mpwatch calls the `on_event` functions of the group in the thread of a call that is running. A submitted call has no
+        live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for
+        submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -286,10 +287,10 @@ class WorkerGroup:
     def stacks(self) -> Stacks:
         """Return the stacks of all threads of each rank, which show where the rank is now. The ranks go on.
 
-        Any thread can call `stacks`, both while a call runs and between calls. An observer of this group can call `stacks`,
-        too. `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())` shows
-        ranks with the same stacks together. mpwatch requests the stacks of a rank with a signal. If the signal of `stacks`
-        interrupts a system call of the rank (EINTR), Python repeats the system call.
+        Any thread can call `stacks`, both while a call runs and between calls. An `on_event` function of this group can call
+        `stacks`, too. `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())`
+        shows ranks with the same stacks together. mpwatch requests the stacks of a rank with a signal. If the signal of
+        `stacks` interrupts a system call of the rank (EINTR), Python repeats the system call.
 
         Returns:
             The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
@@ -379,11 +380,12 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
-        If the ranks cannot make the process group, return the failed result.
+        All ranks make the process group in an extra call. If several calls need the process group, only the first of these
+        calls makes the extra call. If the extra call fails, the first call's `_make_process_group` returns the RunResult of
+        the extra call. In all other cases, `_make_process_group` returns None.
 
-        If several calls need the process group, only the first of these calls makes the ranks create it. `ticket` was
-        granted before. While all ranks make the process group, the call that uses only some ranks waits in the queue. When
-        `_make_process_group` returns, it is the turn of this call.
+        `ticket` must be granted when `_make_process_group` begins. The grant is taken back during the extra call. When
+        `_make_process_group` returns, `ticket` is granted again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -489,8 +491,8 @@ class _LockOfThread(threading.local):
 def do_nothing() -> None:
     """Return at once.
 
-    The call of `do_nothing` makes all ranks create torch's process group, because a rank does this before it calls a
-    function.
+    In a call of all ranks, each rank joins torch's process group before it calls the function. A call of `do_nothing` in all
+    ranks therefore only creates the process group.
     """
 
 

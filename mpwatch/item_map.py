@@ -146,9 +146,10 @@ def map(
     `max_restarts` allows another try.
 
     The iterator takes items from `items`, and receives values from the ranks, only during a call of `next`. Between two
-    calls of `next`, a rank can work only on the items that the rank has already received, which are two chunks at most. If
-    the body of a `for` loop over the values raises an exception, the iterator and its ranks stay alive. To stop the ranks
-    when the body of the loop raises an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
+    calls of `next`, a rank can work only on items that the rank has already received. A rank has at most two chunks of items
+    at a time (see `chunksize`). If the body of a `for` loop over the values raises an exception, the iterator and its ranks
+    stay alive. To stop the ranks when the body of the loop raises an exception, use
+    `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
@@ -298,7 +299,7 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def end_by_signal(self, signum: int) -> NoReturn:
-        """Stop all calls because of this signal, as `WorkerGroup.run` does, but do not wait until the calls have ended."""
+        """Cancel or interrupt all calls because of this signal. Do not wait until the calls have ended."""
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
             handle.interrupt(signum, InterruptCause.SIGNAL)
@@ -599,7 +600,7 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return the ItemFailure of an item that has failed with this error while the call of `serve_items` goes on."""
+        """Return the ItemFailure of an item that failed with this error. The call of `serve_items` itself has not failed."""
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(

@@ -1,6 +1,6 @@
 """`RunHandle` is the future of a run, and `CallHandle` is the future of a call of a WorkerGroup.
 
-Each run or call has its own thread.
+Each handle has its own thread, which executes the run or the call.
 """
 
 import os
@@ -31,7 +31,7 @@ OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
 
 
 class _Handle(Future[RunResult[T]]):
-    """The base class of RunHandle and CallHandle: the future of a call that runs in its own thread.
+    """The base class of RunHandle and CallHandle: a future that executes a run or a call in its own thread.
 
     Args:
         execute: runs the call in the new thread. Its argument is a function, which it must call with each object that waits
@@ -139,8 +139,8 @@ class RunHandle(_Handle[T]):
 
     `result()` returns the same result as `mpwatch.run`, or raises the same exception. In asyncio, `await handle` gives the
     same result as `handle.result()`. `cancel()` always returns False, because the run has already begun. `stop()` ends the
-    run. If the handle is used in a `with` statement, the end of the block also stops the run. Any thread may call any method
-    of the handle.
+    run. If the handle is used in a `with` statement, the end of the block calls `stop()`. Any thread may call any method of
+    the handle.
     """
 
     def __init__(self, run: Callable[[OnStart], RunResult[T]], *, check: bool) -> None:
@@ -158,7 +158,8 @@ class RunHandle(_Handle[T]):
         call. If `stop` has ended the run, `result()` raises RunFailedError, or with `check=False` returns a result with the
         state STOPPED.
 
-        An observer of the run may call `stop`, too. Then `stop` only requests that the run ends, and returns immediately.
+        If an observer (`on_event`) of the run calls `stop`, the method only requests the end of the run, and returns
+        immediately.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -316,10 +317,10 @@ class CallHandle(_Handle[T]):
         the ranks stay alive. If a rank does not end its function within `grace_period`, all ranks of the group are stopped,
         and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks at once. The second
         call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first call. If
-        `stop` has ended the call, `result()` raises RunFailedError. If the call had not begun, `result()` raises
+        `stop` has ended the call, `result()` raises RunFailedError. If `stop` has cancelled the call, `result()` raises
         concurrent.futures.CancelledError.
 
-        An observer of the group may call `stop`, too. Then `stop` only requests that the ranks end this call, and returns
+        If an observer (`on_event`) of the group calls `stop`, the method only requests the end of this call, and returns
         immediately.
 
         Raises:

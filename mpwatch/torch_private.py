@@ -1,14 +1,14 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-The comment or docstring of each name says which versions of torch have the name, and what breaks if the name "goes". A name
-"goes" if a new version of torch does not have the name. The information about the names comes from the source code of four
-versions of torch: 2.4, 2.6, 2.9 and 2.13.
+The comment or docstring of each name says which versions of torch have the name, and what breaks without the name. In the
+comments, "it goes" means that a new version of torch no longer has the name. The information about the names comes from the
+source code of four versions of torch: 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when data that can
-contain a tensor is pickled or unpickled, and collectives.py is imported when a rank makes a process group. The names of
-torch's rendezvous are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads
-the entry points of other packages.
+contain a tensor is pickled or unpickled, and collectives.py is imported when a rank makes a process group. The import of
+`torch.distributed.elastic.rendezvous` loads the entry points of other packages. For this reason, the names of torch's
+rendezvous are imported only when they are first used.
 """
 
 import os
@@ -127,8 +127,9 @@ def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
     The versions of torch that write times in UTC import the name `timezone` in their module dynamic_rendezvous. If a new
-    version of torch writes times in UTC without the import of `timezone`, mpwatch refuses each rendezvous state, and no node
-    can join. torch 2.6, 2.9 and 2.13 import `timezone`, and torch 2.4 writes times without a timezone.
+    version of torch writes times in UTC but does not import `timezone`, this function wrongly returns None. mpwatch then
+    refuses each rendezvous state, and no node can join. torch 2.6, 2.9 and 2.13 import `timezone`, and torch 2.4 writes
+    times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
@@ -137,8 +138,9 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
     """Allow this node to become the first node in the next rendezvous round, even if another node was first until now.
 
     mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
-    `_bootstrap_store_info` from the earlier round, and then fails with an AssertionError because `_shared_tcp_store_server`
-    is None. torch 2.13 does not fail with an old `_bootstrap_store_info`, and torch 2.4 does not have this attribute.
+    `_bootstrap_store_info` from the earlier round. If this node becomes the first node later, torch 2.9 raises
+    AssertionError because `_shared_tcp_store_server` is None. torch 2.13 does not fail with an old `_bootstrap_store_info`,
+    and torch 2.4 does not have this attribute.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -175,10 +177,10 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:
-    """Return the collectives of this process that torch's flight recorder has recorded, beginning with the oldest.
+    """Return the collectives of this process that torch's flight recorder has recorded.
 
-    The returned records have no stacks. If this function requested stacks, torch would import torch._inductor, which takes a
-    second or more.
+    The collectives of each backend are in the order of the calls. The returned records have no stacks. If this function
+    requested stacks, torch would import torch._inductor, which takes a second or more.
 
     `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
     `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch judges a hang only by the stacks of the ranks. torch 2.13 has both
@@ -236,8 +238,8 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return a text that names the store of the default process group, and the rank of this process in that group.
 
-    All members of the default process group have the same text. If two default process groups use parts of the same store,
-    they have the same text, too.
+    All members of the default process group have the same text. If two default process groups use the same store with
+    different prefixes, the groups have the same text, too.
 
     This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
     store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two default process

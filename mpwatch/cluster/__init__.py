@@ -1,6 +1,6 @@
 """Run one job on several nodes of a cluster, with one call of `run`.
 
-Ray, Dask and SLURM have integrations that use this code.
+The integrations with Ray, Dask and SLURM use this package.
 
     driver, which calls `run`                                  node: a process of the engine, one for each node of the job
     -------------------------                                  -----------------------------------------------------------
@@ -15,14 +15,14 @@ An engine is an object that starts a function on each node of a job: see `Engine
 
 Guarantees:
 
-- When `run` returns or raises an exception, everything that the engine has started on the cluster has ended.
+- When `run` returns or raises an exception, no process of the job is left on the cluster.
 - If the driver is killed, each node loses its connection to the driver, and stops its ranks within 10 seconds.
 - If the engine loses a node, the driver makes the engine start a new node in the place of the lost node. After the loss of a
   node, the remaining nodes decide whether all ranks are restarted. If all nodes are lost, the driver decides whether new
   nodes restart the ranks: see restarts.py.
 
-The nodes find one another through a store that the driver serves, so the job survives the loss of any node. The nodes must
-be able to connect to the driver.
+The nodes find one another through a store. The driver serves this store, so the store survives the loss of any node. The
+nodes must be able to connect to the driver.
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine

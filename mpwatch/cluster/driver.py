@@ -8,7 +8,8 @@ The driver runs in the program that has called `run`.
 
 A node has **joined** the job when it has met the other nodes in a rendezvous. A node starts its ranks when it has joined the
 job. A node that starts too late to meet the other nodes does not join the job. When the first node has ended, the driver
-stops each node that has not joined, because such a node would wait for the other nodes until `join_timeout`.
+stops each node that has not joined. If the driver did not stop such a node, this node would wait for other nodes until
+`join_timeout`.
 
 Guarantees:
 
@@ -174,9 +175,11 @@ class Driver:
             store: where the nodes meet.
             may_begin_early: whether the job begins without the nodes for which the cluster has no room.
 
-        After Ctrl-C, `run` sets `interrupt`, and returns a result from the nodes that have sent one, or None if no node has
-        sent one. If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises
-        LaunchError.
+        If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
+
+        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and ignores errors that nodes have
+        returned. `run` then merges the results that nodes have returned. If no node has returned a result, `run` returns
+        None.
         """
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
@@ -218,7 +221,7 @@ class Driver:
         return "" if describe is None else str(describe())
 
     def _describe_queue(self) -> str:
-        """Return a text that says why the job waits, although the driver has started its nodes."""
+        """Return a text that says what the job waits for after the driver has started the nodes."""
         new = "new " if any(node.has_begun for node in self._nodes.values()) else ""
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
@@ -521,8 +524,8 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 def _summarize(error: BaseException) -> str:
     """Return a text of one line that describes an engine's error.
 
-    If the error has an attribute `cause`, as Ray's RayTaskError has, describe this cause, which is the exception that the
-    node raised.
+    If the error has an attribute `cause` that is an exception, describe this exception. For example, the `cause` of Ray's
+    RayTaskError is the exception that the node raised.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):

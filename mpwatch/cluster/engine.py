@@ -30,13 +30,13 @@ class Engine(Protocol):
     address: str
 
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
-        """Execute `call()` once, in a process on a node that no other call uses.
+        """Execute `call()` once, in a process on a free node, which is a node that executes no other call.
 
         Return a future of the NodeOutcome that `call` returns.
 
         If no node is free now, `call` is executed later. If the engine loses the node or the process that executes `call`,
-        the engine sets an exception in the future. The engine must notice when an outcome is lost, because the driver waits
-        without limit for the outcome of a node that has ended.
+        the engine calls `set_exception` of the future. The engine must notice when an outcome is lost, because the driver
+        waits without limit for the outcome of a node that has ended.
 
         cloudpickle can pickle `call`. `start` must return at once, and not wait for `call`.
 
@@ -59,9 +59,10 @@ class Engine(Protocol):
 class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    If a node returns an object of a class that the driver's program defines, the driver gets an object of the same class,
-    because cloudpickle recognizes a class that it has sent to the node. A NodeOutcome keeps large arrays outside its pickle,
-    so that an engine need not copy these arrays.
+    If a node returns an object of a class that the driver's program defines, the driver gets an object of this class, and
+    not of a copy of the class. cloudpickle gives an identifier to each class that it pickles by value, and recognizes the
+    class by this identifier. A NodeOutcome keeps large arrays outside its pickle, so that an engine need not copy these
+    arrays.
     """
 
     data: bytes

@@ -1,9 +1,9 @@
 """`JobRestarts` decides whether a job goes on with new nodes after all its nodes were lost. Pure.
 
 While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. If
-all nodes are lost, the driver decides by the same rules whether new nodes restart the ranks. The driver knows the attempts
-so far from the events that the nodes have sent. New nodes get the RestartHistory of the job, which contains the number of
-restarts so far.
+all nodes are lost, the driver decides by the same rules whether new nodes restart the ranks. The driver learns from the
+events of the nodes which attempts the job has made. New nodes get the RestartHistory of the job, which contains the number
+of restarts so far.
 """
 
 from collections.abc import Mapping, Sequence

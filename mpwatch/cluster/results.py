@@ -48,10 +48,10 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 
 
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
-    """Return the first reason why ranks were stopped.
+    """Return the `reason` of the job's result, chosen from the reasons of the nodes.
 
-    When the ranks of one node have ended, the driver stops the other nodes. Such nodes give as their reason only that
-    `stop()` was called. Return this reason only if no node has another one.
+    When the ranks of one node have ended, the driver stops the other nodes. The reason of a node that the driver has stopped
+    says only that `stop()` was called. Return such a reason only if no node has a different reason.
     """
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")

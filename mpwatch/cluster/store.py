@@ -31,7 +31,10 @@ class JobStore:
         self.port: int = self._server.port
 
     def write_history(self, history: RestartHistory) -> None:
-        """Let new nodes continue from this RestartHistory, unless a node that they meet knows of more attempts."""
+        """Let new nodes continue from this RestartHistory.
+
+        If nodes meet with different histories, the leader continues from the RestartHistory with the most attempts.
+        """
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
         self._store.set(HISTORY_KEY, self._signed_json.encode(HISTORY_KEY, to_json(history)))
@@ -43,8 +46,8 @@ class JobStore:
         self._store.set(EXPECTED_NODES_KEY, self._signed_json.encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(count))))
 
     def close(self) -> None:
-        """End the store's server by deleting all references to it.
+        """End the store's server by deleting this object's references to the server.
 
-        If this object kept its references, a traceback could keep the server alive.
+        Without this deletion, a traceback that refers to this object would keep the server alive.
         """
         self._store = self._server = None

@@ -3,9 +3,9 @@
 A viewer such as Perfetto shows each run as one process. The process of a run has one lane (a "thread") for the states of the
 run, and one lane for each rank.
 
-If collectives of a rank were recorded, the rank has a second lane, which shows these collectives. A collective in which the
-rank was still waiting is shown as a span. A completed collective is shown as a mark at the time of its call, because torch's
-flight recorder does not record when the collective ended.
+If collectives of a rank were recorded, the rank has a second lane, which shows these collectives. If the rank was waiting
+in a collective when the collectives were recorded, this collective is shown as a span. A completed collective is shown as a
+mark at the time of its call, because torch's flight recorder does not record when the collective ended.
 """
 
 import os

@@ -82,18 +82,18 @@ class TorchElasticEvents:
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
     - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no
       event FAILED is recorded for a failure that is followed by a restart.
-    - At the end of the run, one event with source AGENT is recorded, which describes the watcher, as torch's agent describes
-      itself. The AGENT event is FAILED if the run was interrupted, or if the run failed although no rank of this node
-      failed. If ranks of this node failed, the AGENT event is nevertheless SUCCEEDED, because the event describes the
-      watcher and not the ranks.
+    - At the end of the run, one event with source AGENT is recorded. In torch, the AGENT event describes the agent. Here,
+      the AGENT event describes the watcher. The AGENT event is FAILED if the run was interrupted, or if the run failed
+      although no rank of this node failed. If ranks of this node failed, the AGENT event is nevertheless SUCCEEDED, because
+      the event describes the watcher and not the ranks.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
-    - When the state of the run changes, the new state and `remaining_restarts` are recorded. The metric `failed` is also
-      recorded when ranks are restarted after a failure. As with torch's agent, `failed` is not recorded when ranks are
-      restarted only because nodes join or leave.
+    - When the state of the run changes, two metrics are recorded: one with the name of the new state, such as `healthy`, and
+      `remaining_restarts`. When ranks are restarted after a failure, `failed` and `remaining_restarts` are recorded. As with
+      torch's agent, `failed` is not recorded when ranks are restarted only because nodes join or leave.
     - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end of the run, unless the
       run was interrupted.
 

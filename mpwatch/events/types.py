@@ -1,7 +1,7 @@
 """The events of a run. Each kind of event is a frozen dataclass.
 
 The watcher makes events and passes them to observers. The field `time` of an event is computed from the event's field
-`monotonic`, so that the times of a run do not jump when somebody sets the system clock.
+`monotonic`. The times of a run therefore do not jump when somebody sets the system clock.
 
 ARCHITECTURE.md says how to add an event.
 """
@@ -122,8 +122,8 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    A call causes one CallStarted for all its ranks, or, with scope="worker", one CallStarted for each of its ranks. If
-    restarted ranks call the function again, there is no further CallStarted.
+    A call causes one CallStarted for all ranks of the call. With scope="worker", a call causes one CallStarted for each of
+    its ranks. If restarted ranks call the function again, there is no further CallStarted.
     """
 
 
@@ -167,7 +167,7 @@ class Progressed(Event):
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
-    A WorkerFailed of the same rank can follow, for example if the rank is killed while other ranks still need it.
+    A WorkerFailed of the same rank can follow, for example if the rank is killed while other ranks still run the function.
     """
 
 

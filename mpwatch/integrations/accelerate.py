@@ -11,8 +11,8 @@ To use this `notebook_launcher` in a notebook, you only have to change the impor
 - `notebook_launcher` returns the values that the function returns.
 - If the function raises an exception, `notebook_launcher` raises `RunFailedError` from this exception.
 
-This module does not import accelerate, but the called function does. `mpwatch.run` sets everything that accelerate needs, so
-new programs can call `mpwatch.run(train, 4)`.
+This module does not import accelerate, but the called function does. `mpwatch.run` sets all environment variables that
+accelerate needs, so new programs can call `mpwatch.run(train, 4)` directly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -157,7 +157,7 @@ def _merge_variables(defaults: Mapping[str, str], variables: Any) -> Any:
 
 
 def _convert_prefix(template: object) -> str:
-    """Convert torch's template for the prefix of a line to the format of LogSpec."""
+    """Convert a line prefix in torch's format (such as "${rank}: ") to the format of `LogSpec.prefix` ("{rank}: ")."""
     if not isinstance(template, str):
         raise TypeError(f"log_line_prefix_template must be a string or None, not {template!r}")
     try:

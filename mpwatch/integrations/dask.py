@@ -2,11 +2,11 @@
 
 mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts each node as a Dask task
 that is bound to one Dask worker. The task runs in a thread of the worker, so the worker can still send heartbeats to Dask.
-The task keeps its thread until the end and does not call Dask's `secede`, so Dask knows that the worker is busy. The ranks
-are child processes of the Dask worker.
+The task does not call Dask's `secede`, so Dask knows that the worker is busy. The ranks are child processes of the Dask
+worker.
 
-If a Dask worker is lost, Dask waits for the return of this worker, because the task is bound to the worker. The engine
-itself checks which workers exist, because Dask does not report that the worker of a node is lost.
+If a Dask worker is lost, Dask waits until this worker returns, because the task is bound to the worker. DaskEngine itself
+checks which workers exist, because Dask does not report that the worker of a node is lost.
 """
 
 import asyncio
@@ -52,10 +52,11 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
 
-    Each node of the job is a Dask worker, and the ranks are children of the worker's process. If `workers` is None and the
-    workers are on several hosts, each node has a host of its own. The Dask workers must be able to import mpwatch and the
-    modules of the function, and to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the ranks
-    inherit this value. To give the ranks another number of threads, set OMP_NUM_THREADS with the option `env`.
+    Each node of the job is a Dask worker, and the ranks are children of the worker's process. If the Dask workers are on
+    several hosts, each node is on a different host, unless you pass `workers`. The Dask workers must be able to import
+    mpwatch and the modules of the function, and to connect to the process that calls `run`. Dask sets OMP_NUM_THREADS to 1
+    in its workers, and the ranks inherit this value. To give the ranks another number of threads, set OMP_NUM_THREADS with
+    the option `env`.
 
     Args:
         client: the client of the cluster, which must not be asynchronous.
@@ -136,9 +137,10 @@ class DaskEngine:
         self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
-        """Return "" if the cluster has enough workers for the minimum number of nodes, and otherwise what is missing.
+        """Return a text that says for how many nodes of the job the cluster has workers.
 
-        Raises LaunchError if the scheduler does not answer.
+        Return "" if the cluster has enough workers for the minimum number of nodes, or if a node was already started. Raises
+        LaunchError if the scheduler does not answer.
         """
         if self._futures or (count := self._count_places()) >= self._least:
             return ""
@@ -310,7 +312,8 @@ _was_daemon = False
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
     """Execute the call.
 
-    Return the outcome in types that every pickle protocol supports, because Dask chooses the protocol.
+    Return the data of the NodeOutcome as bytes and bytearrays. Dask chooses the pickle protocol for the returned value, and
+    every pickle protocol supports these types.
     """
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()

@@ -53,7 +53,7 @@ def run(
 
     Call `ray.init()` before you call `run`. Each node of the job is one Ray task, and each of these tasks runs on a
     different Ray node. The ranks of a node are child processes of its Ray task. The program that calls `run` must itself run
-    on a node of the Ray cluster, so a remote connection with Ray Client (`ray://`) does not work.
+    on a node of the Ray cluster. A program that connects to the cluster with Ray Client (`ray://`) cannot use `run`.
 
     Args:
         fn: see `mpwatch.run`.
@@ -171,7 +171,7 @@ class RayEngine:
                     _remove(group)
 
     def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
-        """Start the Ray task of this node in a bundle of the placement group. Return Ray's reference of the task."""
+        """Start the Ray task of this node in a bundle of the placement group. Return the ObjectRef of the task."""
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
         self._refs[number] = ref = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
         return ref
@@ -190,7 +190,8 @@ class RayEngine:
 class _FurtherNode:
     """A node that the job starts in addition to its minimum number of nodes.
 
-    A further node gets its own placement group as soon as a Ray node that the job does not use yet has room for it.
+    A further node has a placement group of its own. The further node starts when Ray has reserved the group's resources on a
+    Ray node that the job does not use yet.
 
     Args:
         engine: the engine of the job.
@@ -243,10 +244,10 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Execute the call in a Ray task, with the environment variable OMP_NUM_THREADS removed if Ray has set it.
+    """Execute the call in a Ray task. If Ray has set OMP_NUM_THREADS, remove this environment variable during the call.
 
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, so without this function each rank would start as many
-    threads as the task has CPUs. If OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, and each rank would start this number of threads. If
+    OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

@@ -16,7 +16,9 @@ log = logging.getLogger("mpwatch")
 
 
 class ItemView:
-    """The progress bar of one call of `map`. If the bar raises an exception, the exception is logged and the bar ends.
+    """The progress bar of one call of `map`.
+
+    If the bar raises an exception, mpwatch logs the exception and stops drawing the bar.
 
     Args:
         progress: True shows the bar everywhere, from the start. None shows it in a terminal or a notebook. False never shows

@@ -1,4 +1,4 @@
-"""The live view as lines on a stream where text cannot be replaced.
+"""The live view as lines that are appended to a stream and never replaced.
 
 A line is written only if the progress, the metrics or the states of the ranks have changed since the last line. If the
 stream is a pipe and the pipe is full, no line is written. `LineDisplay.period` is the number of seconds between two lines.
@@ -42,7 +42,7 @@ class LineDisplay:
             self._stream.flush()
 
     def _has_room(self, timeout: float) -> bool:
-        """Wait until the stream has room for a line, for `timeout` seconds at most, and return whether it has room.
+        """Return whether a line can be written to the stream within `timeout` seconds.
 
         A pipe that poll() reports as writable has room for PIPE_BUF bytes, which is enough for a line.
         """

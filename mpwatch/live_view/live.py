@@ -1,8 +1,9 @@
 """`LiveView` decides when the live view of one call is drawn. `Display` is the protocol of the objects that draw the view.
 
 LiveView receives the statuses of the ranks. A SnapshotBuilder makes a Snapshot from the statuses, and LiveView gives the
-Snapshot to a display. LiveView chooses the display when a rank first calls `report`, or at once if the user has set
-`progress=True`. LiveView implements the View protocol of `watcher/observers/view_driver.py`.
+Snapshot to a display. LiveView chooses the display when a rank first calls `report`. If the user has set `progress=True`,
+LiveView chooses the display at the first call of `show`. LiveView implements the View protocol of
+`watcher/observers/view_driver.py`.
 """
 
 import math

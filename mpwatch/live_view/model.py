@@ -51,9 +51,10 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The overall progress: the progress of the slowest running rank, because sooner or later the other ranks wait for it.
+    """The overall progress, which is the progress of the slowest running rank.
 
-    If no rank is running, the overall progress is the progress of the slowest of all ranks.
+    The other ranks sooner or later wait for the slowest rank. If no rank is running, the overall progress is the progress of
+    the slowest of all ranks.
 
     After a restart the progress is not known until each restarted rank has reported a step again. Each metric is the mean
     over the ranks that report this metric.
@@ -126,7 +127,7 @@ class SnapshotBuilder:
 
 
 class _RankHistory:
-    """The data that a SnapshotBuilder keeps of the earlier statuses of one process of a rank."""
+    """The data that a SnapshotBuilder keeps about one process of a rank."""
 
     def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
         self.pid = pid

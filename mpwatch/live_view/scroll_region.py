@@ -14,9 +14,9 @@ appear in the middle of a drawing.
     ...          the view, N rows
     row H
 
-The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The escape sequence IND makes room
-for the view below the cursor. The escape sequence IND scrolls the terminal like a newline, but does not change the column of
-the cursor.
+The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The escape sequence IND makes empty
+rows below the cursor, in which the view is drawn. The escape sequence IND scrolls the terminal like a newline, but does not
+change the column of the cursor.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,8 @@
     progress=None     a view in a notebook or a terminal, which appears when a rank first calls report()
     progress=True     a view everywhere, from the start of the call; if there is no terminal, lines on stderr
 
-In a terminal, the package `rich` renders the rows of the view. If it is not installed, the view consists of lines on stderr.
+In a terminal, the package `rich` renders the rows of the view. If `rich` is not installed, the view consists of lines on
+stderr.
 
 This module imports the other modules of the view only when they are needed.
 """

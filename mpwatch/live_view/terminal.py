@@ -1,4 +1,4 @@
-"""The live view in the last rows of a terminal, as long as this program is in the foreground of the terminal.
+"""The live view in the last rows of a terminal, shown only while this program is in the foreground.
 
 rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place these rows. This module writes the
 rows and the escape sequences to the terminal. This module reads nothing from the terminal and installs no signal handler. If
@@ -37,7 +37,7 @@ class Renderer(Protocol):
 
 
 def is_terminal_free() -> bool:
-    """Return whether no other view of this process uses the terminal, such as the view of an outer run."""
+    """Return whether no other view of this process is shown in the terminal."""
     latest = _latest()
     return latest is None or latest.is_closed
 
@@ -92,8 +92,8 @@ class TerminalDisplay:
     def pause(self) -> None:
         """Release the reserved rows until the next call of `show` reserves them again.
 
-        `pause` also ends an incomplete drawing, because at Ctrl-Z the kernel discards output that the terminal has not shown
-        yet.
+        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. For this reason,
+        `pause` also ends an escape sequence that is incomplete.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()

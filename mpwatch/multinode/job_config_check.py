@@ -9,8 +9,8 @@ This module runs in the node thread. It uses these keys in the store of the job,
     expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
-If the user passes a RendezvousHandler, there is no store that all rounds share, so the leader compares the JobConfigs after
-the nodes have joined (leader.py).
+A RendezvousHandler of the user returns a new store for each round. With such a handler, the leader compares the JobConfigs
+after the nodes have joined (leader.py).
 """
 
 import platform
@@ -50,8 +50,8 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the JobConfigs differ, write the difference into the store, so that nodes that wait for this node can report the
-        difference, too.
+        If the JobConfigs differ, write the difference into the store. If another node waits for this node and fails, the
+        error text of the other node contains the difference.
 
         Args:
             store: the store of the job.
@@ -91,7 +91,9 @@ class JobConfigCheck:
         return f"{refused.hostname} was refused: {refused.reason}"
 
     def read_history(self, store: PrefixedStore) -> RestartHistory:
-        """Return the restart history that a job has kept after the loss of all its nodes. A new job has an empty history.
+        """Return the restart history from the store, or an empty history if the store has none.
+
+        If new nodes restart the ranks after the loss of all nodes, the driver of mpwatch.cluster writes the history.
 
         Raises StoreLostError and LaunchError.
         """
@@ -105,9 +107,10 @@ class JobConfigCheck:
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published a JobConfig, publish the JobConfig of this node.
 
-        A node that serves the store counts as the first node, because the store would be lost if this node were refused. The
-        other nodes wait a short time until the node that serves the store has published its JobConfig. If the first node is
-        lost before it has published its JobConfig, another node publishes its own JobConfig after `node_timeout`.
+        If the node that serves the store were refused, the store would be lost. For this reason, this node counts as the
+        first node. The other nodes wait a short time until the node that serves the store has published its JobConfig. If
+        the first node is lost before it has published its JobConfig, another node publishes its own JobConfig after
+        `node_timeout`.
 
         Raises InvalidEntryError.
         """

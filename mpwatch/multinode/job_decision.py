@@ -249,7 +249,10 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """If each failure may be a consequence of another one and no node is lost, find the rank to blame in all reports."""
+    """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures.
+
+    If the comparison finds no such ranks, or if a node is lost, return the summary unchanged.
+    """
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -306,7 +309,7 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return a copy of the report that blames the ranks of its node for which ranks of other nodes have waited."""
+    """Return a copy of the report that blames the missing ranks, for which ranks of other nodes have waited."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -354,7 +357,7 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Return the nodes that have reported, and begin with the node whose failure is most likely to be the root cause.
+    """Return the nodes that have reported, sorted so that the node with the most likely root cause comes first.
 
     Nodes with the same `_victim_level` are in the order in which their failures reached the leader.
     """

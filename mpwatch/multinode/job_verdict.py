@@ -2,8 +2,8 @@
 
 Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again in its AttemptReport.
 The leader compares the collectives of all nodes. A run on one node uses the same code (watcher/diagnosis/) to compare its
-ranks. The leader blames the rank that the comparison finds, except if a node was lost or a rank failed for a reason other
-than collectives.
+ranks. The leader blames the rank that the comparison finds. The leader ignores the comparison if a node was lost, or if a
+rank failed for a reason other than collectives.
 """
 
 import signal
@@ -56,7 +56,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return a copy of a rank's collectives with only the latest ones and those in which the rank waits."""
+    """Return a copy that contains the rank's latest collectives, and all collectives in which the rank waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -120,8 +120,7 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict explains all failures of the job, and therefore names the root cause.
 
-    If the verdict is that a rank is late, it names the root cause only if ranks that waited for the late rank have timed
-    out.
+    A verdict that a rank is late names the root cause only if waiting ranks have timed out.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -166,7 +165,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Return a failure for a blamed rank that has reported no failure itself, with the known facts about the rank."""
+    """Build a failure from the known facts about a blamed rank that has reported no failure."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

@@ -31,12 +31,12 @@ names. After a request to stop, the job is not restarted, and no further nodes m
 
 These steps follow when a node is lost:
 
-1. `check_heartbeats` finds that the heartbeat counter of a node has not changed for `node_timeout`. A node also counts as
-   lost if it leaves (NodeLeaving), if it sends no NodeInfo in time, or if its ranks do not stop in time.
+1. `check_heartbeats` finds a node whose heartbeat counter has not changed for `node_timeout`. A node also counts as lost if
+   it leaves (NodeLeaving), if it sends no NodeInfo in time, or if its ranks do not stop in time.
 2. The leader broadcasts StopAttempt. Every node that is not lost stops its ranks and sends an AttemptReport.
 3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. The decision is FAILED if
-   the lost node served the store. If the store is not lost, the decision is RE_RENDEZVOUS when enough nodes remain or the
-   job has a restart left, and FAILED when neither is true. The leader broadcasts the AttemptDecision.
+   the lost node served the store. The decision is also FAILED if too few nodes remain and no restart is left. If the job
+   can go on, the decision is RE_RENDEZVOUS. The leader broadcasts the AttemptDecision.
 4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
    itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
@@ -242,7 +242,7 @@ class Leader:
     def _request_stop(self, cause: str) -> list[LeaderAction]:
         """At the first request to stop, ask all nodes to make their ranks wait.
 
-        If no ranks run now, `start_attempt` asks the nodes to make their ranks wait when the ranks are started.
+        If the ranks are not started yet, `start_attempt` sends this request to all nodes later.
         """
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
@@ -250,7 +250,7 @@ class Leader:
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
         """If the ranks of all nodes wait, make all ranks stop at the same step.
 
-        If a stop is requested before any node has restarted its ranks, end the job.
+        If a stop is requested after an attempt, and no node has restarted its ranks yet, end the job.
         """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
@@ -267,7 +267,7 @@ class Leader:
         return [Broadcast(StopAtStep(self._attempt, self._stop_cause, highest))]
 
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
-        """Compare the heartbeat count of each node with its last count.
+        """Compare each node's heartbeat count with the count at the previous call.
 
         A node whose heartbeat count has not changed for more than `node_timeout` is lost.
 
@@ -298,17 +298,18 @@ class Leader:
         return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend all deadlines by the time in which the leader did not read the store, and therefore saw no heartbeats."""
+        """Extend all deadlines by `seconds`, during which the leader did not read the store and saw no heartbeats."""
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
 
     def step_down(self, reason: str) -> list[LeaderAction]:
-        """Stop leading, because the leader sent no heartbeat for so long that other nodes may have decided without it.
+        """Stop leading, because other nodes may have decided without this leader.
 
-        After a call of `step_down`, the leader makes no decision any more. The broadcast of StopAttempt makes the nodes that
-        are still in this round stop their ranks. A node counts the leader as lost when the node has seen no heartbeat of the
-        leader for `node_timeout`.
+        The node thread calls this method if the leader has sent no heartbeat for a long time. A node counts the leader as
+        lost when the node has seen no heartbeat of the leader for `node_timeout`. After a call of `step_down`, the leader
+        makes no decision any more. The broadcast of StopAttempt makes the nodes that are still in this round stop their
+        ranks.
         """
         self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -378,8 +379,8 @@ class Leader:
         If the collectives show that the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log
         one warning.
 
-        If several messages have arrived together, call this method only once after the last of these messages, because a
-        comparison of thousands of ranks takes a second.
+        If several messages have arrived together, call this method only after the last message. A comparison of thousands of
+        ranks takes a second.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []

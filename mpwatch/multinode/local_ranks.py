@@ -76,15 +76,18 @@ class LocalRanks:
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Store the ranks' environments, which the caller's thread has made. Ignore environments of an earlier attempt."""
+        """Store the environment variables that the caller's thread has computed for the ranks of an attempt.
+
+        Ignore environment variables for an earlier attempt.
+        """
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        Even the first start of the ranks is a Restart command, because the numbers of the ranks are known only after the
-        rendezvous.
+        The watcher thread begins the run without ranks, because the numbers of the ranks are known only after the
+        rendezvous. So the watcher thread starts the ranks with a RestartCommand, even in the first attempt.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -95,7 +98,7 @@ class LocalRanks:
     def stop(self, action: StopRanks) -> None:
         """Stop the ranks.
 
-        The caller's thread logs the reason, because a slow logging handler must not delay the node thread.
+        The caller's thread logs why the ranks are stopped, because a slow logging handler must not delay the node thread.
         """
         self._commands.post(CancelAttempt())
         self.notify_caller(action)
@@ -103,7 +106,7 @@ class LocalRanks:
     def hold(self, action: HoldRanks) -> None:
         """Make the ranks wait at their next call of `should_stop`.
 
-        The watcher thread reports the steps that the ranks have passed.
+        Later, the watcher thread calls `NodeThread.on_steps_held` with the highest step that a rank has passed.
         """
         self._commands.post(StopRequested(action.cause, is_from_job=True))
 
@@ -120,7 +123,7 @@ class LocalRanks:
         self._commands.post(Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """End the lease when the job is over for this node, so that the ranks get their whole grace period."""
+        """End the lease when the job is over for this node. An expired lease would shorten the ranks' grace period."""
         self._commands.post(NO_LEASE)
 
     def reserve_port(self) -> int:

@@ -23,10 +23,11 @@ thread has to execute.
                          (the leader and the node that serves the store: JobFinished)
 
 If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeat counter has not changed for `node_timeout`.
-When a node finds that the leader is lost, the node stops its ranks. When the ranks have exited, the node decides without the
-leader (`_decide_without_leader`). Without the leader, the decision is RE_RENDEZVOUS if enough nodes remain or the job has a
-restart left, and FAILED if neither is true. Without the leader, all nodes make the same decision, because all nodes know the
-same facts. If the store is lost, the job fails on every node that cannot reach the store.
+When a node finds that the leader is lost, the node stops its ranks. When the ranks have exited, the node makes the decision
+that the leader would have made (`_decide_without_leader`). Without the leader, the decision is FAILED if a stop was
+requested. The decision is also FAILED if fewer than `min_nodes` nodes remain and the job has no restart left. In all other
+cases without a leader, the decision is RE_RENDEZVOUS. Without the leader, all nodes make the same decision, because all
+nodes know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
 
 A node can leave a round in these ways:
 
@@ -40,12 +41,14 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` ends the node thread after a given time, in which the other nodes can see that this node leaves.
+`NodeThread.finish_within` lets the node thread run for a limited time, so that the other nodes can read in the store that
+this node leaves.
 
 Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
 The stage STOPPING ends when the ranks have exited, and `grace_period` limits the time that the ranks may need. While the
-leader is alive, the stages RUNNING, PREPARING and AWAITING_DECISION can last as long as user code runs on any node. The
-ranks of a node are stopped before the other nodes can count this node as lost (LocalRanks.renew_lease).
+leader is alive, `node_timeout` does not limit the stages PREPARING, RUNNING and AWAITING_DECISION, because these stages
+wait for user code. If a node cannot send heartbeats, its ranks are stopped before the other nodes can count the node as lost
+(LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -102,7 +105,10 @@ class SendToLeader:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRanks:
-    """Make the environments of the node's ranks in the caller's thread, because user code (`env`) runs in that thread."""
+    """Compute the environment variables of the node's ranks in the caller's thread.
+
+    If the user's option `env` is a function, it must run in the caller's thread.
+    """
 
     start: StartAttempt
     assignment: RankAssignment
@@ -124,7 +130,10 @@ class StopRanks:
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks:
-    """Make the ranks of this node wait at their next call of `should_stop`, and report the steps that they have passed."""
+    """Make the ranks of this node wait at their next call of `should_stop`.
+
+    Then report to the leader the highest step that a rank of this node has passed.
+    """
 
     cause: str
 
@@ -254,7 +263,7 @@ class NodeMachine:
         return [PrepareRanks(self._start, assignment)]
 
     def check_leader_heartbeat(self, count: int, now: float) -> list[NodeAction]:
-        """Compare the leader's heartbeat count with its last count.
+        """Compare the leader's present heartbeat count with the count of the previous call.
 
         If the leader's heartbeat count has not changed for more than `node_timeout`, the leader is lost.
         """
@@ -269,7 +278,7 @@ class NodeMachine:
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks, then decide without the leader.
+        """Stop the ranks, then decide without the leader what this node does next.
 
         The other nodes also notice that the leader is lost, and make the same decision.
         """
@@ -296,10 +305,11 @@ class NodeMachine:
         return self._decide_without_leader()
 
     def withdraw(self, reason: str) -> list[NodeAction]:
-        """Leave the round, because this node sent no heartbeat for so long that other nodes may have decided without it.
+        """Leave the round, because this node was silent for so long that the leader may count it as lost.
 
         Report to the leader that this node leaves, stop the ranks of this node, and start no further ranks in this round.
-        The node rejoins when it has read the leader's decision, or when it finds that the leader is lost.
+        When this node has read the leader's decision, it follows the decision. If the leader is lost, this node decides
+        without the leader what it does next.
         """
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
@@ -314,7 +324,7 @@ class NodeMachine:
     def start_ranks(self, attempt: int) -> list[NodeAction]:
         """Start the ranks of this attempt.
 
-        Call this method when the environments of the ranks have been made and the delay before the restart is over.
+        Call this method when the environment variables of the ranks are computed and the delay before the restart is over.
         """
         if self.stage is not NodeStage.PREPARING or self._assignment is None or attempt != self.attempt:
             return []  # the leader has stopped that attempt meanwhile
@@ -332,7 +342,7 @@ class NodeMachine:
     def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
         """Report that ranks of this node have called no collective for a long time.
 
-        If `collectives` is empty, report that all ranks go on again.
+        If `collectives` is empty, report that no rank of this node is stalled any more.
         """
         if self.stage is not NodeStage.RUNNING:
             return []
@@ -360,7 +370,10 @@ class NodeMachine:
         return [SendToLeader(RanksStopped(self._node_info.group_rank, self.attempt))]
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
-        """Report to the leader how the attempt has ended on this node. If the leader is lost, decide without the leader."""
+        """Report to the leader how the attempt has ended on this node.
+
+        If the leader is lost, decide without the leader what this node does next.
+        """
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         report = replace(report, group_rank=self._node_info.group_rank, attempt=self.attempt)
@@ -373,7 +386,7 @@ class NodeMachine:
         return [SendToLeader(report)]
 
     def abort(self, report: AttemptReport) -> list[NodeAction]:
-        """Report that this node cannot go on, although no rank has failed.
+        """Report to the leader that an error in the watcher of this node, and not a failed rank, has ended the run.
 
         After this report, the other nodes do not wait for this node.
         """
@@ -385,7 +398,10 @@ class NodeMachine:
         return actions + self.acknowledge_shutdown()
 
     def report_signal(self, reason: str) -> list[NodeAction]:
-        """Report to the leader that a signal ends this node. The watcher thread stops the ranks of this node."""
+        """Report to the leader that this node leaves the job, because a signal or another event has interrupted the run.
+
+        The watcher thread stops the ranks of this node.
+        """
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return self.acknowledge_shutdown()  # the caller's thread may end before it reads the decision

@@ -8,8 +8,8 @@
 Other threads put requests for the node thread into a queue. The node thread executes the queued requests during a round.
 Requests that come during a rendezvous wait until the round begins.
 
-A call that cannot be interrupted, such as name resolution, runs on another thread, so that the node thread can stop waiting
-for the call (rendezvous/cancellable_wait.py). The node thread waits for other nodes during a rendezvous. Before its first
+Calls that cannot be interrupted, such as name resolution, run on other threads, so that the node thread can stop waiting for
+them (rendezvous/cancellable_wait.py). The node thread waits for other nodes during a rendezvous. Before its first
 rendezvous, the node thread also waits until the first node of the job has published its JobConfig (job_config_check.py). If
 a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
 
@@ -132,7 +132,7 @@ class NodeThread:
         return self._local_ranks.take_updates()
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Pass the RankSetups of this attempt, which contain the environment variables of ranks, to the node thread."""
+        """Give the node thread the RankSetups of this attempt, which contain the environment variables of the ranks."""
         self._post(lambda _: self._local_ranks.set_rank_setups(start, setups))
 
     def report_attempt(self, report: AttemptReport) -> None:
@@ -198,9 +198,9 @@ class NodeThread:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
-        """Report to the leader that ranks of this node have stalled, and which collectives all ranks have called.
+        """Report to the leader that ranks of this node have stalled, with the latest collectives of all ranks of this node.
 
-        See CollectiveMonitor.
+        If no rank is stalled any more, `answers` is empty. See CollectiveMonitor.
         """
         records = make_records(answers, returned, {})
         self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
@@ -330,8 +330,8 @@ class NodeThread:
     def _make_wait_report(self, deadline: float) -> WaitReport:
         """Return a WaitReport, an object that logs once that this node waits for other nodes.
 
-        Before the first start of ranks, the nodes may wait longer until the WaitReport logs, because they do not all begin
-        at the same time.
+        Until this node has started ranks, a WaitReport logs after FIRST_WAIT_SECONDS, because the nodes of a job do not all
+        begin at the same time. Later, a WaitReport logs after REJOIN_WAIT_SECONDS, which is a shorter time.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 

@@ -98,8 +98,8 @@ class RoundRunner:
         """Run the round until this node has nothing more to do in the round.
 
         To make a request, another thread appends it to `requests` and then sets `wakeup`. When `wakeup` is set, the node
-        thread executes all requests at once. Requests that came during the rendezvous are executed at the beginning of the
-        round.
+        thread immediately executes all requests. Requests that came during the rendezvous are executed at the beginning of
+        the round.
         """
         while not self._is_finished():
             wakeup.clear()

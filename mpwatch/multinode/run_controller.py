@@ -6,8 +6,8 @@ This module is like watcher/restarts/run_controller.py, except that all nodes de
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
-User code runs in the caller's thread: the functions `retry_if` and `env`, and the classes of rebuilt exceptions. An
-exception that `retry_if` or `env` raises ends the run.
+User code runs in the caller's thread: the functions `retry_if` and `env`, and methods of exception classes during
+unpickling. An exception that `retry_if` or `env` raises ends the run.
 """
 
 import logging
@@ -97,7 +97,8 @@ class MultiNodeRunController(RunController[T]):
     def is_job_decided(self) -> bool:
         """Whether this node knows the decision that ends the job.
 
-        If the run ends on a node that does not know the decision about the job, the other nodes continue the job without it.
+        If the run ends on this node before this node knows the decision that ends the job, the other nodes may continue the
+        job without this node.
         """
         return self._job_decision is not None
 
@@ -230,7 +231,10 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """If the nodes cannot meet after a failed attempt, return a decision that ends the job because of this attempt."""
+        """Return the decision, and add the root cause if the decision does not contain it.
+
+        The root cause is missing if no attempt could start after a failed attempt.
+        """
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
@@ -355,7 +359,7 @@ class MultiNodeRunController(RunController[T]):
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
-    """Encode the root cause and further failures for other nodes, as many as the size limit allows."""
+    """Encode failures for the other nodes: first the root cause, and then more failures up to the size limit."""
     failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
     return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
 

@@ -13,10 +13,10 @@ PER_RANK_ADVICE = (
 def check_signature(
     fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], advice: str = PER_RANK_ADVICE
 ) -> None:
-    """Check that `fn(*args, **kwargs)` has the right number of arguments, and the right names. Raises TypeError.
+    """Check that the signature of `fn` allows the call `fn(*args, **kwargs)`. Raises TypeError.
 
-    A callable without a signature is not checked. A callable with an attribute `__signature__` is not checked either,
-    because a decorator may have copied this attribute from a function with different arguments.
+    A callable without a signature is not checked. A callable with an attribute `__signature__` is not checked, because a
+    decorator may have copied this attribute from a function with different arguments.
 
     Args:
         fn: a callable.

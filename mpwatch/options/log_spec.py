@@ -147,9 +147,9 @@ class LogSpec:
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return sample ranks: all ranks that `show` and `files` name, and the next two ranks.
+        """Return sample ranks: all ranks that `show` and `files` name, and the two ranks after the highest of these ranks.
 
-        While the number of ranks is not known, the caller uses the sample ranks instead of all ranks.
+        If the number of ranks is not known yet, RankOutput uses the sample ranks instead of all ranks.
         """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}

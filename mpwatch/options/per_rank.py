@@ -40,7 +40,7 @@ def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
 def spread_per_rank(
     args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...], nprocs: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for a call of some ranks of a group.
+    """Return the arguments for a call that the ranks in `ranks` execute.
 
     Each PerRank in the returned arguments has one value for every rank of the group.
 

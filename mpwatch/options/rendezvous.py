@@ -21,10 +21,10 @@ class Rendezvous:
 
         mpwatch.run(train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job-17", nnodes=(2, 4)))
 
-    The nodes find one another through a store of torch (`torch.distributed.elastic.rendezvous`). The node that `endpoint`
-    names serves the store, unless the store runs elsewhere. Any program that can reach the store can disturb the job,
-    because torch's rendezvous trusts all data in the store. The page "Security" of the documentation explains how to protect
-    the store.
+    The nodes find one another through a store of torch (`torch.distributed.elastic.rendezvous`). By default, the node whose
+    address is in `endpoint` serves the store. A program outside the job can also serve the store. Any program that can reach
+    the store can disturb the job, because torch's rendezvous trusts all data in the store. The page "Security" of the
+    documentation explains how to protect the store.
 
     Args:
         endpoint: `host:port` of the store. The default port is 29400.
@@ -99,7 +99,7 @@ class Rendezvous:
 
     @property
     def key(self) -> bytes:
-        """The secret as bytes, which is empty if there is no secret."""
+        """The secret as bytes, or empty bytes if there is no secret."""
         return self.secret if isinstance(self.secret, bytes) else b""  # see above
 
     def _check_options(self) -> None:

@@ -15,7 +15,7 @@ WEAKER_CORES = ("cpu_atom", "cpu_lowpower")
 
 
 class Core(NamedTuple):
-    """A physical core, with those of its CPUs (hardware threads) that this process may use."""
+    """A physical core, and the CPUs (hardware threads) of this core that this process may use."""
 
     cpus: tuple[int, ...]
     """The numbers of the core's allowed CPUs (hardware threads), in ascending order."""

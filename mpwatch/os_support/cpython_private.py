@@ -5,12 +5,12 @@ name. CPython 3.11 to 3.15 has all names that this module lists. This module run
 
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
-- `multiprocessing.Process._Popen` starts the process. Without the method `_Popen`, `Process.start` would start an ordinary
-  spawned process, which shares the Unix process group and the environment of its parent.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without the method `_launch`, `Process.start`
-  would start an ordinary spawned process.
-- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. Without the method
-  `_send_signal`, a signal would reach only the rank itself, and not the processes that the rank has started.
+- `multiprocessing.Process._Popen` starts the process. If `Process.start` did not call `_Popen`, it would start an ordinary
+  spawned process. An ordinary spawned process has the Unix process group and the environment of its parent.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. If multiprocessing did not call `_launch`,
+  `Process.start` would start an ordinary spawned process.
+- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. If `terminate` and `kill`
+  did not call `_send_signal`, their signal would not reach the processes that the rank has started.
 
 watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
 `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these
@@ -23,12 +23,13 @@ mpwatch/wire uses these details of CPython directly:
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`, and multiprocessing calls `duplicate_for_child`
   and `DupFd` of this object to pickle a descriptor. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
   lock, queue or connection can be sent to a rank.
-- From Python 3.14 on, pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, because a traceback of
-  code that comes from a string would otherwise quote the `-c` command that has started the rank.
+- From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
+  pickling/call_payload.py deletes this command from the cache, so that the traceback of other code from a string does not
+  quote the command.
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without `linecache.cache`, a traceback does not quote code
   that is in no file, such as a notebook cell.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
-  If `co_positions()` has another number of entries in a new CPython, tracebacks of ranks have no carets or wrong carets. The
+  If a new CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong carets. The
   code in exceptions/tracebacks.py also relies on the fact that compiled module code begins at line 1. If compiled module
   code begins at another line in a new CPython, the line numbers of tracebacks are wrong.
 """
@@ -144,7 +145,7 @@ def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
 def call_before_joining_threads(action: Callable[[], object]) -> None:
     """Call `action` after the main thread has run the whole script, and before Python waits for the other threads.
 
-    If Python already waits for the other threads, do nothing.
+    If Python is already waiting for the other threads, do nothing.
     """
     # Without this name, a program whose script has ended by Ctrl-C still waits for runs in other threads, until the next
     # Ctrl-C.

@@ -1,7 +1,6 @@
 """Functions for file descriptors of anonymous files, pipes, sockets and the standard streams, and for memory mappings.
 
-This module runs in the watcher and in the ranks. If only a few functions need a module, these functions import it when they
-are called.
+This module runs in the watcher and in the ranks. A module that only a few functions need is imported inside these functions.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
-    """Receive at most `size` bytes, and about `max_fds` descriptors or fewer, from a socket. Raises OSError.
+    """Receive at most `size` bytes and at most `max_fds` + 1 descriptors from a socket. Raises OSError.
 
     Return the bytes, the descriptors, and whether descriptors were lost because this process reached its limit of open
     files.
@@ -183,9 +182,9 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 
 
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
-    """Make the kernel close a TCP connection if the other side has not answered for this number of seconds (at least 1).
+    """Make the kernel close a TCP connection if the other side has not answered for `seconds` (at least 1).
 
-    On a system without TCP_USER_TIMEOUT, the kernel closes the connection later if the other side has not acknowledged all
+    On a system without TCP_USER_TIMEOUT, the kernel waits longer than `seconds` if the other side has not acknowledged all
     data. Raises OSError.
     """
     whole = max(1, int(seconds))
@@ -206,8 +205,8 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 def open_standard_descriptors() -> Iterator[None]:
     """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor until the end of the `with` block.
 
-    If the number 0, 1 or 2 were free, the next file that the program opens would get this number, and a child process would
-    use the file as a standard stream.
+    Without this function, the next file that the program opens would get the free number 0, 1 or 2. A child process uses the
+    descriptors 0, 1 and 2 as its standard streams.
     """
     made = []
     try:
@@ -232,8 +231,8 @@ def _is_open(fd: int) -> bool:
 def line_buffer_c_stdout() -> Callable[[], object]:
     """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream at once.
 
-    If the C library does not export `stdout`, the returned function does nothing. The returned function flushes no other
-    stream, because it would have to wait for the lock of a stream from which another thread is reading input.
+    If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
+    `stdout`. A flush of all streams could block, because a thread that is reading from a stream locks this stream.
     """
     try:
         import ctypes

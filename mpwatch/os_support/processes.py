@@ -65,7 +65,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether `fd` in process `pid` refers to the same file or pipe as this process's descriptor `of`.
+    """Return whether descriptor `fd` of process `pid` refers to the same file or pipe as descriptor `of` in this process.
 
     Return False also if this function cannot find out the answer, for example because there is no /proc.
     """
@@ -80,7 +80,7 @@ def open_pidfd(pid: int) -> int | None:
     """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
 
     Return None also if other code has reaped the child or SIGCHLD is ignored. If the kernel has already given the pid of a
-    reaped child to a new process, the descriptor belongs to the new process.
+    reaped child to a new process, the descriptor refers to the new process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -145,8 +145,8 @@ def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
     """Wait until the kernel has removed a thread.
 
-    The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python asks the
-    kernel for the number of threads when a program forks, and warns if there are several threads.
+    The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python warns when a
+    program with several threads forks. A thread that the kernel has not removed yet also causes this warning.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

@@ -93,10 +93,10 @@ def _load_libc() -> Any:
 def die_with_writer(pipe: int) -> None:
     """Make the kernel kill this process and its Unix process group when no process can write to `pipe` any more (Linux).
 
-    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended. With
-    PR_SET_PDEATHSIG, the kernel would kill this process already when the thread that started it ends, even if the watcher
-    still runs. PR_SET_PDEATHSIG would also kill only this process and not its group, and needs ctypes. If the system cannot
-    send a signal for a pipe, do nothing.
+    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended.
+    PR_SET_PDEATHSIG would kill this process when the thread that started the process ends, even if the watcher is still
+    running. PR_SET_PDEATHSIG also needs ctypes, and would not kill the other processes of the Unix process group. If the
+    system cannot send a signal for a pipe, do nothing.
     """
     import fcntl
     import select

@@ -67,7 +67,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The time from a start of ranks to the end of the last of these ranks.
+    """One start of ranks, with its duration and its outcome.
 
     An attempt contains all ranks, or only one rank if each rank is restarted alone. `str(attempt)` is a sentence such as
     "first start, 1.2 s: rank 3 was killed by SIGKILL".
@@ -99,7 +99,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """Which start of the ranks the attempt was, and how long it took, as a text such as `restart 2, 1.5 s`."""
+        """The number and the duration of the attempt as a text, such as `restart 2, 1.5 s`."""
         which = f"restart {self.number}" if self.is_counted else f"start {self.number + 1}" if self.number else "first start"
         return f"{which}, {self.elapsed:.1f} s"
 

@@ -28,7 +28,7 @@ class RankCollectives:
     """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether this answer of the rank has a call of a collective that the rank's older answer `earlier` lacks."""
+        """Return whether this answer contains a call that is not in `earlier`, which is an older answer of the same rank."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:

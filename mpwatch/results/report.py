@@ -85,7 +85,7 @@ def format_report(result: RunData[Any]) -> str:
 def format_restarts(result: RunData[Any]) -> str:
     """Return a text that says how often ranks were restarted, and why they were not restarted again.
 
-    The text is empty if ranks were not restarted and no reason is known.
+    The text is empty if no rank was restarted and `result.not_restarted` is empty.
     """
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
@@ -112,8 +112,9 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
     """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
 
-    The report also lists an attempt of all ranks that a timeout or a signal ended. If each rank is restarted alone, one
-    timeout or signal ends many attempts, so the report mentions the timeout or signal only once, for the whole run.
+    The report also lists an attempt of all ranks if a timeout or a signal ended the attempt. If each rank is restarted
+    alone, one timeout or signal can end many attempts. Only the verdict of the run names a timeout or signal that ended many
+    attempts.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -152,10 +153,10 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Group all ranks by what happened to them, and leave out the rank that is the root cause.
 
     Return a dict from each text to the list of ranks that the text describes. The texts of ranks whose failure is not the
-    consequence of another failure come first in the dict. If the texts of several ranks differ only in the port of a peer or
-    in the seconds of silence, these ranks form one group, which has the text of the first rank. Each text in the dict is a
-    phrase that can follow the names of the ranks. If the root cause is the loss of a node, all ranks of that node are left
-    out, because the verdict names these ranks.
+    consequence of another failure come first in the dict. Ranks whose texts differ only in the port of a peer or in the
+    seconds of silence form one group. Each group has the text of its first rank. Each text in the dict is a phrase that
+    can follow the names of the ranks. If the root cause is the loss of a node, all ranks of that node are left out, because
+    the verdict names these ranks.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -232,7 +233,7 @@ def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Pr
     """Return a phrase that says how long a rank has sent no heartbeat, and which step the rank has reported last.
 
     If `heartbeat_timeout` is None, the phrase is short, such as `silent for 5.1 s at step 30 of 100`. The caller passes None
-    if the rank's failure is the consequence of another failure.
+    as `heartbeat_timeout` if the rank's failure is the consequence of another failure.
     """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f" at step {progress.step}"

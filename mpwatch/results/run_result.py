@@ -1,7 +1,8 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-The data of a result is in a separate class, `RunData` in model.py, because report.py, html.py and the modules of events need
-this data, and RunResult imports these modules. RunResult adds the events, and the methods that make text, HTML and traces.
+The data of a result, except the events, is in the class `RunData` of model.py. report.py and html.py import RunData, and
+run_result.py imports report.py and html.py. With a single class for all data and methods, these imports would be circular.
+RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator

@@ -18,8 +18,8 @@ OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the numb
 class Stacks(dict[int, str]):
     """A dict from each global rank to the stacks of the rank's threads, as in `RunResult.stacks`.
 
-    If a rank runs no function, or if its stacks did not arrive in time, the dict has one line for the rank, which says why
-    there are no stacks. `print(stacks)` groups ranks that have the same stacks, and then shows the verdict.
+    If a rank runs no function, or if its stacks did not arrive in time, its text is one line that says why there are no
+    stacks. `print(stacks)` groups ranks that have the same stacks, and then shows the verdict.
 
     Attributes:
         collectives: the collective in which each rank waited, or otherwise its last collective, as in

@@ -19,8 +19,8 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. Either
-the watcher thread or the caller's threads write a field of a command, never both.
+Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. No
+field of a command is written by both the watcher thread and the caller's threads.
 """
 
 import os
@@ -129,8 +129,8 @@ def _make_locked() -> threading.Lock:
 class Suspend:
     """Suspend all ranks, and continue the ranks when the program continues. See suspension.py.
 
-    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because a
-    second signal handler can interrupt the Python code of an Event.
+    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event. The method
+    `Event.set` is Python code. If a second signal handler raised an exception in this code, the event could stay unset.
     """
 
     requested_at: float = field(default_factory=time.monotonic)

@@ -1,6 +1,7 @@
-"""The caller's own thread calls idle ranks directly. Most short calls end before the watcher thread would wake up.
+"""The caller's own thread calls idle ranks directly.
 
-Passing a call to another thread takes longer than running a short function. So the caller's thread first tries it alone:
+Passing a call to another thread takes longer than running a short function. So the caller's thread first tries to make the
+call alone:
 
     caller's thread: DirectCalls.execute --- CALL ---> ranks --- RETURNED ---> the call is over
                                              |
@@ -13,17 +14,18 @@ Rules:
 1. While no call is running, the watcher thread offers idle ranks: the caller's threads may call these ranks directly. The
    watcher thread does not read the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread
    withdraws the offer.
-2. For each message that it sends or receives, the caller's thread must first take a right, which only one thread can have
-   (pending_call.py). A single call into C code takes the right, sends or receives the message, and records the message. The
-   records of the messages are always correct, because no exception interrupts a call into C code.
-3. Before the watcher thread handles events, it takes all rights that are left, so that the caller's thread sends and
-   receives nothing more. The watcher thread does not wait for the caller's thread, which may be running a slow signal
-   handler. The watcher thread waits only for a call into C code that has already taken a right.
+2. The caller's thread needs one right for each message that it sends or receives. If one thread has taken a right, no other
+   thread can take this right (pending_call.py). A single call into C code takes the right, sends or receives the message,
+   and records the message. The records of the messages are always correct, because no exception interrupts a call into C
+   code.
+3. Before the watcher thread handles events, it takes all rights that the caller's thread has not taken. The caller's thread
+   then sends and receives nothing more. The watcher thread does not wait for the caller's thread, which may be running a
+   slow signal handler. The watcher thread waits only for a call into C code that has already taken a right.
 4. When the watcher thread has taken the rights of an unfinished call, the watcher thread finishes this call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
-   offer before it reads the registered calls. If the caller's thread and the watcher thread act at the same moment, at least
-   one of them notices the other: the caller's thread sees that the ranks are not offered, or the watcher thread sees the
-   registered call.
+   offer before it reads the registered calls. So if the caller's thread and the watcher thread act at the same moment, at
+   least one of them notices the other. The caller's thread sees that the ranks are not offered, or the watcher thread sees
+   the registered call.
 """
 
 import time

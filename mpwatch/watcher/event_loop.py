@@ -13,18 +13,18 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 
 Guarantees:
 
-- When `EventLoop.run` ends, every rank is dead and reaped, except two kinds of ranks, which are logged: a rank that SIGKILL
-  does not end, and a dead rank that a debugger holds (process_pool.py).
-- The loop handles a rank's last message before the rank's death, because `_on_exit` first reads the rest of the rank's
-  channel.
-- The loop waits for events in one place, `Selector.wait`. `Selector.wait` waits at most until the next deadline of a state
-  machine, the next delayed action (such as a delayed restart), or the time to withdraw an offer (direct_calls.py). The loop
-  has two other waits, which are short. Before a restart, the loop waits at most KILL_SECONDS for killed helpers, that is,
-  for processes that earlier ranks had started. The loop also waits at most 50 ms for a debugger that holds a dead rank.
-  While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
+- When `EventLoop.run` ends, every rank is dead and reaped, except two kinds of ranks. A rank that SIGKILL does not end is
+  left behind and logged, and so is a dead rank that a debugger holds (process_pool.py).
+- The loop handles the last message of a rank before it handles the rank's exit, because `_on_exit` first reads the rest of
+  the rank's channel.
+- The loop waits for events in one place, `Selector.wait`. `Selector.wait` returns at the latest when a deadline of a state
+  machine, a delayed action (such as a delayed restart), or the withdrawal of an offer (direct_calls.py) is due. The loop has
+  two other waits, which are short. Before a restart, the loop waits at most KILL_SECONDS for the end of killed helpers.
+  Helpers are processes that earlier ranks had started. The loop also waits at most 50 ms for a debugger that holds a dead
+  rank. While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
   wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
-- The loop handles all events of a wake-up before it executes the first action, so that the loop does not mistake a death in
+- The loop handles all events of a wake-up before it executes the first action. Otherwise, the loop could mistake a death in
   this wake-up for a consequence of the action.
 """
 
@@ -492,7 +492,7 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _on_crash_data(self, handle: RankHandle) -> list[m.Event]:
-        """Ask all ranks for their collectives before a crashing rank dies."""
+        """Before a crashing rank dies, ask the ranks of its group for their collectives."""
         sockets = handle.collective_sockets
         if sockets.hold_crash():
             self._request_collectives(self._group_of(handle.observations.worker.rank))
@@ -526,8 +526,7 @@ class EventLoop:
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read everything that the dead rank has sent, and then its exit code.
 
-        If the dead rank has sent no answer, also read the messages that the rank could not send, and wrote to shared memory
-        instead.
+        If the dead rank has sent no answer, also read the messages in its black box.
         """
         observed = handle.observations
         if observed.died_at is not None:
@@ -585,7 +584,7 @@ class EventLoop:
         return self._request_stacks(handle)
 
     def _wake_rank(self, handle: RankHandle, observed: RankObservations) -> None:
-        """Interrupt the system call in which the main thread of a stopped rank waits, if the rank has not answered yet.
+        """Interrupt the main thread's system call in a rank that has received SIGINT or SIGTERM, but still runs.
 
         Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt a system call
         if the signal came just before the call, or if another thread received the signal. A request for stacks sends a
@@ -638,10 +637,10 @@ class EventLoop:
         return [group for group in self._unfinished_groups if group.call is event.call]
 
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return a list of one group, which has exactly the idle ranks that a call needs.
+        """Return a list with one group whose ranks are exactly the idle ranks that a call needs.
 
-        Split or merge groups if necessary. Return an empty list if the call comes too late, because ranks are lost. When
-        ranks are lost, the remaining ranks also end soon, unless the ranks are independent.
+        Split or merge groups if necessary. Return an empty list if a rank that the call needs was lost or is ending. When a
+        rank is lost, all other ranks also end soon, unless the ranks are independent.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -701,9 +700,9 @@ class EventLoop:
         return actions
 
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
-        """Prepare the ranks for a call. Return False if the call comes too late, because a rank was lost.
+        """Prepare the ranks for a call. Return False if a rank was lost before the call came.
 
-        The caller notices that the call came too late, because the call has no observations when all ranks have ended.
+        If this method returns False, the call gets no observations, which tells the caller that a rank was lost.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -817,7 +816,7 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """Log where each rank is that did not return in time after a stop request."""
+        """For each rank that has not returned in time after a stop request, log where in the code the rank is."""
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)

@@ -15,8 +15,8 @@ So the exception is replaced by another exception, which no code handles:
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-An exception that the calling program's signal handler raises ends slow code at once. No rank has to be stopped, because
-mpwatch replaces the exceptions of signal handlers only before and after a run.
+An exception that the calling program's signal handler raises ends the interrupted code at once. mpwatch does not have to
+stop ranks then, because no rank executes the user's function before and after a run.
 """
 
 import os
@@ -35,9 +35,9 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
     """Return the result of `action`.
 
     If a signal handler raises an exception while `action` runs, end `action` and raise this exception. In a thread that is
-    not the main thread, only call `action`, because Python runs signal handlers in the main thread. Handlers of real-time
-    signals are not watched, because reading these handlers would double the time that this function adds to a short call of
-    a WorkerGroup.
+    not the main thread, only call `action`, because Python runs signal handlers in the main thread. This function ignores
+    handlers of real-time signals. Reading these handlers would double the time that this function adds to a short call of a
+    WorkerGroup.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
@@ -84,7 +84,7 @@ class _HandlerWatch:
             set_handler(signum, self._call_host_handler)
 
     def restore(self) -> None:
-        """Restore the calling program's handlers. A handler that the program has set since `replace` was called stays."""
+        """Restore the calling program's handlers. Keep a handler that the program has set after the call of `replace`."""
         self._is_watching = False  # if an exception prevents the rest, the handlers do what the host's own do
         for signum, handler in self._host_handlers.items():
             if get_handler(signum) == self._call_host_handler:

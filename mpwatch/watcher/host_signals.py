@@ -5,19 +5,20 @@ This module runs in the caller's thread.
 During a run no handler raises an exception in the caller's thread:
 
 - SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the run at once, and the program's own handler gets the
-  signal when the run is over. In two cases, SIGINT raises KeyboardInterrupt at once: at the prompt of a debugger, and when
-  SIGINT comes a second time while user code (an observer, `retry_if`, `env`) runs in the caller's thread.
+  signal when the run is over. At the prompt of a debugger, however, SIGINT raises KeyboardInterrupt at once. A second SIGINT
+  also raises KeyboardInterrupt at once if user code (an observer, `retry_if`, `env`) is running in the caller's thread.
 - A signal of the option `stop_signals` asks the ranks to save their state and return, and does not reach the program's own
   handler. If a signal of `stop_signals` comes a second time, or the ranks exceed `stop_timeout`, the signal is deferred and
-  stops the run: SIGINT as Ctrl-C does, and every other signal as SIGTERM does.
+  stops the run. When a signal of `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal acts like
+  SIGTERM.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it.
-  SIGQUIT also asks for the stacks if the calling program ignores SIGQUIT, because a shell without job control starts
-  programs in the background (`&`) with SIGQUIT ignored.
+  SIGQUIT also asks for the stacks if the calling program ignores SIGQUIT. A shell without job control starts programs in the
+  background (`&`) with SIGQUIT ignored.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
 - When a signal comes that mpwatch does not use, the program's own handler is called at once. If the program's own handler
-  raises an exception, the run is stopped as SIGTERM would stop it, and the exception is raised when the run is over.
+  raises an exception, mpwatch stops the run as SIGTERM would. When the run is over, mpwatch raises the handler's exception.
 
 mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
 except SIGQUIT and the signals of `stop_signals` and `forward_signals`. For a call outside the main thread, mpwatch changes
@@ -28,8 +29,8 @@ Ctrl-C ends the program.
                                                     |
                                                     `--> Python's handler ---> Interrupted ---> watcher_wakeup
 
-The caller's thread waits for a descriptor and not for a lock, because a signal that comes just before a thread waits for a
-lock does not wake this thread.
+The caller's thread waits for a descriptor and not for a lock. If a signal comes just before a thread begins to wait for a
+lock, the signal does not wake this thread.
 
 Before and after a run, the calling program has its own handlers. handler_errors.py handles the exceptions that these
 handlers raise.
@@ -157,8 +158,8 @@ class HostSignals:
         """For each signal and stop request that has come, post an event to the watcher thread.
 
         Later signals and stop requests are posted as soon as they come. Call this method only after the command that starts
-        the ranks' work was posted. A signal that comes before this command would interrupt idle ranks, and the work would
-        still start.
+        the ranks' work was posted. Before this command, an event for SIGINT or a stop request has no effect, because the
+        ranks are still idle.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -239,7 +240,7 @@ class HostSignals:
     def restore(self) -> None:
         """Restore the calling program's handlers and wake-up descriptor.
 
-        A handler that the program has set during the run stays.
+        Keep a handler that the program has set during the run.
         """
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
@@ -259,7 +260,7 @@ class HostSignals:
     def will_end_program(self) -> bool:
         """Return whether a deferred signal ends the program without an exception.
 
-        Ctrl-C does not count, because the user knows that Ctrl-C ends the program.
+        Ignore SIGINT, because a user who presses Ctrl-C knows that Ctrl-C ends the program.
         """
         return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
 
@@ -318,7 +319,7 @@ class HostSignals:
         self.request_stop(name_signal(signum), signum)
 
     def defer_stop_signal(self, signum: int | None) -> None:
-        """Defer a stop signal that was received once, because the ranks have not returned in time."""
+        """Defer a stop signal, because the ranks have not returned within `stop_timeout`."""
         if signum in self._received_stop_signals and signum not in self.received:
             self.received.append(signum)
 
@@ -379,8 +380,8 @@ def _can_be_woken(fd: int) -> bool:
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
     """Return a dict of the signals that mpwatch must handle although the calling program has no handler for them.
 
-    The values of the dict are SIG_DFL or SIG_IGN. The dict has those of DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end
-    or stop the calling program. The dict also has SIGQUIT if the calling program ignores SIGQUIT.
+    The values of the dict are SIG_DFL or SIG_IGN. Of DEFERRED_SIGNALS, SIGQUIT and SIGTSTP, the dict contains the signals
+    that would end or stop the calling program. The dict also contains SIGQUIT if the calling program ignores SIGQUIT.
 
     This function asks the kernel which signals are caught, because `signal.getsignal` also returns SIG_DFL for a signal that
     C code handles.

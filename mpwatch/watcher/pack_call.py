@@ -32,7 +32,7 @@ def pack_items(items: Mapping[str, Any]) -> Payload:
 
 
 def _split_call(call: Call) -> Call:
-    """Return a call whose `parts` has a dict for each rank, with the values that the rank gets for the PerRank arguments."""
+    """Return the call with the values of its PerRank arguments in `parts`, as one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

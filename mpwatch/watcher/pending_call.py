@@ -78,7 +78,8 @@ class DirectCall:
 
     The caller's thread needs a right for each message that it sends or receives. A right is an entry in a list: the channel
     over which the message is sent or received. A single call into C code takes the channel from the list, sends or receives
-    the message, and records the message. To stop the caller's thread, the watcher thread takes all rights that are left.
+    the message, and records the message. To prevent the caller's thread from sending or receiving more messages, the watcher
+    thread takes all remaining rights from the lists.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -227,9 +228,9 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended, or cannot begin because ranks were lost.
+        """Return True if the call has ended, or if it cannot begin because ranks were lost.
 
-        If this method returns True, the ranks that were not lost stay alive.
+        If this method returns True, the end of the call does not end the ranks that are still alive.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 

@@ -61,9 +61,9 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class PersistentRanks:
     """The ranks of one WorkerGroup.
 
-    The caller must ensure that calls which run at the same time need different ranks, and that no call runs during `start`
-    and `close`. Any thread may read `state` and `workers`. A call has a live view only if no other running call has a live
-    view.
+    The caller must ensure two conditions: calls that run at the same time use different ranks, and no call runs during
+    `start` or `close`. Any thread may read `state` and `workers`. A call has a live view only if no other running call has a
+    live view.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -135,11 +135,11 @@ class PersistentRanks:
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         runs in the background, so it has no live view.
 
-        Return None if `ranks` is set and torch's process group no longer exists, because a rank was lost. See
-        `lacks_process_group`.
+        Return None if `ranks` is set and the loss of a rank has ended torch's process group. See `lacks_process_group`.
 
-        Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal of the options. If a signal
-        came during the call and the calling program's handler raises an exception, this method raises the same exception.
+        Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If a
+        signal came during the call and the calling program's handler raises an exception, this method raises the same
+        exception.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -202,7 +202,7 @@ class PersistentRanks:
             watcher_thread.commands.post(TerminalRestore(restore))
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that is logged when this rank is restarted, alone or with all other ranks.
+        """Set the reason that mpwatch logs when it restarts this rank or all ranks.
 
         Do nothing if the rank was not lost in a call.
         """
@@ -291,8 +291,8 @@ class PersistentRanks:
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call.
 
-        The watcher thread gets the call before it starts the ranks, so the call fails if the ranks cannot start. If another
-        call has started the ranks, and these ranks were lost before this call began, start the ranks again.
+        If the ranks cannot start, this call fails, because the watcher thread gets the call before it starts the ranks.
+        Another call may already have started the ranks. If these ranks are lost before this call begins, start them again.
         """
         outcome = None
         while outcome is None:
@@ -301,7 +301,7 @@ class PersistentRanks:
         return outcome
 
     def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall, begin: BeginCall) -> CallOutcome | None:
-        """Execute the call. Return None if a rank died before the call reached this rank."""
+        """Execute the call. Return None if a rank was lost before it received the call."""
         blocking_call = begin(watcher_thread)
         if blocking_call is None:
             return None
@@ -342,13 +342,13 @@ class PersistentRanks:
         return result
 
     def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
-        """Return the ranks that have ended together with this call, and that a later call would start again."""
+        """Return the ranks that have ended with this call and that a later call can restart."""
         if self._is_at_exit:
             return ()
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
     def _observe(self, call: PendingCall) -> AttemptObservations:
-        """Return what the caller's own thread has observed during a call that has succeeded."""
+        """Return the observations of a DirectCall in which the function has returned in each rank."""
         assert call.direct is not None
         spec = self._spec
         return AttemptObservations(
@@ -439,9 +439,10 @@ class PersistentRanks:
 
 
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
-    """Return how long to wait for the reader of the output: the rest of the call's timeout, or infinity without a timeout.
+    """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    If an earlier wait for the reader timed out, a Shutdown does not wait for the reader again.
+    This is the rest of the call's timeout, or infinity without a timeout. Return 0 for a Shutdown if the previous wait for
+    this reader timed out.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

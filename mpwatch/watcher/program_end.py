@@ -1,4 +1,4 @@
-"""Ends the calls of all threads except the main thread when the program ends.
+"""At the end of the program, ends the calls of all threads except the main thread.
 
 `_interrupt_after_script` and `_interrupt_and_wait` run in the main thread, at the end of the program.
 
@@ -91,12 +91,13 @@ def _interrupt_after_script() -> None:
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls if Ctrl-C has ended Python's wait for the threads.
+    """Interrupt all calls if Ctrl-C came while Python waited for the end of all other threads.
 
-    If no Ctrl-C has come, end only the runs of daemon threads. Return when the interrupted calls or the ended runs are over.
+    If no Ctrl-C has come, end only the runs of daemon threads. Return when all calls that this function has interrupted or
+    ended are over.
 
-    Python waits for every thread except daemon threads, so any other thread that still runs shows that Ctrl-C has ended this
-    wait.
+    Python waits for the end of every thread except daemon threads. If a thread that is not a daemon thread still runs,
+    Ctrl-C has ended Python's wait for this thread.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

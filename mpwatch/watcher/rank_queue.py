@@ -92,7 +92,7 @@ class RankQueue:
         self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
     def _grant(self, candidates: Iterable[Ticket]) -> None:
-        """Grant each of these tickets that is the first ticket in the queues of all ranks that its call needs."""
+        """Grant each ticket in `candidates` that is the first in the queues of all ranks that its call needs."""
         with self._lock:
             for ticket in candidates:
                 is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)

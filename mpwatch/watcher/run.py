@@ -17,11 +17,13 @@ decisions about restarts, and the live view.
 In the first 2 ms of a call of idle ranks, the calling program's own signal handlers are installed, and can raise exceptions.
 Later, mpwatch's signal handlers are installed, which raise no exception while the caller's thread waits (host_signals.py).
 
-If an exception comes in the caller's thread while ranks work, Ctrl-C interrupts these ranks, and any other exception stops
-them as SIGTERM would. A second exception kills them. When the ranks have ended, `BlockingCall.execute` re-raises the first
-exception. No exception stops idle ranks: ranks that have not begun a call yet, or have answered it. If other code uses
-`PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread, the exception is raised
-only when this thread no longer waits.
+If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. Any other exception
+in the caller's thread stops the working ranks as SIGTERM would. A second exception in the caller's thread kills these ranks.
+When the ranks have ended, `BlockingCall.execute` re-raises the first exception. An exception in the caller's thread does not
+stop ranks that have not begun their call yet, or have already answered it.
+
+Other code can use `PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread. Python
+raises this exception only when the caller's thread no longer waits.
 """
 
 import logging
@@ -311,7 +313,7 @@ class BlockingCall:
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for wake-ups.
 
-        Do not use `Thread.join` here, because a signal may not wake up a thread that waits for a lock (see host_signals.py).
+        Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock (see host_signals.py).
         """
         self._run_callbacks()  # for what has come before the signal handlers were installed
         while not (until() or self.watcher_thread.is_finished):

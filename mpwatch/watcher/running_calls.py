@@ -8,7 +8,7 @@ from weakref import ReferenceType, ref
 class RunningCall(Protocol):
     """A call in the registry: a BlockingCall or a RunHandle.
 
-    A RunHandle is in the registry itself, because it has no BlockingCall until just before its ranks start.
+    A RunHandle is in the registry from its creation, because its BlockingCall is created only just before the ranks start.
     """
 
     def ask_to_stop(self, cause: str) -> bool:

@@ -25,7 +25,7 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    The watcher does not send the signal to other ranks, because most signals end a process that does not catch them. Log a
+    The watcher does not send the signal to a rank that does not catch it, because most signals would end this rank. Log a
     warning about running ranks that do not catch the signal.
     """
     running = [

@@ -91,9 +91,9 @@ class StopAgreements:
             self._deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
 
     def log_overdue_ranks(self, group: RestartGroup, stop_timeout: float) -> None:
-        """Log a warning that says where each rank is that has not returned within `stop_timeout`.
+        """Log a warning with the step and the code location of each rank that has not returned within `stop_timeout`.
 
-        Before this call, the watcher has asked these ranks for their stacks.
+        Before the watcher calls this method, it asks these ranks for their stacks.
         """
         places = {}
         for rank, observed in group.observed.items():

@@ -70,8 +70,7 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        A request that comes during a suspension has no effect, just as the kernel drops a pending SIGTSTP when SIGCONT
-        comes.
+        A request that comes during a suspension is dropped, as the kernel drops a pending SIGTSTP when SIGCONT comes.
         """
         if not self.is_requested or self._is_under_way:
             return

@@ -12,8 +12,8 @@ an exception in this thread.
 
 No user code runs in the watcher thread.
 
-When the calling program is ending, Python cannot start a thread, so the event loop of a simple run runs in the caller's
-thread (see `WatcherThread.start`).
+If Python cannot start a thread because the calling program is ending, `WatcherThread.start` executes the event loop of most
+runs in the caller's thread.
 """
 
 import os
@@ -73,9 +73,9 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Only one of the caller's threads at a time
-    may call methods of this class, except methods whose docstring allows any thread. If an exception interrupts a method,
-    the method can be called again.
+    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two callers' threads must not call
+    methods of this class at the same time, except methods that any thread may call according to their docstrings. If an
+    exception interrupts a method, the method can be called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -168,9 +168,9 @@ class WatcherThread:
     def start(self) -> None:
         """Start the watcher thread, which starts the ranks. Do nothing if the watcher thread was started before.
 
-        Any thread may call this method. If Python cannot start a thread, the event loop of a simple run runs in the caller's
-        thread. A WorkerGroup, a run of several nodes, and a run that can go on after a failure need a separate thread, so
-        this method raises LaunchError for them.
+        Any thread may call this method. If Python cannot start a thread, this method executes the event loop of most runs in
+        the caller's thread. If a WorkerGroup, a run of several nodes, or a run that can go on after a failure gets no
+        thread, this method raises LaunchError.
         """
         with self._start_lock:
             if self._thread is None:
@@ -218,8 +218,8 @@ class WatcherThread:
     def emit_logs_and_events(self) -> None:
         """Emit the deferred log records and call the observers. Logging handlers and observers can be user code.
 
-        Several threads may call this method at the same time. In a WorkerGroup, one of these threads does the work for all
-        of them.
+        Several threads may call this method at the same time. In a WorkerGroup, only one thread at a time emits the log
+        records and calls the observers, for all threads that call this method.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -250,8 +250,8 @@ class WatcherThread:
         """Return the debugger's console.
 
         Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
-        thread can open the debugger's prompts, so an unfinished call of the main thread opens the prompts for the ranks of
-        all calls.
+        thread can open the debugger's prompts. While a call of the main thread is running, this call opens the prompts for
+        the ranks of all calls.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -273,7 +273,7 @@ class WatcherThread:
         return self.commands.state is not WorkerState.UNKNOWN
 
     def is_running(self) -> bool:
-        """Return whether the event loop can take a command. `is_running` is quicker than `is_alive`."""
+        """Return whether the event loop accepts commands. `is_running` is quicker than `is_alive`."""
         return self._thread is not None and not self.is_finished
 
     def take_stacks(self) -> Stacks:

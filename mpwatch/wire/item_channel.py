@@ -12,10 +12,10 @@ thread. If a rank dies, the caller can still read the rank's last messages from 
 the rank died.
 
 Each item has a token, which is a number, and each rank has a pipe with the tokens of its items, in ascending order. Before a
-rank begins an item, the rank takes the item's token from its pipe. The caller can take tokens from the pipe of a rank, too.
-A rank never begins an item whose token the caller has taken, so the caller can give this item to another rank, even while
-the first rank is busy. When a rank has died, the tokens in its pipe show which items the rank had not begun. In the messages
-ITEM and ITEMS, the first argument of the pickled call is the token of the first item.
+rank begins an item, the rank takes the item's token from its pipe. The caller can also take tokens from the pipe of a rank.
+A rank never begins an item whose token the caller has taken. So the caller can take the token of a busy rank's item, and
+send the item to another rank. When a rank has died, the tokens in its pipe show which items the rank had not begun. In the
+messages ITEM and ITEMS, the first argument of the pickled call is the token of the first item.
 
 The socket for the messages of `mpwatch.map` has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The
 first byte of each message is the kind of the message. Large pickled data are sent in a file, whose descriptor is sent with

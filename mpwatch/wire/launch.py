@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LaunchInfo:
-    """The data with which the watcher starts a rank, such as the fields of its Worker and the numbers of its descriptors."""
+    """The data with which the watcher starts a rank, such as the rank's descriptors and the fields of the rank's Worker."""
 
     __slots__ = (
         "capture_locals",

@@ -1,4 +1,6 @@
-"""The memory that the watcher shares with each rank. This memory needs no channel, and still exists when the rank is dead.
+"""The memory that the watcher shares with each rank.
+
+The watcher can read the shared memory without the rank's channel, even when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
     a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
@@ -12,14 +14,15 @@
 - A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
   watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. If the
   watcher finds a wrong checksum, it reads the report again.
-- Each slot contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The watcher needs the
-  pids of these child processes to find files that torch has left in /dev/shm (watcher/processes/torch_files.py).
-- Each slot contains the number of the call that the watcher has interrupted last. See `PendingCall.number`. The rank needs
-  the number of the interrupted call, because a signal carries no number, and can arrive after the rank has answered the
-  call.
+- The slot of each rank contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The
+  watcher needs the pids of these child processes to find files that torch has left in /dev/shm
+  (watcher/processes/torch_files.py).
+- The slot of each rank contains the number of the call that the watcher has interrupted last. See `PendingCall.number`. A
+  signal itself carries no call number. The rank needs the number in its slot to recognise a signal that was sent for an
+  earlier call.
 
-A rank maps its slot into memory and closes the descriptor. The memory stays mapped even if user code closes all
-descriptors, as a daemon does.
+A rank maps its slot of the file into memory and closes the file's descriptor. The memory stays mapped even if user code
+closes all descriptors, for example to become a daemon.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) el
 
 
 def open_slot(fd: int, slot: int) -> mmap.mmap:
-    """In the rank: map the rank's slot into memory and close the descriptor. Raises OSError."""
+    """In the rank: map the rank's slot of the file into memory and close the file's descriptor. Raises OSError."""
     try:
         return mmap.mmap(fd, SLOT_SIZE, offset=slot * SLOT_SIZE)
     finally:
@@ -81,7 +84,7 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 def clear_slot(fd: int, slot: int) -> None:
     """In the watcher: clear the slot of a dead rank for the next rank.
 
-    This function does not write to unused pages, because a page that was never written takes no memory.
+    This function does not write to an empty black box, because pages that were never written take no memory.
     """
     zeros = bytes(BLACK_BOX_SIZE)
     if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
@@ -263,14 +266,14 @@ def prepare_slot(fd: int, slot: int) -> None:
 
 
 def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
-    """In the watcher: return the stop memory of a rank."""
+    """In the watcher: return the object that reads and writes a rank's stop memory (stop_step.py)."""
     return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
 
 
 class SlotsMemory:
     """Maps the slots of all ranks into the memory of the watcher process. Any thread may use this object.
 
-    The methods raise ValueError after `close`. The constructor raises OSError if the file cannot be mapped.
+    The methods raise ValueError after `close`. The constructor raises OSError if the file of the slots cannot be mapped.
 
     Args:
         fd: the file of the slots.
@@ -290,7 +293,7 @@ class SlotsMemory:
         return _read_heartbeat(lambda size: self._memory[at : at + size])
 
     def close(self) -> None:
-        """End the mapping of the slots into memory."""
+        """Unmap the slots from the watcher's memory."""
         self._memory.close()
 
 

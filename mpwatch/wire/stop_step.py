@@ -12,20 +12,21 @@
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank writes the step into `asked`
-before it reads `state`. If the rank reads the state HOLD, it writes its previous step into `asked` again, and waits. While
-the state is HOLD, `should_stop` does not return, so no rank passes a further step. The watcher sets the state to HOLD, and
-reads `asked` only HOLD_SECONDS later, because the watcher can see the rank's last write to `asked` with a delay.
-HOLD_SECONDS is much longer than the time after which one processor sees what another processor has written.
+A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank first writes the step into the
+field `asked` of its stop memory, and then reads the field `state`. If the rank reads the state HOLD, it writes its previous
+step into `asked` again, and waits. While the state is HOLD, `should_stop` does not return, so no rank passes a further step.
+The watcher can see a rank's last write to `asked` with a delay. So the watcher waits HOLD_SECONDS after it has set the state
+to HOLD, and then reads `asked`. HOLD_SECONDS is much longer than the delay with which one processor sees the writes of
+another processor.
 
 On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
 watchers have agreed on a step (multinode/leader.py).
 
-A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. The last step of a rank that
-has returned also counts: the other ranks do not stop before they have passed this step.
+A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. If a rank has already
+returned, the other ranks do not stop before they have passed the last step of this rank.
 
-A step that is lower than the previous step begins a new round of steps, such as an epoch. In `asked` and `agreed`, step
-numbers continue from round to round: the first step of a round follows the last step of the previous round.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. In the fields `asked` and
+`agreed`, the first step of a round has the number that follows the last number of the previous round.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 User code can close the channel's descriptor by its number. The next file that user code opens can get the same number as the
 closed descriptor of the channel. Before each use, the channel checks that the number of its descriptor still refers to the
-channel's socket. If the rank cannot send an answer, it writes the answer into shared memory, the "black box"
+channel's socket. If user code has closed the channel, the rank writes its answers into shared memory, the "black box"
 (wire/shared_memory.py).
 """
 
@@ -152,7 +152,7 @@ class Channel:
         return kind, body
 
     def detach(self) -> None:
-        """Leave the channel's descriptor open until the kernel closes it when the rank exits.
+        """Prevent Python from closing the channel's descriptor. The kernel closes the descriptor when the rank exits.
 
         If user code has closed the descriptor, its number might now belong to another file, which must stay open.
         """

@@ -3,19 +3,21 @@
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
     the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
-A thread of the rank answers the watcher's requests. The thread is started when the rank creates its first process group. It
-can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
+A thread of the rank answers the watcher's requests. The rank starts this thread when it creates its first process group.
+This thread can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
 
-torch can give a new process group the name of a destroyed group, and numbers the collectives of the new group from 1 again.
-When a group is created, this module stores the number that the next record of torch's flight recorder will have. If a record
-is older than the group whose name it has, this module ignores the record, because the record belongs to a destroyed group. A
-"world" is what `init_process_group` creates: the ranks of the default group, and all groups of these ranks.
+torch can give a new process group the name of a destroyed group. The numbers of the new group's collectives begin at 1
+again. When a group is created, this module stores the number that the next record of torch's flight recorder will have. A
+record that is older than the present group of the same name belongs to a destroyed group, and this module ignores the
+record. A "world" is the default group, which `init_process_group` creates, and all groups that the ranks of the default
+group create later.
 
-The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. For example, gloo
-calls abort() if a peer sends more bytes than the rank expects. Then faulthandler writes the stack of the crash into this
-socket, whose buffer is so small that the write blocks until the watcher reads. The watcher first asks for the collectives,
-and then reads the stack (watcher/processes/collective_sockets.py). The rank lives for at most 0.1 s longer, and still dies
-from the signal of its crash. If the watcher is dead, the write fails at once.
+The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
+collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
+stack into the crash socket. The buffer of the crash socket is so small that faulthandler's write blocks until the watcher
+reads. The watcher first asks the rank for its collectives, and then reads the stack
+(watcher/processes/collective_sockets.py). The crash socket delays the death of the rank by at most 0.1 s. The rank still
+dies from the signal of its crash. If the watcher is dead, faulthandler's write fails at once.
 """
 
 from __future__ import annotations
@@ -145,7 +147,7 @@ def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
 
 
 def start(channel: Channel) -> None:
-    """Start the thread that answers the watcher, if this thread does not run yet.
+    """Start the thread that answers the watcher. Do nothing if an earlier call has already started the thread.
 
     If no descriptor or thread can be created, the watcher does not get the rank's collectives, but still gets its stacks.
     """
@@ -182,7 +184,7 @@ def send_before_failure(channel: Channel) -> None:
 
 
 def answer_last_request() -> None:
-    """Answer a request of the watcher that has already arrived.
+    """If a request of the watcher has already arrived, answer the request.
 
     The main thread calls this function when the rank exits, because no thread can answer later.
     """
@@ -277,8 +279,8 @@ def _is_of_distributed(frame: FrameType) -> bool:
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries. If several entries have the same number, return only the last one of them.
 
-    NCCL first records each call of a batch, and then records the whole batch under the same number. After NCCL has recorded
-    a batch, the state of the batch changes, but not the states of the batch's calls.
+    NCCL first records each call of a batch, and then records the whole batch under the same number. Later NCCL changes the
+    state only in the record of the whole batch, not in the records of the batch's calls.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:

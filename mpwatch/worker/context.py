@@ -144,10 +144,10 @@ def should_stop(step: int) -> bool:
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
-    for a rank that has returned, or that never calls `should_stop`. If a rank has already returned when a stop is requested,
-    the other ranks go on at least until they have reached the last step of that rank. If the agreed step is the last step of
-    a rank, this rank ends normally, and `should_stop` never returns True in it. With `RestartPolicy(scope="worker")`, ranks
-    do not communicate, so each rank stops at its own next step.
+    for a rank that has returned, or that never calls `should_stop`. If a rank has already returned, the other ranks do not
+    stop before they have done the last step of this rank. If the ranks agree to stop after the last step of a rank, this
+    rank ends normally, and `should_stop` never returns True in this rank. With `RestartPolicy(scope="worker")`, ranks do not
+    communicate, so each rank stops at its own next step.
 
     A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits some
     milliseconds until the ranks agree on the step. With several nodes, `should_stop` waits some tenths of a second until the
@@ -169,10 +169,11 @@ def should_stop(step: int) -> bool:
 def request_stop() -> bool:
     """Ask all ranks to save their state and return.
 
-    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. In a rank, the request is for
-    all ranks of the same run, on all nodes, or for all ranks of the same call of a WorkerGroup. It is not for ranks that
-    this rank itself has started. In the program that has started the ranks, the request is for all unfinished runs and
-    calls. To stop a single run or call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
+    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. A request from a rank of a run
+    is for all ranks of this run, on all nodes. A request from a rank of a WorkerGroup is for all ranks of the call that this
+    rank runs. A request from a rank is not for ranks that this rank itself has started. A request from the program that has
+    started the ranks is for all unfinished runs and calls of this program. To stop a single run or call, use
+    `RunHandle.request_stop` or `CallHandle.request_stop`.
 
     Any thread, observer or signal handler may call `request_stop`. A second request changes nothing. `request_stop` does not
     end `mpwatch.map`. To end `mpwatch.map`, leave the loop over its results.

@@ -3,8 +3,9 @@
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
-The message DEBUGGER from the rank to the watcher contains the purpose of the socket: "breakpoint", "post_mortem" or
-"inspector". The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
+With the message DEBUGGER, the rank sends a socket to the watcher. The body of this message is the purpose of the socket:
+"breakpoint", "post_mortem" or "inspector". The messages on the socket are tuples of builtin values, sent by a
+multiprocessing Connection:
 
     rank to watcher     ("output", text)
                         ("prompt", text, can_be_left, thread, place)            the answer is one of the first three below;
@@ -20,9 +21,9 @@ The message DEBUGGER from the rank to the watcher contains the purpose of the so
 With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
 main thread's stack to the user while the main thread runs, or waits in C code.
 
-This module does not change a Pdb object that user code has created with its own streams. This module also does not change a
-Pdb object with its own `cmdloop`, such as IPython's. The default `sys.breakpointhook` calls pdb.set_trace. This module does
-not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
+This module leaves a Pdb object unchanged if user code has passed `stdin` or `stdout` to it. An object of a debugger class
+with its own `cmdloop`, such as IPython's class, also stays unchanged. The default `sys.breakpointhook` calls pdb.set_trace.
+This module does not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
 """
 
 from __future__ import annotations
@@ -208,7 +209,7 @@ class PromptStream:
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
-    """Change the module pdb, so that each Pdb object without streams of the user reads and writes through the watcher."""
+    """Change the module pdb: a Pdb object to which user code passes no streams reads and writes through the watcher."""
     import code
     from cmd import Cmd
 

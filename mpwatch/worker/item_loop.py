@@ -1,8 +1,8 @@
-"""The rank's part of `mpwatch.map`: the rank calls the function with one item after another, and sends each value at once.
+"""The rank's part of `mpwatch.map`: calls the function with each item from the caller, and sends each value immediately.
 
-`serve_items` is the function that a call of a WorkerGroup runs. If the user's function raises an exception for an item, the
-call of `serve_items` ends, and mpwatch reports the exception as for any other call. After an exception, the caller makes
-another call of `serve_items` for the next items.
+`mpwatch.map` makes the ranks of a WorkerGroup call `serve_items`. If the user's function raises an exception for an item,
+the call of `serve_items` fails, and mpwatch reports the exception like an exception of any other call. After an exception,
+the caller makes another call of `serve_items` for the next items.
 """
 
 from __future__ import annotations

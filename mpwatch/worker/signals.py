@@ -9,9 +9,10 @@ The user's function gets signals as usual, but the user's handlers never interru
                                 it reaches the function of the next call if the watcher has sent SIGINT for that call
     destroy a process group     the same as while the rank waits for a call
 
-The table is for SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM, but not for the signal
-by which the watcher asks for the rank's stacks (stack_dumps.py). mpwatch defers a signal by replacing its handler. A signal
-mask would not be enough: a mask belongs to one thread, and the kernel would deliver the signal to another thread.
+The table applies to SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table does not
+apply to PYTHON_DUMP_SIGNAL, by which the watcher asks for the rank's stacks (stack_dumps.py). mpwatch defers a signal by
+replacing its handler. A signal mask would not be enough: a mask belongs to one thread, and the kernel would deliver the
+signal to another thread.
 """
 
 import mmap

@@ -2,20 +2,21 @@
 
 The watcher asks by one of two signals, because either signal works where the other one fails:
 
-- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. It sees complete stacks,
-  and writes the stacks of all threads. It does not run while the main thread computes in C code, or waits in C code in a way
-  that a signal does not interrupt.
-- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. It runs at once, even while a thread holds the GIL. It writes
-  only the stack of the thread that gets the signal, which is the main thread. While a thread enters or leaves a function,
-  the frame of this function is invalid for a moment. Python 3.11 to 3.13 can crash when the handler reads an invalid frame
-  (with `sorted(key=function)`, in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack (in 4 %).
+- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler sees
+  complete stacks, and writes the stacks of all threads. The Python handler does not run while the main thread computes in C
+  code, or is in a wait that a signal cannot interrupt.
+- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The C handler runs at once, even while a thread holds the
+  GIL. The C handler writes only the stack of the main thread, which gets the signal. While a thread enters or leaves a
+  function, the frame of this function is invalid for a moment. Python 3.11 to 3.13 can crash when the C handler reads an
+  invalid frame: with `sorted(key=function)`, in 0.3 % to 6 % of the dumps. Python 3.14 does not crash, but leaves out the
+  rest of the stack: with `sorted(key=function)`, in 4 % of the dumps.
 
 The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
 begin to write its stacks, the main thread is in C code, and the watcher also sends NATIVE_DUMP_SIGNAL. Neither handler ever
-blocks. Both leave out what does not fit into the pipe.
+blocks. Both handlers leave out the text that does not fit into the pipe.
 
-Like any handler in Python, that of PYTHON_DUMP_SIGNAL ends a system call early (EINTR). A tracer that the user has set
-(`sys.settrace`) sees the frames of this handler.
+Like any signal handler in Python, the handler of PYTHON_DUMP_SIGNAL can interrupt a system call, which then fails with
+EINTR. If the user has set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
-When a rank starts, its stderr is a pipe, from which the watcher can read what the interpreter prints if the start fails.
-When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller wants. After `move_stderr`,
-the rank uses the pipe to the watcher only for stack dumps.
+When a rank starts, its stderr is a pipe to the watcher. If the start fails, the watcher can read the interpreter's error
+messages from this pipe. When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller
+wants. After `move_stderr`, the rank uses the pipe to the watcher only for stack dumps.
 
 If stdout is a pipe or a file, Python and C write to stdout in blocks, not in lines. If stdout were written in blocks, the
 watcher would read lines late, and would never get the last block of a rank that is killed. `flush_at_newline` makes stdout

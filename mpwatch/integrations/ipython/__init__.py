@@ -1,4 +1,6 @@
-"""The magics `%%ranks` and `%ranks` run a cell on all ranks of a WorkerGroup. `%load_ext mpwatch` loads them.
+"""The magic `%%ranks` runs a cell on ranks of a WorkerGroup, and `%ranks` returns the group.
+
+`%load_ext mpwatch` loads both magics.
 
 This module runs in the notebook's kernel or in a terminal's IPython. The code of rank_cell.py runs in the ranks.
 
@@ -42,7 +44,7 @@ def unregister(shell: InteractiveShell) -> None:
 
 
 class RankValues(Mapping[int, Any]):
-    """A mapping from each rank to the value of a cell's last expression. A notebook shows the values as a table of texts.
+    """A mapping from each rank to the value of a cell's last expression. A notebook shows the text of each value in a table.
 
     `values[rank]` can be a number, a text, or a list, tuple, set or dict of at most 1000 numbers and texts. Any other value,
     such as a tensor, stays in its rank, and `values[rank]` raises LookupError.
@@ -208,8 +210,8 @@ class RankMagics(Magics):
     def _find_cell_number(self) -> int:
         """Return the number of the running cell.
 
-        This number comes from the name of the cell's code, because the shell's counter can already have the number of the
-        next cell.
+        The method finds the number by the file name that IPython has given to the code of the cell. The shell's counter
+        (`execution_count`) can already have the number of the next cell.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None:

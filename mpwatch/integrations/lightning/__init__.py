@@ -9,8 +9,8 @@ and lightning_fabric. The module imports Lightning only from the package to whic
 This module gives the guarantees of `mpwatch.run`, and these further guarantees:
 
 - No rank runs the script. (With Lightning's own launchers the ranks run it.)
-- The options of `watched` stay in the caller's process. In a rank, the launcher only calls the function, and starts no
-  processes.
+- The strategy that a rank receives does not contain the options of `watched`. In a rank, the launcher of the strategy only
+  calls the function, and starts no processes.
 - Rank 0 sends the trained weights to the caller through memory, and not through a file.
 - `watched` does not change the caller's environment variables.
 - If mpwatch.run, torchrun, SLURM or other software has already started the processes of a strategy, `watched` has no effect.
@@ -47,16 +47,17 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
 
-    After `fit` the caller's Trainer has everything that Lightning's own spawning strategies bring back: weights,
+    After `fit` the caller's Trainer has everything that Lightning's own spawning strategies return to the caller: weights,
     callback_metrics, state, best_model_path and the return value. With `watched`, the caller's Trainer also has
     logged_metrics, progress_bar_metrics, the states of callbacks and the progress of the training. `predict` returns the
     predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns what fn has returned in rank 0. If
     a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
 
-    A callback's `load_state_dict` can raise an exception in the caller, because Lightning calls `setup` only in the ranks.
-    If a callback's `load_state_dict` raises an exception in the caller, a warning names the callback and the error, and all
-    other state is restored. If a callback's `state_dict` raises an exception after the training, mpwatch only warns. If the
-    module's `load_state_dict` raises an exception in the caller, mpwatch only warns, too.
+    Lightning calls the `setup` of a callback only in the ranks. Without `setup`, the callback's `load_state_dict` can raise
+    an exception in the caller. If a callback's `load_state_dict` raises an exception in the caller, a warning names the
+    callback and the error, and all other state is restored. If a callback's `state_dict` raises an exception after the
+    training, mpwatch only warns. If the module's `load_state_dict` raises an exception in the caller, mpwatch only warns,
+    too.
 
     Lightning's own spawning strategies have the same limits:
 
@@ -68,7 +69,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
       of a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`
       is also called in the rank, with the rank's exception.
 
-    `watched` changes nothing if the processes exist already, as under torchrun, or in a function that `mpwatch.run` calls.
+    `watched` changes nothing if another launcher, such as torchrun or `mpwatch.run`, has already started the processes.
 
     mpwatch stops a rank with SIGTERM if another rank has failed or your program has received SIGTERM. SIGTERM ends a rank at
     once, even in a collective. If a rank must save something before it ends, set a SIGTERM handler, for example in

@@ -17,12 +17,12 @@ Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Any
-    """Let the Trainer end when a stop of the run is requested. See `mpwatch.should_stop`.
+    """Make the Trainer stop at the same step in all ranks when a stop of the run is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
     To continue the training later, call `trainer.fit(..., ckpt_path="a.ckpt")`. The callback passes `trainer.global_step` as
-    the step to `mpwatch.should_stop`. As at every early stop of a Trainer, Lightning runs the validation once more, and does
-    not stop before `min_steps` and `min_epochs` are reached. Outside a rank the callback does nothing.
+    the step to `mpwatch.should_stop`. Lightning runs the validation once more, as at every early stop of a Trainer. The
+    Trainer does not stop before `min_steps` and `min_epochs` are reached. Outside a rank the callback does nothing.
 
     Args:
         checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves

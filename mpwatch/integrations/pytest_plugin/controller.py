@@ -1,9 +1,9 @@
 """The part of the pytest plugin that runs in pytest's own process, and makes the ranks run each marked test.
 
-`redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. `_run_test` runs the test on the
-module's `ModuleGroup` with the options of the test, and starts this ModuleGroup if it does not exist. If ranks fail,
-`_run_test` raises the exception of the rank that failed first. The module `rank_session` has the code that runs in the
-ranks.
+`redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. Tests that are in one module and
+have the same options share one `ModuleGroup`. `_run_test` runs the test on the test's ModuleGroup, and starts this
+ModuleGroup if it does not exist. If ranks fail, `_run_test` raises the exception of the rank that failed first. The module
+`rank_session` has the code that runs in the ranks.
 """
 
 import sys
@@ -91,7 +91,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the ModuleGroup of the test's module with these options, and start it if it does not exist."""
+    """Return the ModuleGroup for the test's module and these options, and start it if it does not exist."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -168,7 +168,7 @@ class ModuleGroup:
         return failures
 
     def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
-        """Call the function in all ranks, with the timeout of the last test. If the ranks have ended, do nothing."""
+        """Call the function in all ranks, with the timeout of the last test. If the group is not healthy, do nothing."""
         __tracebackhide__ = True
         if self._group.state is not WorkerState.HEALTHY:
             return None, []
@@ -199,7 +199,7 @@ class ModuleGroup:
                     yield f"{stream} of rank {worker.rank}", text
 
     def _read_new_text(self, path: Path) -> str:
-        """Return the text that was written to the log file after the last call of this method."""
+        """Return the text that was written to the log file since the previous call of this method for this file."""
         try:
             with path.open("rb") as file:
                 file.seek(self._read_positions.get(path, 0))
@@ -281,11 +281,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause.
-
-    If the root cause is a skip or an expected failure, return an unexpected failure of another rank instead, if there is
-    one.
-    """
+    """Return the root cause, but prefer an unexpected failure of another rank to a skip or an expected failure."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -305,7 +301,7 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 def _fail_without_traceback(text: str) -> NoReturn:
     """Fail the test.
 
-    This function does not set `__tracebackhide__`, because pytest prints a text about hidden frames if all frames of a
-    traceback are hidden.
+    If `__tracebackhide__` is set in all frames of a traceback, pytest prints a text about hidden frames. To avoid this text,
+    this function does not set `__tracebackhide__`.
     """
     raise pytest.fail.Exception(text, pytrace=False) from None

@@ -93,7 +93,8 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 def prepare_session(config: SessionConfig) -> None:
     """Make the pytest session of this rank if it does not exist.
 
-    The timeout of a test does not include the time for making the session, because a new session may import large modules.
+    The controller calls this function before the timeout of the test begins, because a new session may need much time to
+    import large modules.
     """
     __tracebackhide__ = True
     _get_session(config)

@@ -16,14 +16,15 @@ can start and end independently of the other nodes.
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-Only the user can read and write the folder mpwatch-1234abcd, because its pickles contain the secret of the job, and because
-loading a changed pickle could run any code.
+Only the user can read and write the folder mpwatch-1234abcd, because the pickles in this folder contain the secret of the
+job. Another user who could change a pickle could also run any code in the job.
 
-Preemption: SLURM sends SIGUSR2, the signal of submitit, to all processes of the job some time before SLURM takes the
-machines back or the time limit is reached. After the signal of submitit, `mpwatch.should_stop` returns True in all ranks at
-the same step, so that the ranks can save and return. When the ranks have returned, submitit queues a `Job` again, and `run`
-submits a new SLURM job. If SLURM sends only SIGTERM before it takes machines back, SIGTERM ends the ranks, and they cannot
-save. If `PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
+Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
+job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of
+submitit, `mpwatch.should_stop` returns True in all ranks at the same step, so that the ranks can save and return. When the
+ranks have returned, the work is queued again: submitit queues a `Job`, and `run` submits a new SLURM job. If SLURM sends
+only SIGTERM before it takes machines back, SIGTERM ends the ranks, and they cannot save. If
+`PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
 """
 
 from mpwatch.integrations.submitit.job import Job

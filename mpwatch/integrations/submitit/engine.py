@@ -62,7 +62,7 @@ class SubmititEngine:
         os.mkdir(self._folder, 0o700)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Submit a node. The nodes that the job needs at least are submitted together, as one job."""
+        """Submit a node. The engine submits the minimum number of nodes together, as one job of submitit."""
         write(os.path.join(self._folder, f"{number}.call"), cloudpickle.dumps(call))
         self._futures[number] = Future()
         if number == self._least - 1:
@@ -72,15 +72,14 @@ class SubmititEngine:
         return self._futures[number]
 
     def describe_wait(self) -> str:
-        """Return a text that says for which jobs the driver waits. Return "" if the driver waits for no job."""
+        """Return a text that says for which submitit jobs the driver waits. Return "" if the driver waits for no job."""
         waiting = [job.job_id for job, numbers in self._jobs if not all(self._futures[number].done() for number in numbers)]
         return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
         """Cancel the submitit job of a node if all other nodes of this job have ended.
 
-        If another node of the job has not ended, the job is not cancelled, and the node ends when the driver closes the
-        connection to the node.
+        A node whose submitit job is not cancelled ends when the driver closes the connection to the node.
         """
         with self._lock:
             self._futures[number].cancel()

@@ -1,4 +1,4 @@
-"""`Job` is the function that each task runs if the submitting program does not wait for the result."""
+"""`Job` is for programs that submit a job with submitit, and do not need to wait for the result."""
 
 import os
 import secrets
@@ -22,10 +22,10 @@ class Job:
     Configure the executor so that it starts one task on each node (`tasks_per_node=1`).
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
-    list with the RunResult of each task. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the
-    ranks, so that the ranks can save and return. When the ranks have returned, submitit queues the job again, with the same
-    arguments. Set the parameter `slurm_signal_delay_s` of the executor to the number of seconds that the ranks may need to
-    save.
+    list with the RunResult of each task. When SLURM announces with submitit's signal that the job will lose its machines,
+    `mpwatch.should_stop` returns True in the ranks. The ranks can then save and return. When the ranks have returned,
+    submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of the executor to the
+    number of seconds that the ranks may need to save.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -116,7 +116,7 @@ class Job:
 
 @contextmanager
 def _ignore_sigterm() -> Iterator[None]:
-    """Ignore SIGTERM in this process, as submitit does, because SLURM sends SIGTERM together with the signal of submitit."""
+    """Ignore SIGTERM in this process, because SLURM sends SIGTERM together with the signal of submitit."""
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield

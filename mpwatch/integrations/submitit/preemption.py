@@ -19,10 +19,10 @@ def stop_when_preempted() -> Iterator[threading.Event]:
 
     Yield a `threading.Event` that is set when the signal arrives.
 
-    Python runs signal handlers only in the main thread, and too late if the main thread waits for a lock. For this reason, a
-    separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). The calling thread, the
-    threads that start within the `with` block, and the guardian process block the signal, so the separate thread receives
-    it.
+    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a handler can run too late. For
+    this reason, a separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). Within the
+    `with` block, the calling thread and all new threads block the signal, so that the separate thread receives the signal.
+    The guardian process blocks the signal, too.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

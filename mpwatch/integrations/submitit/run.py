@@ -88,7 +88,7 @@ def _find_own_address(kind: str) -> str:
 
 
 def _remove_own_frame(error: BaseException | None) -> None:
-    """Remove the frame of `_ignore_signal` from the traceback of a rank, which then begins in the user's function."""
+    """Remove the frame of `_ignore_signal` from a rank's traceback, so that the traceback begins in the user's function."""
     trace = None if error is None else error.__traceback__
     if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         error.__traceback__ = trace.tb_next

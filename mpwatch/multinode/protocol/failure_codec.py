@@ -1,4 +1,4 @@
-"""Encode failures of ranks for other nodes as JSON of limited size, and decode them.
+"""Encode failures of ranks as JSON of limited size, which can be sent to other nodes, and decode this JSON.
 
 json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS. If a text is too long, the sender
 leaves out the middle of the text.
@@ -8,8 +8,8 @@ For each exception in the ExceptionGraph, the receiver builds a stand-in, which 
 exception. A stand-in has the name, text, notes, cause, context, group members, frames and builtin base classes of the
 original exception. The receiver does not import or run any code that is named in the received data.
 
-If source lines are in no file, such as the lines of a notebook cell, the sender also sends these lines. The receiver gives
-source lines from another node a new file name, so that tracebacks do not show source lines of the receiver instead.
+The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores the
+received source lines under a new file name, because source lines of the receiver may have the same file name.
 """
 
 import builtins
@@ -88,7 +88,8 @@ class ExceptionGraph:
 def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
     """Encode a failure as JSON data.
 
-    If the failure is too large, shorten its texts, and leave out the last exceptions in the chain of causes.
+    If the failure is too large, shorten its texts, and leave out the exceptions that are farthest from the failure's
+    exception in the ExceptionGraph.
 
     Args:
         failure: any failure.
@@ -128,7 +129,7 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the first failures, as long as their JSON has at most `limit` bytes in total.
+    """Return as many of the first failures as fit into `limit` bytes of JSON.
 
     The first failure is always returned, even if it is too large.
     """
@@ -145,7 +146,10 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _limit_value(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent, escape control characters, and limit number and length of dict keys."""
+    """Replace numbers that JSON cannot represent, and escape control characters.
+
+    If the value is a dict, also limit the number of its keys and the length of each key.
+    """
     if _is_text(value):
         return clean_text(value)
     if isinstance(value, float):

@@ -48,7 +48,8 @@ def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
         value: a dataclass instance, or a value of any type that a field may have.
         omit: names of fields of the outermost dataclass that are not encoded.
 
-    If a value cannot be encoded, raises TypeError or ValueError with a text that says where the value is.
+    If a value cannot be encoded, raises TypeError or ValueError with a text that contains the path of the value, such as
+    `NodeInfo.address`.
     """
     return _encode(value, type(value).__name__, omit)
 

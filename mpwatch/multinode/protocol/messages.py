@@ -90,7 +90,7 @@ class NodeInfo:
 class AttemptFailing:
     """A message to the leader: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing as soon as the attempt fails, even if its other ranks still run. The node whose
+    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The node whose
     AttemptFailing comes first counts as the node that failed first.
     """
 
@@ -112,7 +112,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RanksStalled:
-    """A message to the leader: ranks of this node have stalled, or all ranks of this node go on again.
+    """A message to the leader: ranks of this node have stalled, or no rank of this node is stalled any more.
 
     A rank has stalled if it has called no collective for `stall_after` seconds. A RanksStalled replaces the previous
     RanksStalled of the same node.
@@ -121,7 +121,7 @@ class RanksStalled:
     group_rank: int
     attempt: int
     collectives: tuple[RankRecord, ...] = ()
-    """The latest collectives of all ranks of this node. It is empty if all ranks go on."""
+    """The latest collectives of all ranks of this node. It is empty if no rank is stalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job with the options of the first node.
+    """An entry in the store of the job: the options of the first node.
 
     Every node that joins compares its own options with the options in PublishedJobConfig.
     """

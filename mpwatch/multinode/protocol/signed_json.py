@@ -31,8 +31,7 @@ class InvalidEntryError(ValueError):
 class SecretMismatchError(InvalidEntryError):
     """The writer of the entry and this node have different secrets, or only one of the two has a secret.
 
-    The text of the exception is a part of a sentence. The code that shows the text of the exception must write "the entry
-    is" before it.
+    The text of the exception is the end of a sentence about the entry, such as "not signed, but this node has a secret".
     """
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time limit for a wait, which another thread can also end early.
+    """A time limit for a wait that another thread can end early.
 
     Args:
         at: seconds on the monotonic clock.

@@ -1,4 +1,4 @@
-"""Takes part in torch's rendezvous for one node: connects to the store, joins rounds, and leaves the rendezvous.
+"""Represents one node in torch's rendezvous: connects to the store, joins rounds, and leaves the rendezvous.
 
 The node thread calls all methods, because they may block the thread that calls them. Other threads may call only `cancel`. A
 method stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store also counts as lost if it
@@ -31,7 +31,7 @@ OTHERS_LEAVE_SECONDS, OTHERS_LEAVE_POLL_SECONDS = 0.3, 0.01
 
 
 class RendezvousClient:
-    """Takes part in the rendezvous of one job, for one node.
+    """Represents one node in the rendezvous of one job.
 
     Args:
         rendezvous: the options. The constructor opens nothing.
@@ -161,7 +161,7 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 
 
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
-    """Wait a moment until the other nodes have left, because these nodes still use the store that this node serves.
+    """Wait a short time for the other nodes to leave, because they still use the store that this node serves.
 
     If torch's server ended while a node still used the store, torch would print a page of C++ frames.
     """

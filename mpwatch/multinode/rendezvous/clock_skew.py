@@ -71,7 +71,7 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state with the times of other nodes as those nodes have written them."""
+        """In the state, replace local times by the original times of the other nodes' clocks, and write the state."""
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None

@@ -45,7 +45,7 @@ LATE_JOIN_HINT = (
 
 
 class CustomHandlerClient(RendezvousClient):
-    """Takes part in the rendezvous of one job for one node, through a handler of the user. See RendezvousClient.
+    """Represents one node in the rendezvous of one job, and uses the user's rendezvous handler. See RendezvousClient.
 
     Args:
         rendezvous: the options. Endpoint, backend and backend options are not used.

@@ -1,9 +1,9 @@
 """Find the store with plain sockets, before torch connects to the store.
 
 If torch's client cannot connect, its error text consists of pages of C++ frames. If another program listens at the endpoint,
-torch's client waits without limit. Before torch connects, this module checks whether the endpoint's name can be resolved,
-whether a program listens at the endpoint, and whether this program is a store. Each check has a time limit and can be
-cancelled. The error text of a failed check says what the user can do.
+torch's client waits without limit. Before torch connects, this module makes three checks. It checks whether the endpoint's
+name can be resolved, whether a program listens at the endpoint, and whether the listening program is a store. Each check has
+a time limit and can be cancelled. The error text of a failed check says what the user can do.
 
 This module does not import torch.
 """
@@ -59,7 +59,7 @@ class StoreAddress:
 
 
 class ProbeResult(Enum):
-    """What a program that listens at the endpoint has answered to a test request."""
+    """What a test request has shown about the program that listens at the endpoint."""
 
     STORE = auto()
     NO_ANSWER = auto()
@@ -162,7 +162,7 @@ def make_port_taken_error(endpoint: Endpoint) -> LaunchError:
 
 
 def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
-    """Send the request with which torch's clients begin, and find out from the answer whether the program is a store.
+    """Send a test request, and find out from the answer whether the connected program is a store.
 
     Return NO_ANSWER if the program does not answer in time, or closes the connection without an answer. Raises OSError if
     the network fails.

@@ -44,7 +44,7 @@ LEAVE_TRIES = 20  # a try fails if another node has written the state meanwhile
 
 @dataclass
 class WaitReport:
-    """Reports once that this node waits, because too few nodes have joined."""
+    """Reports at most once that this node waits for other nodes to join."""
 
     due_at: float
     """When to report it, in seconds of CLOCK_MONOTONIC."""
@@ -73,19 +73,25 @@ class Round:
     group_world_size: int
 
     def mark_as_left(self) -> None:
-        """Record in the store that this node has left. After this call, this node must not use the store."""
+        """Record in the store that this node has left.
+
+        After this call, this node must not use the store, except for `has_other_nodes`.
+        """
         with suppress(StoreLostError):
             self.store.add(LEFT_KEY, 1)
 
     def has_other_nodes(self) -> bool:
-        """Return whether other nodes have not left this round, because they are still leaving or were lost."""
+        """Return whether at least one other node has not left this round yet. Lost nodes never leave.
+
+        Call this method after `mark_as_left`.
+        """
         with suppress(StoreLostError):
             return self.store.add(LEFT_KEY, 0) < self.group_world_size
         return False
 
 
 class _NoRoomError(Exception):
-    """A join has reached its deadline, and the job still has its maximum number of nodes, so this node has no room.
+    """A join has reached its deadline, and this node cannot join, because the job has its maximum number of nodes.
 
     Without this exception, torch would wait without limit until another node leaves the job.
     """
@@ -339,7 +345,7 @@ class StaticRendezvous:
         )
 
     def count_waiting_nodes(self) -> int:
-        """Return 0, because no nodes can join a static job later. Raises StoreLostError."""
+        """Return 0, because all nodes of a static job join its first round. Raises StoreLostError."""
         return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:
@@ -347,11 +353,11 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Return whether other nodes have not left the latest round, because they are still leaving or were lost."""
+        """Return whether at least one other node has not left the latest round yet. Call this method after `leave`."""
         return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:
-        """If a `join` is in progress, delete the entry of the `join` in the store. Leave the latest round."""
+        """If a `join` is in progress, delete this node's key `here/<rank>` from the store. Leave the latest round."""
         self._delete_own_entry()
         if self._round is not None:
             self._round.mark_as_left()

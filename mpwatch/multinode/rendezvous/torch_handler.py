@@ -1,8 +1,8 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The other nodes may wait for
-  minutes, in C++, for the address of the store that the first node opens. mpwatch gives the ranks a new store for each
-  attempt, so mpwatch's handler opens no store.
+- In each round, torch's handler on the first node opens a store for the ranks of all nodes. On the other nodes, torch's C++
+  code may wait for minutes for the address of the store that the first node opens. mpwatch gives the ranks a new store for
+  each attempt, so mpwatch's handler opens no store.
 - torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
   beginning of a wait.
 - torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
@@ -155,7 +155,7 @@ class _NullStore(Store):
         """Ignore the value."""
 
     def get(self, key: str) -> bytes:  # noqa: ARG002
-        """Return a number, because torch parses the value as a port."""
+        """Return a number, because torch parses the returned value as a port."""
         return b"1"
 
 

@@ -1,9 +1,9 @@
 """Read and write the state that torch's dynamic rendezvous keeps in the store. The state says which nodes are in the round.
 
-torch keeps the state as a pickle, and would unpickle any data that it finds in the store, although a pickle can execute
+torch keeps the state as a pickle. Without this module, torch would unpickle any data in the store, and a pickle can execute
 code. The state is the only pickle that nodes share. In this module a restricted unpickler reads the pickle, and creates only
-objects of the six classes that a state needs. This module also checks the values in the state. torch gets only a pickle that
-this module has made on this node.
+objects of the six classes that a state needs. This module also checks the values in the state. Then this module makes a new
+pickle from the checked state, and torch unpickles the new pickle instead of the data in the store.
 
 This module imports torch.
 """
@@ -54,8 +54,7 @@ def dump_state(state: State) -> bytes:
 def _check_state(state: State) -> None:
     """Check the types of all parts of a state.
 
-    If a part has the wrong type, this function raises an exception, which may have any type, because `state` may be any
-    object.
+    Raises an exception if a part has the wrong type. The exception may have any type, because `state` may be any object.
     """
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))

@@ -123,7 +123,7 @@ class RankSession:
 
 
 class DebuggerConsole:
-    """The debugger sessions of all ranks, until the ranks end. In a WorkerGroup, all calls use the same console.
+    """The debugger sessions of all ranks. In a WorkerGroup, all calls use the same console.
 
     Args:
         commands: the command queue of the watcher thread.
@@ -244,7 +244,7 @@ class DebuggerConsole:
         return min(stopped, key=lambda session: session.rank, default=None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the sessions of ranks that are at a prompt, without the sessions of inspectors."""
+        """Return the sessions that are at a prompt, except the sessions with inspectors (see RankSession)."""
         return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
@@ -294,9 +294,9 @@ class DebuggerConsole:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _describe_running(self, rank: int) -> str:
-        """Return a text that says where in its code this rank is.
+        """Return a text that says where in its code the rank is.
 
-        Call this method only if the rank has neither a prompt nor an inspector.
+        Call this method only if the rank has neither a prompt nor an inspector (see RankSession).
         """
         ranks = [status.rank for status in self._take_statuses()]
         if ranks and rank not in ranks:
@@ -383,14 +383,17 @@ class DebuggerConsole:
             self._show_output(self._current)
 
     def _announce_prompt(self) -> None:
-        """Write to stderr that there is a prompt on stdout, if stdout is not a terminal."""
+        """If stdout is neither a terminal nor a notebook, write to stderr that the prompt is on stdout."""
         with suppress(Exception):  # the user may have replaced a stream by None, or by an object that raises any exception
             if not in_notebook() and not sys.stdout.isatty():
                 sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show the output of all ranks, and then pdb's output in this session. Make `session` the current session."""
+        """Show the captured output of all ranks, and then the output of pdb in `session`.
+
+        Make `session` the current session.
+        """
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:

@@ -1,7 +1,7 @@
 """Compares the collectives that all ranks have called, and decides which rank differs from the others. Pure.
 
-torch's flight recorder numbers the collectives of each process group. In a correct program, all ranks of a process group
-call the same collective with the same number. Three things can be wrong:
+torch's flight recorder numbers the collectives of each process group. In a correct program, collective number N of a process
+group is the same collective on all ranks of the group. Three things can be wrong:
 
 - MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
   collective with a mismatch can never succeed.
@@ -10,13 +10,12 @@ call the same collective with the same number. Three things can be wrong:
 - CROSSED: ranks wait for one another in different collectives. Ranks that wait for one another can still continue if one of
   their calls was asynchronous.
 
-The verdict blames the ranks that are in the minority. If it is not certain which ranks are the minority, the verdict names
-all ranks whose collectives differ, and blames no rank.
+An ABSENT verdict blames absent ranks. The other verdicts blame the ranks that are in the minority. If it is not certain
+which ranks are in the minority, the verdict names the ranks whose collectives differ, and blames no rank.
 
-torch's number of a rank can differ from mpwatch's number, because a program can make several torch worlds (default process
-groups), or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a
-world report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are
-unknown.
+A rank can have different numbers in torch and in mpwatch. A program can make several torch worlds (default process groups),
+or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a world
+report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are unknown.
 
 mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher's process
 would have to import torch. torch's comparison also wrongly assumes that the first rank is right, and wrongly reports
@@ -51,7 +50,7 @@ POINT_TO_POINT = {"send", "recv", "batch_isend_irecv"}
 
 
 class VerdictKind(Enum):
-    """The way in which the collectives of the ranks do not fit together."""
+    """What is wrong with the collectives of the ranks."""
 
     MISMATCH = auto()
     ABSENT = auto()
@@ -61,7 +60,7 @@ class VerdictKind(Enum):
 class Group(NamedTuple):
     """A process group together with one of its backends.
 
-    The reports of all ranks of a process group lead to equal Group objects.
+    The Group objects of all ranks of a process group are equal.
     """
 
     name: str
@@ -128,7 +127,9 @@ def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int]
 
 
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
-    """Return all verdicts, the most certain one first: a mismatch, then ranks that have returned, then ranks that are late.
+    """Return all verdicts, the most certain verdict first.
+
+    The order is: MISMATCH, ABSENT for ranks that have returned, ABSENT for other ranks, CROSSED.
 
     Args:
         answers: a dict from mpwatch's global rank to the rank's answer. There is no verdict on ranks that are not in it.
@@ -159,7 +160,7 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
     """For each torch world, return a dict from torch's rank numbers to mpwatch's rank numbers.
 
-    A torch world in which two ranks report the same number is left out.
+    The result does not contain a torch world in which two ranks report the same number.
     """
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
@@ -172,9 +173,9 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts on waiting ranks that need a new warning, and record these verdicts in `warned`.
+    """Return the verdicts of `stalls` that need a new warning, and add their findings to `warned`.
 
-    If ranks wait for the same rank in several process groups, one warning is enough.
+    If ranks wait for the same rank in several process groups, only one of the verdicts needs a warning.
     """
     stalls = list(stalls)
     named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
@@ -215,11 +216,11 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return mpwatch's numbers of the ranks in a collective's process group that have reported their collectives."""
+        """Return mpwatch's numbers of the ranks that belong to the process group and have reported their collectives."""
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
-        """Return how many ranks in a collective's process group have not reported their collectives."""
+        """Return how many ranks of the process group have not reported their collectives."""
         return len(self.groups[key[0]].ranks) - len(self._members[key[0]])
 
     def get_order(self, key: Key) -> tuple[int, Group]:
@@ -345,9 +346,10 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that says what each camp has called, to follow the names of the first camp's ranks.
+    """Return a phrase that says what the ranks of each camp have called.
 
-    A camp is a group of ranks that made the same call.
+    A camp is a group of ranks that made the same call. The caller puts the names of the ranks of `camps[0]` before the
+    phrase.
     """
     parts = []
     for camp in camps:
@@ -383,8 +385,8 @@ def _find_absent(
 ) -> list[CollectiveVerdict]:
     """Return the verdicts on collectives in which ranks wait for a rank that has not called the collective.
 
-    The order of the verdicts is: verdicts on ranks that have returned, verdicts on other ranks (the longest wait first), and
-    at the end a verdict on ranks that wait for one another.
+    Verdicts on ranks that have returned come first. Verdicts on other ranks come next, the longest wait first. A verdict on
+    ranks that wait for one another comes last.
     """
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
@@ -412,7 +414,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return those collectives of `keys` whose waiting ranks wait only for one another."""
+    """Return the collectives of `keys` for which each absent rank waits in another returned collective."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]
@@ -474,10 +476,10 @@ def _make_crossed(
     absent_from: Mapping[Key, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks that wait for one another: in different collectives, or in send or recv.
+    """Return the verdict on ranks that wait for one another. The ranks wait in different collectives, or in send or recv.
 
-    The verdict blames ranks only if all ranks wait for one another, because otherwise the cause may be a rank that does not
-    wait.
+    The verdict blames no rank if the ranks perhaps also wait for a rank that is not in `waiting`. That rank may be the
+    cause.
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}

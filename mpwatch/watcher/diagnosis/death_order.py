@@ -4,13 +4,12 @@ A rank puts a time stamp on its messages. A death has no time stamp: the watcher
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
 - A death is later than the time stamps of all messages that the watcher read before it noticed the death.
-- A death is earlier than the time stamps of the messages that the watcher read in the same wake-up after it had noticed the
-  death.
+- A death is earlier than the time stamp of each message that the watcher reads later in the same wake-up.
 
 An exception that a death has caused gets a later time than the death, even if the watcher wakes up late.
 
 A message can arrive much later than its time stamp. The time of a death is never earlier than the first signal that the
-watcher sent to the dead rank, so that a rank that the watcher killed does not look like the first failure.
+watcher sent to the dead rank. A rank that the watcher killed must not look like the first failure.
 """
 
 import math
@@ -27,7 +26,7 @@ class DeathClock:
         self._latest_stamp = 0.0
 
     def start_wakeup(self) -> None:
-        """Begin a new wake-up, whose messages do not change the times of deaths in earlier wake-ups."""
+        """Begin a new wake-up. The messages of the new wake-up do not change the times of deaths in earlier wake-ups."""
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:

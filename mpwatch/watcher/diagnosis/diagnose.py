@@ -10,10 +10,10 @@ only if the rules before it leave a tie:
 3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
    exception in the rank. For the time of a death, see death_order.py.
 
-If all failures only report that a peer was late, the rank that was late is to blame (stragglers.py).
+If all failures only report that a peer was late, mpwatch blames the rank that was late (stragglers.py).
 
-This module unpickles exceptions and return values, which runs user code. The user code may take any time, because no rank
-waits for the watcher while the user code runs.
+This module unpickles exceptions and return values, which runs user code. The user code may run for any length of time,
+because no rank waits for the watcher while the user code runs.
 """
 
 import signal
@@ -188,8 +188,8 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict was the reason to end the attempt, return this verdict, or a newer verdict with the same finding. A newer
-    verdict can name more ranks, because more ranks have reported their collectives in the meantime.
+    If the watcher ended the attempt because of a verdict, return this verdict or a newer verdict with the same `finding`. A
+    newer verdict can name more ranks, because more ranks have reported their collectives in the meantime.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -217,7 +217,9 @@ def _correct_collectives(attempt: AttemptObservations) -> None:
 
 
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that timed out while they waited for a peer, or that were silent while they waited in a collective.
+    """Return the ranks that timed out while they waited for a peer, and the silent ranks that waited in a collective.
+
+    A silent rank is a rank that sent no heartbeat within `heartbeat_timeout`.
 
     Call this before `drop_payloads`.
     """
@@ -226,7 +228,7 @@ def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that lost a connection, which was perhaps a connection to a peer.
+    """Return the ranks whose failure has the kind POSSIBLY_PEER: a connection to a peer or to another program broke.
 
     Call this before `drop_payloads`.
     """
@@ -236,7 +238,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
     """Return a failure for each rank of this node that probably kept ranks on other nodes waiting.
 
-    A rank probably kept other nodes waiting if it had not failed, and was not in a collective, when the watcher stopped it.
+    A rank probably kept other nodes waiting if it was running outside of collectives when the watcher stopped it.
     """
     at = attempt.stopped_at
     if at is None:
@@ -288,9 +290,9 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    The verdict on the collectives explains secondary failures. A MISMATCH verdict also explains the abort of a rank, because
-    gloo ends a rank by abort() if a peer sends more bytes than the rank expects. A rank that is only late does not break a
-    connection, so a late rank is the cause of failures only if other ranks have timed out.
+    The verdict on the collectives explains secondary failures. A MISMATCH verdict also explains the abort of a rank. gloo
+    calls abort() in a rank if a peer sends more bytes than the rank expects. A rank that is only late does not break a
+    connection. A late rank can cause the failure of another rank only if the other rank times out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -346,10 +348,10 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return a HANG failure for each silent rank, and for each rank for which silent ranks waited.
+    """Return a HANG failure for each silent rank, and for each rank that kept silent ranks waiting.
 
-    The HANG failure of a silent rank begins at the rank's last heartbeat. If a silent rank waits for another rank, the
-    silent rank is the victim, even if the other rank sent heartbeats.
+    The time of a silent rank's HANG failure is the time of the rank's last heartbeat. If a silent rank waits for another
+    rank, the failure of the silent rank is secondary, even if the other rank sent heartbeats.
     """
     assert attempt.stopped_at is not None
     stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout
@@ -379,7 +381,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """Return whether the rank was running when the watcher stopped the ranks.
 
-    A rank whose silence is the reason for the stop counts as running, even if its function has returned in the meantime.
+    A rank in `attempt.silent_ranks` counts as running, even if its function has returned in the meantime.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False

@@ -45,11 +45,11 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether the function of this rank has returned, and its return value counts.
+    """Return whether the function of this rank has returned, and the return value is valid.
 
-    If the function returned after the watcher began to stop the ranks, its return value does not count, because a signal may
-    have ended the function. After a timeout, a return value counts only if the watcher received it before the watcher began
-    to stop the ranks.
+    The return value is not valid if the function returned after the watcher began to stop the ranks, because a signal may
+    have ended the function. After a timeout, a return value is valid only if the watcher received it before the watcher
+    began to stop the ranks.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -62,7 +62,7 @@ def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bo
 
 
 def find_failure(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
-    """Return when and how this rank failed by itself, or None if it did not fail."""
+    """Return the time and the failure of this rank, or None if the rank did not fail."""
     if has_returned(attempt, observed):
         return _find_death_after_return(attempt, observed)
     if (
@@ -136,7 +136,12 @@ def build_unloadable_value(
 
 
 def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
-    """Return an exception that says that `error` was raised when the caller rebuilt a return value of the type `kind`."""
+    """Return an exception that explains why the caller could not rebuild a return value.
+
+    Args:
+        kind: the name of the return value's type.
+        error: the exception that the caller got when it rebuilt the value.
+    """
     explained: BaseException
     is_of_system = isinstance(error, OSError | MemoryError) or type(error) is RuntimeError  # the last one is torch's
     if is_of_system and is_resource_shortage(error):
@@ -167,7 +172,8 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     """Return True if the rank died by itself, or False if the watcher caused the death.
 
     If a rank dies while the watcher stops the ranks, return True only after a crash, or after a SIGKILL that the watcher did
-    not send. Return False after other signals, because some schedulers also send the ranks the signal that stops the run.
+    not send. Return False after any other signal, because some schedulers send a signal both to the calling program and to
+    the ranks.
     """
     if is_before_stop(attempt, at):
         return True

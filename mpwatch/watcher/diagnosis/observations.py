@@ -78,8 +78,9 @@ class RankObservations:
     def add_collectives(self, answer: RankCollectives) -> None:
         """Store the rank's collectives.
 
-        If the rank has called no collective since its earlier answer, keep the earlier answer. If a collective has failed,
-        only the rank's earlier answer names the source line in which the rank waited for the collective.
+        Keep the collectives that the rank reported earlier, if `answer` contains no new call of a collective. If a
+        collective has failed since the earlier report, only the earlier report names the source line in which the rank
+        waited for the collective.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -137,7 +138,7 @@ class AttemptObservations:
 
     @property
     def unused_heartbeat_timeout(self) -> float | None:
-        """The `heartbeat_timeout` if it had no effect, because no rank has sent a heartbeat or a report. Otherwise None."""
+        """The `heartbeat_timeout` if no rank has sent a heartbeat or a report. Otherwise None."""
         beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
@@ -147,7 +148,7 @@ class AttemptObservations:
             observed.stderr = observed.stderr_tail.last_lines()
 
     def drop_payloads(self) -> None:
-        """Delete the contents of the ranks' answers, because these contents can be large.
+        """Delete the return values and exceptions in the ranks' answers, because they can be large.
 
         The observations can exist much longer than the attempt to which they belong. The kind and the time of each answer
         stay, because the live view needs them.

@@ -58,7 +58,7 @@ class OomDetector:
         self._stack.close()
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Record the suspects of one wake-up, and read the counters of OOM kills.
+        """Record the suspects of one wake-up of the watcher thread, and read the counters of OOM kills.
 
         Call this method right after the deaths, because later kills also increase the counters.
         """
@@ -79,8 +79,8 @@ class OomDetector:
     def resolve_suspects(self) -> str:
         """Look up the suspects in the kernel's log, if it can be read. Call this method when ranks have ended.
 
-        Return the evidence that processes other than the ranks were killed since the last call of this method, or an empty
-        text if there is no such evidence.
+        Return a text about processes other than the ranks that the OOM killer has killed since the last call of this method.
+        The text is empty if there are no such processes.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)
@@ -127,7 +127,7 @@ def _open_log() -> int | None:
 
 
 def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
-    """Return the new records of the kernel's log, without their prefix, which ends with a semicolon."""
+    """Return the new records of the kernel's log. The prefix of each record, up to the first semicolon, is left out."""
     lines: list[str] = []
     while True:
         try:

@@ -2,9 +2,9 @@
 
 The table PATTERNS lists exceptions that a lost or late peer causes. Pure.
 
-A failure that a peer has caused is secondary even if it comes first, because a rank that is about to fail often closes its
-connections before it fails. The patterns for gloo, TCPStore and sockets are texts that were observed in runs. The patterns
-for NCCL are texts from NCCL's source code. The patterns for UCC and MPI are untested.
+A failure that a peer has caused is secondary even if it comes first. Before a rank fails, it often closes its connections,
+so its peers can fail earlier than this rank. The patterns for gloo, TCPStore and sockets are texts that were observed in
+runs. The patterns for NCCL are texts from NCCL's source code. The patterns for UCC and MPI are untested.
 """
 
 import re

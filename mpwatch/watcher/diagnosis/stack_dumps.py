@@ -3,10 +3,10 @@
 The stack pipe is the rank's stderr while the rank's interpreter starts. When the rank is ready, only stacks are written into
 it:
 
-- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. A block with the head
-  OTHER_THREADS_HEAD says that Python has left out stacks. If Python does not answer in time, faulthandler writes the stack
-  of the main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of Python's
-  or faulthandler's text is missing if the rank was too slow, or if the pipe was full.
+- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. If Python leaves out stacks,
+  it writes a block with the head OTHER_THREADS_HEAD. If Python does not answer in time, faulthandler writes the stack of the
+  main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of Python's or
+  faulthandler's text is missing if the rank was too slow, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME, unless the main thread
@@ -76,7 +76,7 @@ class StackDumpParser:
         self._dump_start = None
 
     def discard_dump(self) -> None:
-        """Delete the stacks of an earlier call. Keep the output of an interpreter that still starts."""
+        """Delete the stacks of an earlier call. Delete nothing if the rank is not ready yet."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None
@@ -86,7 +86,10 @@ class StackDumpParser:
         return self._dump_start is not None and not self.is_complete()
 
     def is_unanswered(self, request: int) -> bool:
-        """Return whether the rank has written nothing since the request for stacks number `request` (the first one is 1)."""
+        """Return whether the rank has written nothing since the latest request for stacks.
+
+        Return False if `request` is not the number of the latest request. The first request has the number 1.
+        """
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
@@ -118,7 +121,7 @@ class StackDumpParser:
     def crash_stack(self) -> str:
         """The stack of the last crash, without mpwatch's frames. A forked child of the rank may have written this stack.
 
-        Python 3.14 and newer also write native frames, of which this property keeps only the frames of the C code that
+        Python 3.14 and newer also write native frames. This property keeps only the native frames of the C code that
         crashed.
         """
         text = self._get_text()
@@ -145,7 +148,7 @@ class StackDumpParser:
 
         The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
         stacks of the other threads. If a complete stack from faulthandler comes before Python's text, Python's text is left
-        out, because Python wrote it later, after the C code had ended.
+        out. In this case, Python wrote its text later, after the C code had ended.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]

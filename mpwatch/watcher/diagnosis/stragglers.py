@@ -1,10 +1,8 @@
 """Finds the ranks that keep other ranks waiting in a collective, from the stacks of all ranks at one moment. Pure.
 
 A rank that waits in a collective is the victim of a rank that is not in this collective. A rank is blamed only if another
-rank is in a collective and one of these facts is certain:
-
-- The blamed rank was in no collective.
-- The blamed rank was in a different collective from the majority of the ranks.
+rank perhaps waits in a collective. A blamed rank certainly was in no collective, or certainly was in a different collective
+from the majority of the ranks.
 """
 
 import re
@@ -46,8 +44,9 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
     """Return the ranks to blame for the silence of ranks, or an empty set if it is not certain which ranks are to blame.
 
-    This function blames a rank that sends heartbeats only if no silent rank is to blame, and all silent ranks wait in the
-    same collective.
+    This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, this function looks
+    among all running ranks. The second search takes place only if exactly one collective is known in which silent ranks
+    wait.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)

@@ -100,7 +100,7 @@ class StateMachine:
 
     @property
     def state(self) -> WorkerState:
-        """One state for all ranks of this state machine.
+        """A single state that summarises all ranks of this state machine.
 
         The final states of the ranks come from the diagnosis, and not from this property.
         """
@@ -412,8 +412,8 @@ class StateMachine:
         After the second signal, kill the ranks.
 
         A signal also kills ranks that are already being stopped. If other nodes have ended the attempt, only the second
-        signal kills the ranks, because the other nodes may have received the same signal a moment before. The calling
-        program's own handler always gets the signal after the run.
+        signal kills the ranks. The other nodes may have ended the attempt because they received the same signal a moment
+        earlier. The calling program's own handler always gets the signal after the run.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -480,8 +480,8 @@ class StateMachine:
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
 
-        Unless the run is interrupted, ranks that have returned are asked for their collectives, because other ranks may have
-        failed while they waited for a rank that has returned.
+        Ask the ranks that have returned for their collectives, unless the run is interrupted. Other ranks may have failed
+        while they waited for a rank that has returned.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.

@@ -182,7 +182,10 @@ class Restart(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class DoNotRestart(RankEvent):
-    """Do not restart the ranks of a restart group. On a single node, the field `rank` names one rank of the group."""
+    """Do not restart the ranks of a restart group.
+
+    On a single node, the field `rank` names one rank of the group. On several nodes, the value of `rank` is not used.
+    """
 
 
 class InterruptCause(Enum):
@@ -197,7 +200,7 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The watcher has received a signal, or `cause` names another reason to stop the ranks as after a signal."""
+    """The watcher has received the signal `signum`, or another `cause` has the same effect as this signal."""
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -230,7 +233,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ranks of another state machine are lost, so this state machine must end its ranks, too."""
+    """Another state machine has stopped or lost its ranks, so this state machine must stop its ranks, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,10 @@ class ResumeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The watcher and the ranks run again after a suspension. Limits do not count the time from `suspended_at` to now."""
+    """The watcher and the ranks continue after the program was suspended.
+
+    Limits do not count the time from `suspended_at` to now.
+    """
 
     suspended_at: float
 
@@ -350,7 +356,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event is not legal in the present phase of the rank or stage of the run, which shows a bug in mpwatch."""
+    """An event is not legal in the present phase of the rank, or in the present stage of the run."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

@@ -5,13 +5,14 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch ends the call only if two checks find the mismatch, because a collective whose ranks use different data types may
-still succeed. The module measures how long a rank waits in a collective: from the first check to the last check that found
-the rank waiting. The measured time leaves out the time in which the program was stopped or a debugger's prompt was open.
+A mismatch ends the call only if two successive checks find this mismatch. Between the two checks, a collective whose ranks
+use different data types may still succeed. The module measures how long a rank waits in a collective: from the first check
+to the last check that found the rank waiting. The measured time does not include the time for which the program was stopped
+or a debugger's prompt was open.
 
-On several nodes, this module looks only for mismatches among the ranks of its own node, and the leader node compares the
-ranks of all nodes. If a rank has called no collective for `stall_after` seconds, the node of this rank sends the collectives
-of all its ranks to the leader node.
+On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
+leader node compares the collectives of the ranks of all nodes. If a rank has called no collective for `stall_after` seconds,
+the node of this rank sends the collectives of all its ranks to the leader node.
 
 On a single node, the checks begin when two ranks have a torch process group. On several nodes, the checks begin when one
 rank has a torch process group. The checks run only during a call, and pause while a debugger's prompt is open.
@@ -119,7 +120,7 @@ class CollectiveMonitor:
         self._called_at = self._clock()
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Add the collectives that a rank has sent as its answer. `answer` is None if the rank has closed its socket."""
+        """Add the collectives that a rank has sent for a check. `answer` is None if the rank has closed its socket."""
         if handle in self._asked:
             self._asked.discard(handle)
             if answer is not None:
@@ -183,7 +184,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute how long each rank's wait has lasted, from the first check to the last check that found this wait."""
+        """Compute the length of each wait in a collective: the time from the first to the last check that found the wait."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -225,6 +226,7 @@ class CollectiveMonitor:
     def _is_final(self, stall: CollectiveVerdict) -> bool:
         """Return whether this collective can never end, because a rank that must call it has returned.
 
-        In a WorkerGroup, a later call can complete an asynchronous collective, for which no rank's main thread waits.
+        In a WorkerGroup, return False if it is not certain that the main thread of a rank waits in the collective. A later
+        call can complete an asynchronous collective.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

@@ -1,8 +1,8 @@
 """A queue of log records: the watcher thread and the output thread add records, and the caller's thread logs them.
 
 A logging handler is user code, which may wait for a lock. Because a logging handler runs only in the caller's thread, it
-never delays the watcher thread or the output thread. If a logging handler raises an exception, the exception is ignored,
-unless it is KeyboardInterrupt or an exception that a signal handler raises.
+never delays the watcher thread or the output thread. An exception that a logging handler raises is ignored.
+KeyboardInterrupt and exceptions of signal handlers are not ignored.
 """
 
 import logging

@@ -8,9 +8,9 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 @contextmanager
 def ignore_user_errors() -> Iterator[None]:
-    """Ignore each exception of the `with` block, also SystemExit.
+    """Ignore the exceptions that the `with` block raises, even SystemExit.
 
-    Raise only the exceptions in ENDS_RUN, which end the run.
+    Do not ignore the exceptions in ENDS_RUN, such as KeyboardInterrupt, because they have to end the run.
     """
     try:
         yield

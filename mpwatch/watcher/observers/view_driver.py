@@ -4,7 +4,7 @@
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
 A live view in a terminal reserves some rows of the terminal for itself. If the calling program is killed, the guardian
-process writes bytes to the terminal that release the rows of the live view.
+process releases the rows of the live view by writing bytes to the terminal.
 
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
 exception, the exception is logged and the view is removed. A view never makes a run fail. If a call has no view, the driver
@@ -112,7 +112,7 @@ class ViewDriver:
             self._post_restore(view)
 
     def resume(self) -> None:
-        """After `pause`, make an update due now, so that the view is drawn again."""
+        """After `pause`, schedule an immediate update, so that the view is drawn again."""
         if self._due_at < math.inf:
             self._due_at = 0.0
 
@@ -120,8 +120,8 @@ class ViewDriver:
         """Close the view, because the call is over or an exception has ended the call.
 
         If an exception such as KeyboardInterrupt has interrupted `close`, the BlockingCall calls `close` again. The second
-        call of `close` closes the view once more, because the terminal must be restored. A third call of `close` does not
-        close the view, because the view itself may raise an exception each time.
+        call of `close` closes the view once more, because the terminal must be restored. Later calls of `close` do not close
+        the view, because the view may raise an exception each time it is closed.
         """
         view = self._view
         self._close_count += 1
@@ -157,7 +157,8 @@ class ViewDriver:
     def _guard(self, do: Callable[[], None]) -> None:
         """Call `do`. If `do` raises an exception, remove the view and log a warning.
 
-        If `do` raises an exception that ends the run, such as KeyboardInterrupt, only raise the same exception again.
+        If `do` raises an exception that ends the run, such as KeyboardInterrupt, raise this exception again, and schedule no
+        more updates.
         """
         try:
             do()

@@ -37,10 +37,10 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 class OutputThread:
     """The output thread, and the methods with which other threads use it.
 
-    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. The methods that
-    other threads do not call run in the output thread, most of them as posted jobs. After `stop_when_drained`, the output
-    thread ends and releases its resources without a call of `close`, because Ctrl-C can prevent this call. The constructor
-    raises LaunchError.
+    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. Other threads post
+    `hold`, `start_call`, `add_pipes` and `end_pipes` as jobs, which the output thread runs. After `stop_when_drained`, the
+    output thread ends and releases its resources by itself. The output thread does not wait for a call of `close`, because
+    Ctrl-C can prevent this call. The constructor raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -86,7 +86,7 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """While `is_held` is True, read pipes and write output only in `drain_all`. Otherwise continue."""
+        """While `is_held` is True, read pipes and write output only in jobs, such as the job of `drain_all`."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
@@ -99,7 +99,7 @@ class OutputThread:
         )
 
     def has_output(self) -> bool:
-        """Return whether the pipes may contain output, or output that was read may not have been written yet."""
+        """Return whether the ranks may have printed something that the output thread has not written yet."""
         poll = select.poll()
         for pipe in list(self._pipes.values()):
             if pipe.is_polled:
@@ -108,10 +108,10 @@ class OutputThread:
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks that have ended, and for which the job `end_pipes` was posted.
+        """Do what `drain_all` does, but only for ended ranks whose job `end_pipes` was posted.
 
         The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done. Do
-        not write the unfinished lines of ranks that have not ended.
+        not write unfinished lines of ranks that still run.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -246,7 +246,7 @@ class OutputThread:
         """After a small read, wait a moment for more output, but run each job at once.
 
         Without this wait, a rank that prints line by line would wake the output thread for each line. Each wake-up would
-        take more of the rank's time than the printing of a line.
+        cost the rank more time than the printing of the line.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -257,7 +257,10 @@ class OutputThread:
             self._jobs.popleft()()
 
     def _drain(self, pipe: OutputPipe) -> None:
-        """Read the bytes that are in the pipe now, up to a limit, because a child of the rank may never stop writing."""
+        """Read the pipe until it is empty.
+
+        Read at most about DRAIN_LIMIT bytes, because a child of the rank may never stop writing.
+        """
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(pipe):
                 break

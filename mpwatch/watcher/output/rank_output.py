@@ -25,7 +25,7 @@ Guarantees:
       the watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
     - When `drain_all` has returned True, all output that a rank wrote before it answered the call or died has arrived in the
       log files and the caller's streams.
-    - No thread waits for the end of a pipe, because a child process of a rank can keep the pipe open.
+    - No thread waits for end-of-file on a pipe, because a child process of a rank can keep the pipe open.
     - The use of memory is bounded, because bytes are written before more bytes are read.
 """
 
@@ -69,10 +69,10 @@ class RankOutput:
         return self._output_thread is not None
 
     def use_current_streams(self) -> None:
-        """When a call begins, choose the caller's streams for the output of the ranks: the streams of the LogSpec.
+        """When a call begins, choose the streams to which the output of the ranks is written.
 
-        If the LogSpec has no streams, the output is written to the present sys.stdout and sys.stderr. In a notebook,
-        sys.stdout and sys.stderr show the output in the cell that runs now.
+        The streams are those of the LogSpec. If the LogSpec does not set a stream, the output is written to the present
+        sys.stdout or sys.stderr. In a notebook, sys.stdout and sys.stderr show the output in the cell that runs now.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -111,7 +111,9 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """While `is_held` is True, write output only in `drain_all`, because a debugger's prompt is open.
+        """While `is_held` is True, write output only in `drain_all` and after the end of a rank.
+
+        Output is held while a debugger's prompt is open.
 
         While output is held, a rank has to wait if its pipe is full.
         """

@@ -3,8 +3,8 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. The descriptor
-`stop_fd` can end the output thread's wait, so that a run can end even if the reader, such as a pager, is stopped.
+If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. When the descriptor
+`stop_fd` becomes readable, the output thread stops waiting. So a run can end even if the reader never reads again.
 """
 
 import codecs
@@ -44,8 +44,8 @@ class Sink(Protocol):
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
     """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    The caller's thread calls this function, because a notebook's stream finds its cell in the context (contextvars) of the
-    thread.
+    Call this function in the caller's thread. The contextvars of this thread tell a notebook's stream which cell shows the
+    output.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
@@ -115,7 +115,9 @@ class _FileSink:
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
-    """Return a new descriptor of the file behind `fd`, whether a write to it can block, and how many bytes to write at once.
+    """Return a new descriptor for the file behind `fd`.
+
+    Also return whether a write to the new descriptor can block, and the largest number of bytes for one write.
 
     The blocking mode of the caller's descriptor is not changed, because other processes may share the open file. If the
     system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
@@ -132,7 +134,7 @@ def _reopen(fd: int) -> tuple[FileIO, bool, int]:
 
 
 class _TextSink:
-    """Writes text to any object, in the context (contextvars) of the caller's thread."""
+    """Writes text to any object with a `write` method, in the context (contextvars) of the caller's thread."""
 
     def __init__(self, stream: IO[str], context: Context) -> None:
         self._stream = stream

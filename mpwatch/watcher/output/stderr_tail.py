@@ -48,7 +48,7 @@ class StderrTail:
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
     """Return the end of the file: at most TAIL_BYTES, and no bytes before `offset`.
 
-    Also return whether bytes after `offset` were left out because of TAIL_BYTES.
+    Also return whether the file has more than TAIL_BYTES bytes after `offset`.
     """
     with suppress(OSError), open(path, "rb") as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)

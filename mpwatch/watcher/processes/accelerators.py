@@ -1,9 +1,9 @@
-"""Finds out whether torch can possibly find a GPU or another accelerator in a rank. Runs in the watcher.
+"""Finds out whether a rank may have a GPU or another accelerator that torch supports. Runs in the watcher.
 
 This module reads files and does not import torch, because the import takes a second. This module can find an accelerator
 that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count as an
-accelerator, because no backend of torch.distributed supports it. The package accelerate, too, does not use the GPU of a Mac
-if there are several processes.
+accelerator, because no backend of torch.distributed supports it. The package accelerate does not use the GPU of a Mac if
+there are several processes.
 """
 
 import os
@@ -24,14 +24,14 @@ DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
 def find_torch_accelerators() -> set[str]:
-    """Return the kinds of accelerators ("gpu", "other") that this machine possibly has and the installed torch can use."""
+    """Return the kinds of accelerators ("gpu", "other") that the installed torch supports and that this machine may have."""
     builds = read_torch_builds()
     found = {"gpu"} if builds - {"xpu"} and may_have_gpus() else set()
     return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, DEVICE_PLUGINS)) else set())
 
 
 def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
-    """Return whether a process has only CPUs, because no accelerator was found, or because `env` hides the GPUs."""
+    """Return whether a process can use only CPUs: no accelerator was found, or `env` hides all accelerators."""
     are_gpus_visible = all(DEVICE_ENTRY.match(env[name]) for name in VISIBLE_DEVICES if name in env)
     return not found or (found == {"gpu"} and not are_gpus_visible)
 

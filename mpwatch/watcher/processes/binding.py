@@ -3,9 +3,9 @@
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
 The values "cores" and "numa" of `bind` follow `torch.numa.binding`, which torchrun uses. The value "numa" does what torch's
-mode "node" does. The value "cores" splits whole cores, as torch's mode "exclusive" does. Unlike torch's mode "exclusive",
-"cores" needs no GPU, and splits the CPUs of all NUMA nodes. If the NUMA node of a GPU is unknown, torch binds the rank to
-node 0, but mpwatch gives the rank its share of all nodes.
+mode "node" does. The value "cores" divides whole cores among the ranks, as torch's mode "exclusive" does. Unlike torch's
+mode "exclusive", "cores" needs no GPU, and divides the CPUs of all NUMA nodes among the ranks. If the NUMA node of a GPU is
+unknown, torch binds the rank to node 0, but mpwatch gives the rank its share of all nodes.
 """
 
 import math
@@ -145,7 +145,7 @@ def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list
 
 
 def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: int) -> Binding:
-    """Return the CPUs of this rank, and its share of the cores and CPUs."""
+    """Return the Binding of this rank: its CPUs, and how many cores and CPUs the rank has for itself."""
     own, counts = sets[rank], Counter(sets)
 
     def count_users(cpus: Collection[int]) -> int:
@@ -157,8 +157,8 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return how many cores or CPUs one rank has for itself.
+    """Return how many cores or CPUs a rank has for itself if shared ones are divided equally. Return at least 1.
 
-    `users[n]` is the number of cores or CPUs that n ranks share.
+    `users[n]` is the number of cores or CPUs that are each used by n ranks.
     """
     return max(1, sum(count // ranks for ranks, count in users.items()))

@@ -2,24 +2,24 @@
 
     ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
-SIGTERM and SIGKILL are sent in three steps: machine/state_machine.py decides and returns the action SendSignal,
-event_loop.py executes the action, and `RankPopen.send_signal_to_group` calls killpg. SIGINT is sent only to the rank itself
+machine/state_machine.py decides when to send SIGTERM or SIGKILL, and returns the action SendSignal. event_loop.py executes
+this action: it calls `RankPopen.send_signal_to_group`, which calls killpg. SIGINT is sent only to the rank itself
 (`ProcessPool.interrupt_call`).
 
-A rank is an ordinary multiprocessing.Process of the spawn context, so `multiprocessing.active_children()` lists the rank,
+A rank is an ordinary multiprocessing.Process of the spawn context. So `multiprocessing.active_children()` lists the rank,
 and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
 points:
 
 - The rank does not import the `__main__` module of the calling program. The start of a rank does not set multiprocessing's
   start method in the calling program.
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
-  that the rank starts. From its first instruction on, the rank also has its CPUs, its environment, an empty stdin, and its
-  stdout and stderr.
-- The sentinel of a rank is a pidfd where the system has pidfds. The sentinel of an ordinary multiprocessing.Process is a
-  pipe, which a process that the rank has forked can keep open after the rank's death.
+  that the rank starts. The CPUs, the environment, stdin (empty), stdout and stderr of the rank are also set before its
+  first instruction.
+- If the system has pidfds, the sentinel of a rank is a pidfd. The sentinel of an ordinary multiprocessing.Process is a pipe.
+  A process that the child has forked can keep this pipe open after the child's death.
 
-Guarantee: a dead rank is reaped only after its process group was killed, so until then no other process can get the rank's
-pid.
+Guarantee: mpwatch kills the process group of a dead rank before it reaps the rank. Until a rank is reaped, no other process
+can get the rank's pid.
 
 This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
 docstring of os_support/cpython_private.py says what would break without these three methods.
@@ -67,7 +67,7 @@ POLL_SECONDS = 0.001
 
 
 class RankPopen(Popen):
-    """The operating system's side of a rank's process: pid, sentinel, signals, exit code, reaping.
+    """The child process of one rank: its pid, sentinel, signals, exit code and reaping.
 
     `start` makes a RankPopen. Any thread of the calling program may call multiprocessing's methods `poll`, `wait`,
     `terminate`, `kill` and `close`, but only the watcher thread calls the other methods.
@@ -188,7 +188,7 @@ class RankPopen(Popen):
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """Return the exit code, but do not reap the rank.
 
-        Return UNKNOWN_EXIT if the exit code is lost, and None while the rank runs.
+        Return UNKNOWN_EXIT if the system no longer has the exit code, and None while the rank runs.
         """
         if self.returncode is not None:
             return self.returncode
@@ -205,8 +205,8 @@ class RankPopen(Popen):
     def read_exit_code(self) -> int | None:
         """Return the exit code of a rank whose sentinel is readable, or None if the code is unknown.
 
-        The exit code is unknown if a debugger delays it for longer than this method waits. The exit code is lost if the
-        calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
+        The exit code is unknown if a debugger of the rank delays the code for more than DEBUGGER_SECONDS. The exit code is
+        also unknown if the calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while (code := self.poll()) is None and time.monotonic() < deadline:
@@ -254,7 +254,7 @@ class RankPopen(Popen):
     def reap(self) -> bool:
         """Kill the processes left in the group of a dead rank, reap the rank and close its descriptors.
 
-        Return False if a debugger holds the rank, which then stays a zombie.
+        Return False if a debugger prevents mpwatch from reaping the rank. The rank then stays a zombie.
         """
         with self._lock:
             if not self._is_reaped:
@@ -274,7 +274,7 @@ class RankPopen(Popen):
     def _wait_for_status(self) -> tuple[int, int]:
         """Return the pid and the status that waitpid returns for a dead rank.
 
-        A wait is necessary only if a debugger holds the rank, or if the sentinel is not a pidfd.
+        The method has to wait only if a debugger traces the rank, or if the sentinel is not a pidfd.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
@@ -282,9 +282,10 @@ class RankPopen(Popen):
         return ended
 
     def abandon(self) -> None:
-        """Leave behind a rank that cannot be killed or reaped. At the end of the calling program, do not wait for this rank.
+        """Close the descriptors of a rank that cannot be killed or reaped, and never wait for this rank again.
 
-        If the rank dies later, the subprocess module reaps the rank before the program starts another process.
+        The calling program does not wait for this rank when the program ends. If the rank dies later, the subprocess module
+        reaps the rank when the program starts its next process with `subprocess.Popen`.
         """
         with self._lock:
             if not self._is_reaped:
@@ -311,7 +312,7 @@ class RankPopen(Popen):
 
 
 class _WatchedProcess(RankProcess):
-    """In the watcher: the multiprocessing.Process of a rank. It is pickled for the rank as a plain RankProcess."""
+    """In the watcher: the multiprocessing.Process of a rank. The rank unpickles this object as a plain RankProcess."""
 
     def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
@@ -329,7 +330,7 @@ class _WatchedProcess(RankProcess):
 def _fill_pipe(pipe: int, data: bytes) -> None:
     """Write all data to the pipe before the child is started.
 
-    A write after the start of the child could wait without end, because the child may die before it reads.
+    A write after the start of the child could block forever, because the child may die before it reads.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE

@@ -18,8 +18,8 @@ Runs in the watcher thread.
 A helper is a process that a rank started in its process group. When the pool reaps a rank, it also kills the rank's helpers.
 
 Guarantee: when the pool is closed, every rank that it started is dead and reaped, and every descriptor that it opened is
-closed. The guarantee has two exceptions, which are logged: a rank that SIGKILL does not end, and a dead rank that a debugger
-holds.
+closed. The guarantee has two exceptions, which are logged: a rank that SIGKILL does not end, and a dead rank that cannot be
+reaped because of a debugger.
 """
 
 import dataclasses
@@ -256,7 +256,7 @@ class ProcessPool:
                 group.remove_torch_files()
 
     def abandon(self, handle: RankHandle) -> None:
-        """Leave behind a rank that cannot be killed, and close the connections to it."""
+        """Close the connections to a rank that cannot be killed, and never wait for this rank again."""
         handle.close()
         handle.process.abandon()
         self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
@@ -278,7 +278,7 @@ class ProcessPool:
             self.abandon(handle)
 
     def _wait_for_debuggers(self) -> None:
-        """Reap the ranks that a debugger holds, or leave them behind after KILL_SECONDS."""
+        """Wait until debuggers allow the reaping of dead ranks. Abandon a rank that is not reaped within KILL_SECONDS."""
         for process, reap_started_at in self._held_by_debugger.items():
             while not (is_reaped := process.reap()) and time.monotonic() < reap_started_at + KILL_SECONDS:
                 pass  # each `reap` waits for DEBUGGER_SECONDS
@@ -343,8 +343,8 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread while a process is started.
 
-    The new process inherits the blocked signals, so these signals cannot end the process. As soon as a rank runs, the rank
-    ignores the signals that were blocked.
+    The new process inherits the blocked signals, so these signals cannot end the process. When the program of a rank begins,
+    it ignores these signals and then unblocks them.
 
     A scheduler such as SLURM may send a signal to the watcher and all ranks, although only the watcher should handle the
     signal.
@@ -359,7 +359,7 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
 def _worker_fields(worker: Worker) -> dict[str, Any]:
     """Return a dict of the Worker's fields that are sent to the rank.
 
-    The field `state` is not sent, because only the function in the rank uses it.
+    The field `state` is not sent, because it is for the function in the rank and is empty when the rank starts.
     """
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
 

@@ -8,7 +8,7 @@ the same name in an earlier part. Part 5 replaces none.
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
-4. The variables that list visible GPUs, if visible_devices="own" is set, unless the user's `env` already lists only one GPU.
+4. With visible_devices="own", the variables that list visible GPUs, unless the user's `env` already lists only one GPU.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 
@@ -60,8 +60,8 @@ class RankSetup(NamedTuple):
 def reserve_port() -> socket.socket:
     """Return a socket that reserves its port for the ranks while the socket is open. Raises LaunchError.
 
-    The socket is bound and has SO_REUSEADDR, but does not listen, so torch's store, which also sets SO_REUSEADDR, can listen
-    on the same port. The kernel does not give the reserved port to a program that asks for any free port.
+    The socket is bound and has SO_REUSEADDR, but does not listen. The store of torch also sets SO_REUSEADDR, so the store
+    can listen on the same port. The kernel does not give the reserved port to a program that asks for any free port.
     """
     try:
         reserved = socket.socket()

@@ -103,8 +103,8 @@ class RankHandle:
     def can_be_called_directly(self) -> bool:
         """Return whether the caller's thread can call the rank without the watcher thread.
 
-        Return False if the channel is closed, or if the rank's interpreter has printed text at startup, which the watcher
-        must first send back to the rank.
+        Return False if the channel is closed. Also return False if the watcher has not yet sent the startup output of the
+        rank's interpreter back to the rank.
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
@@ -264,13 +264,13 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """Ask the rank's faulthandler for the main thread's stack if this request is still unanswered.
+        """If the rank has not begun to answer this request for stacks, ask its faulthandler for the main thread's stack.
 
         While a rank's main thread runs C code, only faulthandler can write its stack, because Python cannot run a signal
         handler. Do nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
         code. This method sends the signal directly to the main thread, because faulthandler writes the stack of the thread
-        that gets the signal. The kernel could give a signal for the whole process to another thread, because
-        PYTHON_DUMP_SIGNAL may still be pending in the main thread.
+        that gets the signal. While PYTHON_DUMP_SIGNAL is pending in the main thread, the kernel could deliver a signal for
+        the whole process to another thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -280,9 +280,8 @@ class RankHandle:
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Return whether the rank can write stacks when it gets this signal.
 
-        A rank cannot write stacks if it is stopped, or has replaced itself with another program. If a rank has closed its
-        end of the stack pipe, the rank must not write stacks, because another file may now have the number of this
-        descriptor.
+        A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
+        end of the stack pipe must not write stacks. The number of the closed descriptor may now belong to another file.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:

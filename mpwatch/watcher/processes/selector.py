@@ -4,11 +4,11 @@
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
-- Building a set of all descriptors for each wake-up takes time for every descriptor, even if only one of them is ready.
+- A wait on every descriptor would register all descriptors again each time, even if only one of them is ready.
 - The kernel's own set (epoll) lists descriptors in the order in which they became ready. If one rank dies and another rank
-  then sends a message, the kernel lists the death first, even if the watcher reads both much later. A descriptor that
-  becomes ready again before the watcher reads it keeps its old place in the kernel's list, so its place can be too early,
-  but never too late.
+  then sends a message, the kernel lists the death first, even if the watcher reads both much later. If a descriptor becomes
+  ready again before the watcher reads it, the descriptor keeps its old place in the kernel's list. So the place of a
+  descriptor can be too early, but never too late.
 """
 
 import selectors
@@ -39,14 +39,14 @@ class Selector(Generic[T]):
     def remove(self, fd: int) -> None:
         """Remove a descriptor. Call this method before the descriptor is closed.
 
-        If a descriptor is closed first, it stays in the kernel's set as long as a forked process has a copy of it.
+        If a descriptor is closed before it is removed, it stays in the kernel's set while a forked process has a copy of it.
         """
         self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
         """Return the handlers of the ready descriptors, in the kernel's order.
 
-        Wait at most `seconds` for a ready descriptor, and then return an empty list. If `seconds` is None, wait at most
+        Return an empty list if no descriptor becomes ready within `seconds`. If `seconds` is None, wait at most
         LONGEST_WAIT, which is one day.
         """
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`

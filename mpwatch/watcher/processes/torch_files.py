@@ -11,7 +11,7 @@ A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm
 
 mpwatch need not remove other kinds of files from /dev/shm. After the death of a process, multiprocessing's resource tracker
 removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork context has no
-name in /dev/shm, so it ends with its processes.
+name in /dev/shm, so the kernel frees the semaphore when the last process that uses it ends.
 
 `remove_left_files` removes a file only if all five conditions hold:
 
@@ -22,12 +22,12 @@ name in /dev/shm, so it ends with its processes.
 4. no process of this machine has opened or mapped the file (`is_used_elsewhere`)
 5. the file's count of users is 0
 
-The pid, the user and the age of a file (conditions 1 to 3) show which process made the file, if no other process has the
-same pid. Another process can have the same pid if it starts later, or if it runs in another container that shares /dev/shm.
-Even if two processes have the same pid, mpwatch keeps every file that a process still needs (conditions 4 and 5). With
-torch's strategy file_descriptor, only the process that makes a file opens the file by name, and keeps the file open until it
-unlinks the file. With torch's strategy file_system, each file contains a count of its users, which is above 0 while the file
-is in use.
+Conditions 1 to 3 show which process made a file, unless another process has the same pid. Another process can have the
+same pid if it starts later, or if it runs in another container that shares /dev/shm. Even if two processes have the same
+pid, conditions 4 and 5 ensure that mpwatch removes no file that a process still needs. With torch's strategy
+file_descriptor, only the process that makes a file opens the file by name. This process keeps the file open until it unlinks
+the file. With torch's strategy file_system, each file contains a count of its users, which is above 0 while the file is in
+use.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.

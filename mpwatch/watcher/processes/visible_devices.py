@@ -8,10 +8,10 @@ The driver of each vendor reads variables that list the devices to use:
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
 For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
-one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES, and keeps one entry in
-its list. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or HIP_VISIBLE_DEVICES (for
-ROCm). For GPUs of Intel, the caller has to set a list of devices, because only the driver library Level Zero can count these
-GPUs.
+one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. mpwatch leaves only one
+entry in the list of this variable. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or
+HIP_VISIBLE_DEVICES (for ROCm). For GPUs of Intel, the caller has to set a list of devices, because only the driver library
+Level Zero can count these GPUs.
 
 This module initialises no GPU, because it reads only environment variables and files of the drivers (os_support/gpus.py).
 """

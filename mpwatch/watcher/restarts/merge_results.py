@@ -26,8 +26,8 @@ def merge_results(
 ) -> RunResult[T]:
     """Merge the results of all restart groups into the result of the run.
 
-    Without `keep_going`, the result has return values only if all ranks have returned. The root cause of the run is the
-    earliest root cause of a restart group. `restartable_groups` contains the lowest rank of each restart group whose last
+    Without `keep_going`, the result has return values only if all ranks have returned. The earliest of all restart groups'
+    root causes is the root cause of the run. `restartable_groups` contains the lowest rank of each restart group whose last
     failure did not end the run. The root cause of a group in `restartable_groups` counts only if no group outside
     `restartable_groups` has a root cause.
     """

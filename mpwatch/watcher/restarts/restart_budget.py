@@ -1,4 +1,4 @@
-"""Applies a RestartPolicy to one run: decides after a failure whether the ranks are restarted, and after which delay.
+"""Applies a RestartPolicy to one run: decides after a failure whether the ranks are restarted, and how long the delay is.
 
 This module reads no clock, so its caller passes the times. The random numbers for the jitter come from a function that a
 test can replace.
@@ -37,7 +37,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """The decision whether the ranks are restarted, and after which delay."""
+    """The decision whether the ranks are restarted, and how long the delay before the restart is."""
 
     delay: float | None = None
     """Seconds before the restart, or None if the ranks are not restarted."""
@@ -149,7 +149,7 @@ def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt)
 
 
 def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
-    """Return why a restart would fail again: the rank cannot start, or its code is wrong.
+    """Return why the rank would fail again after a restart: the rank cannot start, or its code is wrong.
 
     Return an empty text if a restart may succeed. This function is used only if the policy has no `retry_if`.
     """

@@ -5,8 +5,8 @@ With scope="worker", each rank is a separate RestartGroup.
 In a WorkerGroup, the ranks of each call are one RestartGroup, and all ranks without a call are another RestartGroup.
 
 This module runs in the watcher thread. A RestartGroup contains the state machine, the environments and the observations of
-its ranks, and publishes the events of these ranks. The event loop, not the RestartGroup, starts, calls and stops processes,
-as the actions of the state machine say.
+its ranks, and publishes the events of these ranks. The event loop, not the RestartGroup, executes the actions of the state
+machine, such as the start of a process.
 """
 
 import math
@@ -95,7 +95,7 @@ class RestartGroup:
         return self.call is None and machine.stage is m.RunStage.IDLE and not is_starting
 
     def read_machine(self) -> None:
-        """Copy the state of the state machine, so that the event loop can compare the copy with the next state.
+        """Copy the state of the state machine, so that the event loop can later see what has changed.
 
         `due_at` is the state machine's deadline, or infinity if the state machine has no deadline.
         """
@@ -179,7 +179,7 @@ class RestartGroup:
         return group
 
     def absorb(self, other: "RestartGroup") -> None:
-        """Move all ranks of another RestartGroup into this one. The ranks of both groups are idle."""
+        """Move all ranks of another RestartGroup into this one. The ranks of both groups must be idle."""
         other._move_to(self, list(other.setups))
 
     def _move_to(self, other: "RestartGroup", ranks: Collection[int]) -> None:

@@ -4,9 +4,9 @@
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
-Every delay before a restart, on one node or on several, is made by `schedule_restart`. RestartBudget computes the length of
-the delay. The watcher thread, not the caller's thread, waits until the delay is over, so that a slow observer cannot make
-the delay longer.
+The function `schedule_restart` delays every restart, on one node and on several nodes. RestartBudget computes the length of
+the delay. The watcher thread waits for the end of the delay. Observers run in the caller's thread, so a slow observer cannot
+make the delay longer.
 
 This module runs user code, because it unpickles exceptions and return values, and calls `retry_if` and `env`. If an
 exception or a return value cannot be unpickled, the diagnosis of the attempt contains the error. If `retry_if` or `env`
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class RunController(Generic[T]):
-    """The controller of one run, from its start. In this class, the id of a restart group is the group's lowest rank.
+    """The controller of one run. In this class, the id of a restart group is the group's lowest rank.
 
     Args:
         spec: what to run.
@@ -78,9 +78,9 @@ class RunController(Generic[T]):
         return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - time.monotonic()
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
-        """Decide about a restart after each attempt that has failed since the previous call of this method.
+        """For each attempt that has failed since the previous call of this method, decide whether its ranks are restarted.
 
-        Raises LaunchError if the restart cannot be prepared, and any exception that `retry_if` or `env` raises.
+        Raises LaunchError if a restart cannot be prepared, and any exception that `retry_if` or `env` raises.
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
@@ -121,7 +121,7 @@ class RunController(Generic[T]):
         schedule_restart(commands, decision.delay, partial(commands.post, restart))
 
     def _find_stop_reason(self) -> str:
-        """Return a text that says which requested stop prevents restarts.
+        """If a requested stop prevents restarts, return a text that names the cause of the stop.
 
         The text is empty if no stop was requested, or if max_restarts is 0.
         """
@@ -174,7 +174,7 @@ class RunController(Generic[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def build_result(self) -> RunResult[T]:
-        """Return the result of the run, and publish that the run has ended. Call this when all ranks have exited."""
+        """Return the result of the run, and publish that the run has ended. Call this method when all ranks have exited."""
         assert self._pending_call is not None
         for observations in self._pending_call.observations:
             known = self._last_attempts.get(min(observations.ranks))
@@ -216,8 +216,8 @@ class RunController(Generic[T]):
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
 
-        The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before the error, a note
-        about their failures is added to it.
+        The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before the error, the
+        error gets a note about their failures.
         """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):
@@ -250,7 +250,7 @@ def diagnose_attempt(
 
 
 def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[], object]) -> None:
-    """Make the watcher thread call `restart` after this number of seconds."""
+    """Make the watcher thread call `restart` after a delay of `seconds`."""
     commands.post(DelayedAction(time.monotonic() + seconds, restart))
 
 

@@ -133,7 +133,7 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
 def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
     """Create the exception from its pickles, as an object of its original class (not as a stand-in).
 
-    Raises any exception that the code of this class raises.
+    Raises any exception that the code of the original class raises.
     """
     if parts["exact"] is not None:
         error = return_values.loads(parts["exact"])

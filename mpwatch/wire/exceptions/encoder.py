@@ -12,11 +12,13 @@ messages. Each of the three messages refers to an exception by the exception's i
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
 The message `plain` is sent first. To make the message `plain`, the encoder runs no code of the exceptions' classes except
-`__str__` and `__notes__`, and catches every exception that `__str__` and `__notes__` raise. To make the message `details`,
-the encoder pickles each exception and tries to rebuild it, which runs code of the exception's class. Even if code of an
-exception's class crashes or hangs while the encoder makes `details`, the watcher knows from `plain` where and why the rank
-failed. The message `locals` is sent last, because the encoder must run code of the classes of all local variables to make
-it.
+`__str__` and `__notes__`. The encoder catches every exception that `__str__` and `__notes__` raise.
+
+To make the message `details`, the encoder pickles each exception and tries to rebuild it. Pickling and rebuilding run
+code of the exception's class. Even if code of an exception's class crashes or hangs while the encoder makes `details`, the
+watcher knows from `plain` where and why the rank failed.
+
+To make the message `locals`, the encoder runs code of the classes of all local variables, so `locals` is sent last.
 
 If an attribute of an exception cannot be pickled, only this attribute is left out. If an argument of an exception cannot be
 pickled, the argument's `repr` is pickled instead.
@@ -228,7 +230,10 @@ def _try_pickle_and_load(value: Any) -> bytes | None:
 
 
 def _get_plain_text(read: Callable[[], Any]) -> str:
-    """Return the text as a plain `str`, cut to MAX_TEXT, because the module marshal refuses subclasses of `str`."""
+    """Return the text from `read` as a plain `str` of at most MAX_TEXT characters.
+
+    A subclass of `str` is converted to `str`, because the module marshal refuses subclasses of `str`.
+    """
     try:
         text = read()
         return str.__str__(text)[:MAX_TEXT] if isinstance(text, str) else ""
@@ -261,7 +266,7 @@ def _get_notes(error: BaseException) -> list[str]:
 def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of the attributes in the exception's `__dict__` and in its slots.
 
-    Builtin exceptions also have slots, such as `OSError.filename`.
+    `OSError.filename`, for example, is a slot of a builtin exception.
     """
     encoded = ENCODED_ATTRIBUTES | ENCODED_GROUP_ATTRIBUTES if _is_group(error) else ENCODED_ATTRIBUTES
     yield from ((name, value) for name, value in get_builtin_attribute(error, "__dict__").items() if name not in encoded)

@@ -1,8 +1,8 @@
 """Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
 
 The text of a variable comes from `repr`, which runs code of the variable's class. The number and the length of the texts are
-limited, because `repr` can return a very long text. A daemon thread makes the texts, because `repr` can hang. The rank waits
-at most LIMIT_SECONDS for this daemon thread. A fixed text replaces each text that is not ready after LIMIT_SECONDS.
+limited. A daemon thread makes the texts, because `repr` can hang. The rank waits at most LIMIT_SECONDS for this daemon
+thread. A fixed text replaces each text that is not ready after LIMIT_SECONDS.
 """
 
 from __future__ import annotations
@@ -125,12 +125,11 @@ class BoundedRepr(Repr):
 
 
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
-    """Return a dict with the local variables of each traceback.
+    """Return a list with one dict for each traceback.
 
-    The keys of a traceback's dict are the indices of the frames that have variables. The outermost frame of a traceback has
-    the index 0. Each value in a traceback's dict is the dict of a frame, which maps the name of each variable to its value
-    as text. Leave out variables that Python itself has created, such as `__name__`. Raises RuntimeError if no thread can be
-    started.
+    The dict of a traceback maps the index of each frame that has variables to a dict of this frame. The outermost frame of a
+    traceback has the index 0. The dict of a frame maps the name of each local variable to its value as text. Leave out
+    variables that Python itself has created, such as `__name__`. Raises RuntimeError if no thread can be started.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}

@@ -92,7 +92,7 @@ def _read_program_on_stdin() -> str:
 
 
 def _contains(text: str, wanted: list[CodeType]) -> bool:
-    """Return whether the program in `text` contains all of these code objects.
+    """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
 
     Return False if Python began to read the program in the middle of the file on stdin.
     """

@@ -133,7 +133,7 @@ def _get_hide_variable(frame: FrameType) -> dict[str, bool]:
 def _read_span(trace: TracebackType, line: int) -> Span | None:
     """Return the position of the instruction that raised the exception.
 
-    Return None if this position is unknown, or if the compiler would reject it.
+    Return None if the position is unknown, or if `compile` would reject a statement at this position.
     """
     unknown = (None, None, None, None)
     start, end, column, end_column = next(

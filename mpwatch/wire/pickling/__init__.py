@@ -1,1 +1,1 @@
-"""Pickle calls and return values. Large buffers, such as the data of arrays, are stored beside the pickles."""
+"""Pickle calls and return values. Large buffers, such as the data of arrays, are stored outside the pickles."""

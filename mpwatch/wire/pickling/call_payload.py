@@ -9,11 +9,11 @@ called a part, contains one rank's values of the arguments that differ between r
 the bundle and its own part. An object that the first section contains is not pickled again in a part. A part never refers to
 an object of another part, because a rank loads only its own part.
 
-A rank does not import the caller's `__main__`, so the functions and classes of this module are pickled by value, that is
-with their code (pickler.py). The rank adds the functions and classes of the caller's `__main__` to its own module
-`__main__`. The rank's own `__main__` also contains the global variables of functions from the caller's `__main__`. Because
-the caller's functions and classes are in the rank's `__main__`, plain pickle, torch.save and DataLoader workers find them by
-name.
+A rank does not import the caller's `__main__`. So the functions and classes of the caller's `__main__` are pickled by value,
+that is, with their code (pickler.py). The rank adds the functions and classes of the caller's `__main__` to its own module
+`__main__`. The rank's own `__main__` also contains the global variables that functions of the caller's `__main__` use.
+Because the caller's functions and classes are in the rank's `__main__`, plain pickle, torch.save and DataLoader workers find
+them by name.
 
 Most calls use only functions from importable modules, and mpwatch pickles these functions by name. `PlainPickler` does not
 use cloudpickle, because the import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call.
@@ -84,7 +84,7 @@ class Call:
 
 
 class Payload:
-    """A pickled call. A payload owns the pickled bytes of the call, and duplicates of the descriptors in the arguments.
+    """A pickled call. A payload owns the pickled bytes of the call and the duplicates of the descriptors in the arguments.
 
     Close the payload when no rank needs it any more. A payload also closes itself when it is garbage-collected.
     """
@@ -197,7 +197,7 @@ def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
 
 
 def probe(obj: object) -> None:
-    """Pickle an object like `pack`, but only to find out whether this object can be pickled. Raises what pickling raises."""
+    """Pickle an object as `pack` does, only to find out whether pickling works. Raises what pickling raises."""
     from mpwatch.wire.pickling.pickler import CallPickler
 
     with _SpawnPopenStub(lambda _: 0):
@@ -375,14 +375,14 @@ def _load_section(unpickler: pickle.Unpickler) -> Any:
 
 
 def is_unpacking(thread: threading.Thread) -> bool:
-    """Return whether this thread of a rank is unpacking a call, or was started while a call was unpacked."""
+    """Return whether this thread of a rank is unpacking a call, or was started while the rank unpacked a call."""
     if thread in _threads_of_imports:
         return True
     return _earlier_threads is not None and (thread is threading.main_thread() or thread not in _earlier_threads)
 
 
 def _load_main_description(stream: Any) -> None:
-    """Give the rank's `__main__` some attributes of the caller's `__main__`.
+    """Copy attributes of the caller's `__main__`, such as `__file__`, to the rank's `__main__`.
 
     Unpickle the attributes of `__main__` only if they have changed since the previous call.
     """

@@ -162,9 +162,9 @@ def _get_address(buffer: memoryview) -> int:
 
 
 class NullBundle:
-    """Takes the place of a bundle, and discards all bytes that pickle writes.
+    """Discards all bytes that pickle writes.
 
-    A NullBundle is used to find out whether an object can be pickled.
+    A NullBundle is used instead of a PickleBundle to find out whether an object can be pickled.
     """
 
     def write(self, _: object) -> None:
@@ -221,8 +221,7 @@ class OpenBundle:
     def open_part(self, number: int) -> None:
         """Make the unpickler read this part next.
 
-        Before this call, the unpickler must have loaded all pickles that the parts have in common. It must not have loaded
-        another part.
+        Before this call, the unpickler must have loaded all common pickles, but no part.
         """
         position, first_buffer = self._parts[number]
         self.stream.seek(position)
@@ -293,7 +292,7 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
     """The `dispatch_table` of a pickler, which is filled when the pickler looks up a class for the first time.
 
-    For most calls, pickle looks up no class, so the reducers are never collected.
+    For most calls, pickle looks up no class, so `collect` is never called.
 
     Args:
         collect: the function that returns the reducers.

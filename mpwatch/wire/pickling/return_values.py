@@ -51,7 +51,7 @@ def pack_none() -> bytes:
 
 
 def probe(value: Any) -> None:
-    """Pickle a value like `pack`, but only to find out whether this value can be pickled. Raises what pickling raises."""
+    """Pickle a value as `pack` does, only to find out whether pickling works. Raises what pickling raises."""
     _make_pickler(NullBundle()).dump(value)
 
 

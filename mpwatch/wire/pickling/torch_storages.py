@@ -75,7 +75,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace those arguments from which torch could not rebuild the tensor when it is unpickled.
+    """Replace the arguments from which torch could not rebuild a tensor.
 
     Only tensors of torch's newer dtypes, such as float8 and uint16, have arguments that must be replaced.
     """

@@ -4,8 +4,8 @@ This module runs in the watcher or in a rank, after a failure. The search goes f
 pickle does. If a part cannot be pickled, the search continues with the parts of this part. The search ends at an object
 whose parts can all be pickled.
 
-Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If a cycle
-cannot be pickled, the search reports an object of the cycle only if no other object is the cause.
+Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. The search
+reports an object of a cycle only if the search finds no other cause of the failure.
 """
 
 import functools
