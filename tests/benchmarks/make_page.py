@@ -87,8 +87,8 @@ HEAD = """# Benchmarks
 
 This page compares mpwatch with other launchers: what a launch costs, and how soon a failure is noticed. Shorter bars are
 better. The date, the machine and the command of each measurement are below its table. There is no command for most rows of
-the last table. A *round* measures each launcher once. *Least possible* is a loop that starts the same number of processes,
-which do nothing.
+the last table. A *round* measures each launcher once. *Least possible* is a loop that starts as many processes as there are
+ranks. These processes do nothing.
 
 This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
@@ -115,8 +115,8 @@ Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU).
 `python tests/benchmarks/lightning_failures.py`.
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The program with `watched` calls `sys.exit(error.exit_code)`, which sets the exit status
-of the program. In the program with `watched`, the exit of the Python interpreter alone takes 1.3 s.
+processes, your program included. The column *watched* is a program that uses `mpwatch.integrations.lightning.watched`. This
+program calls `sys.exit(error.exit_code)`, which sets its exit status. The exit of its Python interpreter alone takes 1.3 s.
 
 ## What the caller gets after a failure
 
