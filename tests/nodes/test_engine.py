@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from mpwatch import LaunchError
-from mpwatch.multinode.rendezvous import store
+from mpwatch.multinode.rendezvous import open_store, store
 from mpwatch.multinode.rendezvous.cancellable_wait import Deadline
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.endpoint import Endpoint
@@ -402,6 +402,22 @@ def test_the_end_of_the_server_is_detected(make_client, port, eventually):
             formed.store.add("count", 1)
         with pytest.raises(StoreLostError):
             guest.join(deadline_in(10))
+
+
+def test_a_store_that_ends_just_after_the_connect_leaves_no_socket(make_client, port, monkeypatch):
+    make_backend = open_store.C10dRendezvousBackend
+    with lone_node(f"127.0.0.1:{port}", 60) as host:
+        assert host.stdout.readline().split()[:2] == ["connected", "True"]
+
+        def kill_host_first(*args):
+            host.kill()
+            host.wait()
+            return make_backend(*args)
+
+        monkeypatch.setattr(open_store, "C10dRendezvousBackend", kill_host_first)
+        with pytest.raises(StoreLostError, match="cannot be reached any more"):  # its traceback keeps the frames alive
+            make_client((1, 2)).connect(deadline_in(20))
+        assert store._find_connected(store._list_sockets(), port) == []
 
 
 def test_a_store_that_ended_before_the_connect_is_lost_soon(port, monkeypatch):

@@ -1,6 +1,6 @@
 """Represents one node in torch's rendezvous: connects to the store, joins rounds, and leaves the rendezvous.
 
-The node thread calls all methods, because they may block the thread that calls them. Other threads may call only `cancel`. A
+Except for `cancel`, only the node thread may call the methods, because they may block. Any thread may call `cancel`. A
 method stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store also counts as lost if it
 does not answer any more (store.py).
 
@@ -61,6 +61,7 @@ class RendezvousClient:
         Raises:
             LaunchError: the store cannot be served or reached. The text names the cause and a remedy.
             CancelledError: `cancel` was called.
+            StoreLostError: the store has ended just after this node connected to it.
         """
         opened = open_store(self._rendezvous, Deadline(deadline, self._cancelled))
         self._opened_store = opened

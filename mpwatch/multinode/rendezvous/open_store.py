@@ -56,6 +56,7 @@ def open_store(rendezvous: Rendezvous, deadline: Deadline) -> OpenedStore:
     Raises:
         LaunchError: the store cannot be opened. It is raised at the deadline or earlier.
         CancelledError: the call was cancelled.
+        StoreLostError: the store has ended just after this node connected to it.
     """
     endpoint = Endpoint.parse(rendezvous.endpoint, DEFAULT_PORT)
     is_static = rendezvous.backend == "static"
@@ -63,7 +64,11 @@ def open_store(rendezvous: Rendezvous, deadline: Deadline) -> OpenedStore:
     opened = _StoreOpener(endpoint, is_host, rendezvous.node_timeout / 2).open(deadline)
     if is_static:
         return opened
-    backend = C10dRendezvousBackend(PrefixedStore(opened.connection, "mpwatch"), rendezvous.run_id)
+    try:
+        backend = C10dRendezvousBackend(PrefixedStore(opened.connection, "mpwatch"), rendezvous.run_id)  # uses the store
+    except BaseException:
+        opened.connection.close()
+        raise
     return OpenedStore(opened.connection, endpoint, opened.is_host, opened.local_addr, backend)
 
 
@@ -127,7 +132,7 @@ class _StoreOpener:
         return OpenedStore(connection, endpoint, True, endpoint.host, None)
 
     def _connect_on_this_machine(self, local_address: SocketAddress | None, deadline: Deadline) -> OpenedStore | None:
-        """If another node on this machine serves the store at the port, connect to that node."""
+        """If another node on this machine serves the store at the endpoint's port, connect to that store."""
         endpoint = self._endpoint
         if self._is_host or local_address is None:
             raise LaunchError(
