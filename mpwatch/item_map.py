@@ -5,8 +5,8 @@
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
 A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If the call of
-`serve_items` fails in a rank, the item on which the rank was working counts as failed. The items that the rank had not begun
-go back to the queue (watcher/item_queue.py), and ItemMap makes the rank call `serve_items` again.
+`serve_items` fails in a rank, the item on which the rank was working counts as failed. ItemMap puts the rank's remaining
+items back into the queue (watcher/item_queue.py), and makes the rank call `serve_items` again.
 
 ItemMap takes items from the iterable, and receives values from the ranks, only while the caller waits for the next value.
 """
@@ -141,9 +141,8 @@ def map(
     a new copy of `fn` after an item has failed.
 
     An item fails if `fn` raises an exception, or if the rank dies while it works on the item. mpwatch restarts a rank that
-    dies. When a rank dies, only the item on which the rank was working fails, because a rank sends each value before the
-    rank begins the next item. `fn` is called only once for an item that does not fail. A failed item is tried again if
-    `max_restarts` allows another try.
+    dies. A rank sends each value before the rank begins the next item, so at most one item fails when a rank dies. `fn` is
+    called only once for an item that does not fail. A failed item is tried again if `max_restarts` allows another try.
 
     The iterator takes items from `items`, and receives values from the ranks, only during a call of `next`. Between two
     calls of `next`, a rank can work only on items that the rank has already received. A rank has at most two chunks of items
@@ -432,7 +431,7 @@ class ItemMap:
                     self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
-        """If a rank is idle, put items that other ranks have not begun back into the queue.
+        """If a rank is idle, take back the items that other ranks have not begun, and put these items into the queue.
 
         Return whether any items were put back into the queue.
         """
@@ -496,9 +495,9 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Put items that cannot be sent together back into the queue, in order to send each item alone.
+        """Put the items back into the queue, in order to send each item alone.
 
-        If a single item cannot be sent, this item fails.
+        Call this method for items that cannot be sent together. If a single item cannot be sent, this item fails.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
@@ -622,7 +621,8 @@ class ItemMap:
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`, and return the new values and ItemFailures.
 
-        Put the items that the rank had not begun back into the queue. If the rank had begun an item, this item fails.
+        Take back the items that the rank had not begun, and put them into the queue. If the rank had begun an item, this
+        item fails.
         """
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1

@@ -153,7 +153,7 @@ class RunHandle(_Handle[T]):
         """Stop the run, and wait until all its ranks and threads have ended.
 
         If the run is over, wait only until its thread has ended. The ranks get SIGINT, as after Ctrl-C. A rank that has not
-        ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period` sends SIGKILL at once. The
+        ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period` sends SIGKILL immediately. The
         second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
         call. If `stop` has ended the run, `result()` raises RunFailedError, or with `check=False` returns a result with the
         state STOPPED.
@@ -266,8 +266,8 @@ class CallHandle(_Handle[T]):
     """A call that `WorkerGroup.submit` has queued. The handle is a `concurrent.futures.Future` of the RunResult.
 
     `result()` returns the same result as `WorkerGroup.run`, or raises the same exception. In asyncio, `await handle` gives
-    the same result as `handle.result()`. `cancel()` removes a call that has not begun from the queue, and returns False for
-    a call that has begun. `stop()` ends a call that has begun. Any thread may call any method of the handle.
+    the same result as `handle.result()`. If the call has not begun, `cancel()` removes the call from the queue. If the call
+    has begun, `cancel()` returns False. `stop()` ends a call that has begun. Any thread may call any method of the handle.
 
     Args:
         execute: makes the call in a new thread. It gets the ticket, and a function that it must call when the call begins.
@@ -315,10 +315,10 @@ class CallHandle(_Handle[T]):
 
         The ranks of the call get SIGINT, as after Ctrl-C. If all ranks of the call end their function within `grace_period`,
         the ranks stay alive. If a rank does not end its function within `grace_period`, all ranks of the group are stopped,
-        and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks at once. The second
-        call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first call. If
-        `stop` has ended the call, `result()` raises RunFailedError. If `stop` has cancelled the call, `result()` raises
-        concurrent.futures.CancelledError.
+        and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks immediately. The
+        second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
+        call. If `stop` has ended the call, `result()` raises RunFailedError. If `stop` has cancelled the call, `result()`
+        raises concurrent.futures.CancelledError.
 
         If an observer (`on_event`) of the group calls `stop`, the method only requests the end of this call, and returns
         immediately.

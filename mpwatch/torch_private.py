@@ -6,8 +6,8 @@ source code of four versions of torch: 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when data that can
-contain a tensor is pickled or unpickled, and collectives.py is imported when a rank makes a process group. The import of
-`torch.distributed.elastic.rendezvous` loads the entry points of other packages. For this reason, the names of torch's
+contain a tensor is pickled or unpickled. The module collectives.py is imported when a rank makes a process group. The import
+of `torch.distributed.elastic.rendezvous` loads the entry points of other packages. For this reason, the names of torch's
 rendezvous are imported only when they are first used.
 """
 
@@ -135,10 +135,10 @@ def state_timezone() -> tzinfo | None:
 
 
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
-    """Allow this node to become the first node in the next rendezvous round, even if another node was first until now.
+    """Allow this node to become the first node of the next rendezvous round, even if it was not the first node before.
 
     mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
-    `_bootstrap_store_info` from the earlier round. If this node becomes the first node later, torch 2.9 raises
+    `_bootstrap_store_info` from the earlier round. If this node becomes the first node of a later round, torch 2.9 raises
     AssertionError because `_shared_tcp_store_server` is None. torch 2.13 does not fail with an old `_bootstrap_store_info`,
     and torch 2.4 does not have this attribute.
     """
@@ -149,9 +149,9 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
 
-    If `_stop_heartbeats` is missing, the other nodes do not notice for a while that this node has left. If
-    `_keep_alive_timer` or its `_thread` is missing, the caller cannot wait until the kernel has removed the thread of the
-    heartbeats. torch 2.4, 2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
+    If `_stop_heartbeats` is missing, the other nodes may notice with a delay that this node has left. If `_keep_alive_timer`
+    or its `_thread` is missing, the caller cannot wait until the kernel has removed the thread of the heartbeats. torch 2.4,
+    2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread
@@ -167,7 +167,7 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
     2.4, 2.6, 2.9 and 2.13 have `_op_executor` and `_RendezvousExitOp`.
 
     Raises RendezvousTimeoutError if the removal takes longer than `seconds`. If the rendezvous backend raises an exception,
-    this function raises it, too.
+    this function raises the same exception.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
@@ -183,9 +183,9 @@ def read_flight_recorder() -> list[dict[str, Any]]:
     requested stacks, torch would import torch._inductor, which takes a second or more.
 
     `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
-    `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch judges a hang only by the stacks of the ranks. torch 2.13 has both
-    `_dump_fr_trace` and `_dump_nccl_trace` if it was built with NCCL. torch 2.4 to 2.9 have only `_dump_nccl_trace`, and
-    record no collectives of gloo.
+    `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch has only the stacks of the ranks to find the cause of a hang. torch 2.13
+    has both `_dump_fr_trace` and `_dump_nccl_trace` if it was built with NCCL. torch 2.4 to 2.9 have only
+    `_dump_nccl_trace`, and record no collectives of gloo.
     """
     bindings: Any = import_module("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []
@@ -236,7 +236,7 @@ def get_group_name(group: Any) -> str:
 
 
 def describe_world() -> tuple[str, int]:
-    """Return a text that names the store of the default process group, and the rank of this process in that group.
+    """Return two values: a text that names the default process group's store, and the rank of this process in that group.
 
     All members of the default process group have the same text. If two default process groups use the same store with
     different prefixes, the groups have the same text, too.

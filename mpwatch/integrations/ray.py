@@ -138,7 +138,10 @@ class RayEngine:
         return node.future
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether this node waits because Ray has no room for this node or for a node that was requested earlier."""
+        """Return whether this node waits because the Ray cluster has no room.
+
+        Further nodes are placed one after the other, so this node may also wait because Ray has no room for an earlier node.
+        """
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
 
@@ -190,8 +193,8 @@ class RayEngine:
 class _FurtherNode:
     """A node that the job starts in addition to its minimum number of nodes.
 
-    A further node has a placement group of its own. The further node starts when Ray has reserved the group's resources on a
-    Ray node that the job does not use yet.
+    A further node has a placement group of its own. Ray reserves the resources of this placement group on a Ray node that
+    the job does not use yet. Then the further node starts.
 
     Args:
         engine: the engine of the job.
@@ -246,8 +249,8 @@ class _FurtherNode:
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
     """Execute the call in a Ray task. If Ray has set OMP_NUM_THREADS, remove this environment variable during the call.
 
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, and each rank would start this number of threads. If
-    OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task. With this value, each rank would start as many threads as the
+    whole task has CPUs. If OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

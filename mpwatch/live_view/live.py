@@ -29,7 +29,7 @@ class Display(Protocol):
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the bytes that release the rows that the view has reserved in the terminal.
+        """The path of the terminal, and the bytes that release the view's reserved rows.
 
         The value is None if no rows are reserved.
         """

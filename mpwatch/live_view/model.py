@@ -51,10 +51,10 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The overall progress, which is the progress of the slowest running rank.
+    """The overall progress, which is the progress of the slowest among the running ranks.
 
-    The other ranks sooner or later wait for the slowest rank. If no rank is running, the overall progress is the progress of
-    the slowest of all ranks.
+    The other ranks have to wait for the slowest rank. If no rank is running, the overall progress is the progress of the
+    slowest of all ranks.
 
     After a restart the progress is not known until each restarted rank has reported a step again. Each metric is the mean
     over the ranks that report this metric.

@@ -66,10 +66,10 @@ class ScrollRegion:
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
     def recover(self) -> str:
-        """Return the text that releases the reserved rows, even if this process has died in the middle of a drawing.
+        """Return the text that releases the reserved rows, even if the last drawing is incomplete.
 
         Return "" if no rows are reserved. The text erases the rows of the view by their row numbers, because the cursor may
-        be inside the view if a drawing was interrupted. The text that this method returns does not move the cursor.
+        be inside the view after an incomplete drawing. The text that this method returns does not move the cursor.
         """
         if self._reserved is None:
             return ""

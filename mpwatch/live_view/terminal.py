@@ -92,8 +92,8 @@ class TerminalDisplay:
     def pause(self) -> None:
         """Release the reserved rows until the next call of `show` reserves them again.
 
-        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. For this reason,
-        `pause` also ends an escape sequence that is incomplete.
+        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The last escape
+        sequence that the terminal has received may therefore be incomplete, so `pause` ends it.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()

@@ -50,8 +50,8 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the JobConfigs differ, write the difference into the store. If another node waits for this node and fails, the
-        error text of the other node contains the difference.
+        If the JobConfigs differ, write the difference into the store. If another node then cannot complete its rendezvous,
+        the text of its LaunchError contains the difference.
 
         Args:
             store: the store of the job.
@@ -93,7 +93,8 @@ class JobConfigCheck:
     def read_history(self, store: PrefixedStore) -> RestartHistory:
         """Return the restart history from the store, or an empty history if the store has none.
 
-        If new nodes restart the ranks after the loss of all nodes, the driver of mpwatch.cluster writes the history.
+        After the loss of all nodes, the driver of mpwatch.cluster writes the history into the store before new nodes restart
+        the ranks.
 
         Raises StoreLostError and LaunchError.
         """
@@ -107,10 +108,9 @@ class JobConfigCheck:
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published a JobConfig, publish the JobConfig of this node.
 
-        If the node that serves the store were refused, the store would be lost. For this reason, this node counts as the
-        first node. The other nodes wait a short time until the node that serves the store has published its JobConfig. If
-        the first node is lost before it has published its JobConfig, another node publishes its own JobConfig after
-        `node_timeout`.
+        The node that serves the store counts as the first node, because the store would be lost if that node were refused.
+        The other nodes wait a short time until the node that serves the store has published its JobConfig. If the first node
+        is lost before it has published its JobConfig, another node publishes its own JobConfig after `node_timeout`.
 
         Raises InvalidEntryError.
         """

@@ -120,7 +120,7 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict explains all failures of the job, and therefore names the root cause.
 
-    A verdict that a rank is late names the root cause only if waiting ranks have timed out.
+    If the verdict is only that a rank is late, waiting ranks must also have timed out.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)

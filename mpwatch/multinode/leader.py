@@ -25,9 +25,9 @@ messages reached the leader's inbox. The node thread also passes heartbeats and 
                          or the time is over
 
 When a stop is requested on a node, this node sends StopRequest to the leader. The leader broadcasts HoldSteps, which makes
-all ranks wait, and each node answers with the highest step that its ranks have passed (StepsHeld). When all nodes have
-answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after the step that StopAtStep
-names. After a request to stop, the job is not restarted, and no further nodes may join.
+all ranks wait. Each node answers with StepsHeld, which contains the highest step that a rank of the node has passed. When
+all nodes have answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after the step
+that StopAtStep names. After a request to stop, the job is not restarted, and no further nodes may join.
 
 These steps follow when a node is lost:
 
@@ -190,7 +190,7 @@ class Leader:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the leader has finished this round, so that no other node needs the leader any more."""
+        """Whether the leader has done all its work in this round."""
         return self.stage is RoundStage.FINISHED
 
     @property
@@ -250,7 +250,7 @@ class Leader:
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
         """If the ranks of all nodes wait, make all ranks stop at the same step.
 
-        If a stop is requested after an attempt, and no node has restarted its ranks yet, end the job.
+        If the stop was requested before any node had restarted its ranks, end the job.
         """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
@@ -379,8 +379,8 @@ class Leader:
         If the collectives show that the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log
         one warning.
 
-        If several messages have arrived together, call this method only after the last message. A comparison of thousands of
-        ranks takes a second.
+        Call this method once after all new messages are handled, and not after each message, because a comparison of
+        thousands of ranks takes a second.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []

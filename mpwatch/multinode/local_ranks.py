@@ -11,8 +11,9 @@ This table shows how an event on another node stops the ranks of this node:
     watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
-If the node thread does not renew the lease of the ranks in time, the watcher thread stops the ranks without a message from
-the leader. The StopReason of ranks whose lease has expired is CANCELLED_BY_JOB.
+After each heartbeat of this node, the node thread renews the lease, which is the time until which the ranks may run. If the
+lease expires, the watcher thread stops the ranks without a message from the leader. The StopReason of these ranks is
+CANCELLED_BY_JOB.
 """
 
 import socket
@@ -106,7 +107,7 @@ class LocalRanks:
     def hold(self, action: HoldRanks) -> None:
         """Make the ranks wait at their next call of `should_stop`.
 
-        Later, the watcher thread calls `NodeThread.on_steps_held` with the highest step that a rank has passed.
+        HOLD_SECONDS later, the watcher thread calls `NodeThread.on_steps_held` with the highest step that a rank has passed.
         """
         self._commands.post(StopRequested(action.cause, is_from_job=True))
 
@@ -123,7 +124,10 @@ class LocalRanks:
         self._commands.post(Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """End the lease when the job is over for this node. An expired lease would shorten the ranks' grace period."""
+        """Let the ranks run without a lease, because the job is over for this node.
+
+        The node thread no longer renews the lease. If the lease expired, the ranks would get a shorter grace period.
+        """
         self._commands.post(NO_LEASE)
 
     def reserve_port(self) -> int:

@@ -41,8 +41,8 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` lets the node thread run for a limited time, so that the other nodes can read in the store that
-this node leaves.
+`NodeThread.finish_within` limits how long the node thread runs after the run on this node has ended. During this time, the
+other nodes can read in the store that this node leaves.
 
 Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
 The stage STOPPING ends when the ranks have exited, and `grace_period` limits the time that the ranks may need. While the
@@ -363,7 +363,7 @@ class NodeMachine:
     def report_ranks_stopped(self) -> list[NodeAction]:
         """Report to the leader that all ranks of this node have exited.
 
-        The caller's thread makes the AttemptReport of the node later.
+        The AttemptReport of this node follows as a separate message, because the caller's thread has to make it.
         """
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
@@ -436,7 +436,7 @@ class NodeMachine:
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
         """Make the ranks of this node wait, now or as soon as the ranks are started.
 
-        If the ranks have already ended, this node reports the last step that the ranks have passed.
+        If the ranks have already exited, this node reports the highest step that a rank of this node has passed.
         """
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:

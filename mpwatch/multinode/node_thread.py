@@ -155,7 +155,7 @@ class NodeThread:
         self._post_to_machine(lambda machine: machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
-        """End the node thread when no other node needs this node any more, but at the latest after this number of seconds.
+        """End the node thread as soon as no other node needs this node, or after this number of seconds.
 
         Cancel a rendezvous that is in progress.
         """
@@ -166,7 +166,7 @@ class NodeThread:
     def close(self) -> None:
         """Leave the job, and wait until the node thread has ended.
 
-        If an exception, such as KeyboardInterrupt, interrupts the wait, end the node thread at once.
+        If an exception, such as KeyboardInterrupt, interrupts `close`, leave the job immediately and raise the exception.
         """
         if not self._is_acknowledged:
             self.finish_within(self._spec.grace_period + LEAVE_SECONDS)
@@ -198,7 +198,7 @@ class NodeThread:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
-        """Report to the leader that ranks of this node have stalled, with the latest collectives of all ranks of this node.
+        """Report stalled ranks to the leader, and send it the latest collectives of all ranks of this node.
 
         If no rank is stalled any more, `answers` is empty. See CollectiveMonitor.
         """
@@ -330,8 +330,8 @@ class NodeThread:
     def _make_wait_report(self, deadline: float) -> WaitReport:
         """Return a WaitReport, an object that logs once that this node waits for other nodes.
 
-        Until this node has started ranks, a WaitReport logs after FIRST_WAIT_SECONDS, because the nodes of a job do not all
-        begin at the same time. Later, a WaitReport logs after REJOIN_WAIT_SECONDS, which is a shorter time.
+        If this node has started ranks before, a WaitReport logs after REJOIN_WAIT_SECONDS, and otherwise after
+        FIRST_WAIT_SECONDS. FIRST_WAIT_SECONDS is longer, because the nodes of a job start at different times.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 

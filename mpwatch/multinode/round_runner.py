@@ -118,7 +118,7 @@ class RoundRunner:
             self._extend_fast_polling()
 
     def stop_waiting_after(self, seconds: float) -> None:
-        """Make `run` return when no other node needs this node any more, but at the latest after this number of seconds.
+        """Make `run` return as soon as no other node needs this node, or after this number of seconds.
 
         Call this method when the node's ranks have exited.
         """

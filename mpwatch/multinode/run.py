@@ -44,9 +44,9 @@ def run_multi_node(
         payload: see `run_single_node`.
         on_start: see `run_single_node`.
 
-    Raises LaunchError. If the calling program received a signal during the run, its signal handler is called at the end of
-    the run. If the signal handler raises an exception, such as KeyboardInterrupt, `run_multi_node` raises the same
-    exception.
+    Raises LaunchError. If the calling program received a signal during the run, the program's signal handler is called at
+    the end of the run. If the signal handler raises an exception, such as KeyboardInterrupt, `run_multi_node` raises the
+    same exception.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
@@ -88,7 +88,7 @@ def _prepare(
     payload: Payload | None,
     resources: ExitStack,
 ) -> tuple[WatcherThread, NodeThread, PendingCall]:
-    """Make all objects that must exist before the threads start, and let `resources` close these objects later."""
+    """Make all objects that must exist before the threads start. `resources` closes these objects."""
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout

@@ -1,6 +1,6 @@
 """In a run of several nodes, the caller's thread reports attempts to the leader and follows the leader's decisions.
 
-This module is like watcher/restarts/run_controller.py, except that all nodes decide together what follows after an attempt.
+This module is like watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
@@ -97,8 +97,7 @@ class MultiNodeRunController(RunController[T]):
     def is_job_decided(self) -> bool:
         """Whether this node knows the decision that ends the job.
 
-        If the run ends on this node before this node knows the decision that ends the job, the other nodes may continue the
-        job without this node.
+        If the run ends on this node before `is_job_decided` is True, the other nodes may continue the job without this node.
         """
         return self._job_decision is not None
 
@@ -233,7 +232,7 @@ class MultiNodeRunController(RunController[T]):
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
         """Return the decision, and add the root cause if the decision does not contain it.
 
-        The root cause is missing if no attempt could start after a failed attempt.
+        The decision contains no root cause if an attempt has failed and the nodes could not start the next attempt.
         """
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:

@@ -42,7 +42,8 @@ def spread_per_rank(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for a call that the ranks in `ranks` execute.
 
-    Each PerRank in the returned arguments has one value for every rank of the group.
+    Each PerRank in the returned arguments has one value for every rank of the group. For a rank that is not called, the
+    value is None.
 
     Args:
         args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.
@@ -70,8 +71,8 @@ def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, 
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
     In a job of several nodes, the number of ranks is not known before the nodes have joined. If `is_multi_node` is True,
-    this function only checks that all PerRank arguments have the same number of values. Later, each rank compares the number
-    of values in a PerRank with the number of ranks.
+    this function only checks that all PerRank arguments have the same number of values. Each rank checks the number of
+    values when it unpickles the call.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

@@ -88,7 +88,7 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def as_int(value: object) -> int | None:
-    """Return an integer of Python or NumPy as an int. Return None if the value is not an integer, or is a bool."""
+    """Convert a Python or NumPy integer to an int. Return None if the value is not an integer, or is a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -150,7 +150,7 @@ def _check_signal(name: str, element: object) -> int:
 
 
 def is_async(fn: object) -> bool:
-    """Return whether a call of this function would only make a coroutine, which mpwatch would not run."""
+    """Return whether this function is defined with `async def`. mpwatch refuses these functions."""
     if type(fn) is FunctionType and not vars(fn):  # no decorator has marked it
         return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted

@@ -56,9 +56,9 @@ def count_oom_kills_of_machine() -> int:
 def _find_folder(controller: str, kind: str) -> str | None:
     """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
 
-    cgroup v2 has only one hierarchy. If the cgroup hierarchy is mounted several times, use the first mount that contains the
-    folder. In a container, often only a part of the cgroup hierarchy is mounted. For this case, this function also tries the
-    path of the cgroup relative to the mounted part.
+    For cgroup v2, which has only one hierarchy, `controller` is empty. If the cgroup hierarchy is mounted several times, use
+    the first mount that contains the folder. In a container, often only a part of the cgroup hierarchy is mounted. For this
+    case, this function also tries the path of the cgroup relative to the mounted part.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

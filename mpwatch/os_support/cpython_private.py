@@ -20,12 +20,12 @@ mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method of multiprocessing in the
   rank. Without the attribute `_start_method`, a rank and the calling program may have different default start methods.
-- pickling/call_payload.py passes an object to `context.set_spawning_popen`, and multiprocessing calls `duplicate_for_child`
-  and `DupFd` of this object to pickle a descriptor. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
+- pickling/call_payload.py passes an object to `context.set_spawning_popen`. To pickle a descriptor, multiprocessing calls
+  `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
   lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
-  pickling/call_payload.py deletes this command from the cache, so that the traceback of other code from a string does not
-  quote the command.
+  pickling/call_payload.py deletes this command from the cache. Otherwise a traceback could quote the command in place of
+  other code with the file name `<string>`.
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without `linecache.cache`, a traceback does not quote code
   that is in no file, such as a notebook cell.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.

@@ -205,8 +205,8 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 def open_standard_descriptors() -> Iterator[None]:
     """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor until the end of the `with` block.
 
-    Without this function, the next file that the program opens would get the free number 0, 1 or 2. A child process uses the
-    descriptors 0, 1 and 2 as its standard streams.
+    Without this function, the next file that the program opens would get the free number 0, 1 or 2. A child process would
+    use this file as a standard stream.
     """
     made = []
     try:
@@ -229,7 +229,7 @@ def _is_open(fd: int) -> bool:
 
 
 def line_buffer_c_stdout() -> Callable[[], object]:
-    """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream at once.
+    """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream.
 
     If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
     `stdout`. A flush of all streams could block, because a thread that is reading from a stream locks this stream.

@@ -80,7 +80,7 @@ def send_signal_to_main_thread(pid: int, number: int) -> None:
 
 
 def _load_libc() -> Any:
-    """Return the C library of a 64-bit Linux program that has ctypes. In any other program, return None."""
+    """Return the C library if this is a 64-bit Linux program with ctypes. Otherwise return None."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     try:
@@ -93,10 +93,10 @@ def _load_libc() -> Any:
 def die_with_writer(pipe: int) -> None:
     """Make the kernel kill this process and its Unix process group when no process can write to `pipe` any more (Linux).
 
-    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended.
-    PR_SET_PDEATHSIG would kill this process when the thread that started the process ends, even if the watcher is still
-    running. PR_SET_PDEATHSIG also needs ctypes, and would not kill the other processes of the Unix process group. If the
-    system cannot send a signal for a pipe, do nothing.
+    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended. This
+    function does not use PR_SET_PDEATHSIG, which acts when the thread that started this process ends, even if the watcher
+    is still running. PR_SET_PDEATHSIG also needs ctypes, and would not kill the other processes of the Unix process group.
+    If the system cannot send a signal when a pipe is closed, do nothing.
     """
     import fcntl
     import select

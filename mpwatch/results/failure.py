@@ -61,7 +61,7 @@ class FailureKind(Enum):
 class ProcessFailure:
     """The failure of one rank.
 
-    A rank that the watcher stopped because another rank had failed has no ProcessFailure.
+    If the watcher stopped a rank because another rank had failed, the stopped rank has no ProcessFailure.
 
     Attributes:
         rank: number of the rank among all ranks of the run or the job, from 0.
@@ -119,7 +119,7 @@ class ProcessFailure:
         return format_failure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the data of this failure that pickle stores.
+        """Return the data that pickle stores for this failure.
 
         The exception is encoded, because many exceptions cannot be pickled.
         """

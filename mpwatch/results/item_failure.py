@@ -7,7 +7,7 @@ from mpwatch.results.failure import ProcessFailure, format_failure
 
 @dataclass(frozen=True, kw_only=True)
 class ItemFailure:
-    """An item of `mpwatch.map` that failed, so that there is no value for this item.
+    """A failed item of `mpwatch.map`, which has no value.
 
     Attributes:
         index: position of the item among all items, from 0.

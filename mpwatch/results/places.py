@@ -1,8 +1,8 @@
 """Makes the phrases of the report that say where in the code a rank was, or where the rank raised an exception.
 
-If the stack contains a frame of user code, the place is this frame. Code of mpwatch, of the standard library and of
-installed packages does not count as user code. If the stack contains no user code, the place is a frame of an installed
-package other than torch, for example of a training library.
+The place is the innermost frame of user code. Code of mpwatch, of the standard library and of installed packages does not
+count as user code. If the stack contains no user code, the place is the innermost frame of an installed package other than
+torch, for example of a training library.
 """
 
 import os
@@ -40,10 +40,10 @@ def format_location(stacks: str) -> str:
     """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
-    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If the stack
-    of such a rank has a frame of user code, the phrase ends with the place of this frame, as in
-    ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase gives the reason, or
-    is empty if the reason is unknown.
+    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If the rank
+    was not in the user's function, but its stack has a frame of user code, the phrase ends with the place of this frame, as
+    in ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase gives the reason,
+    or is empty if the reason is unknown.
     """
     frames = list(parse_frames(stacks))
     if not frames:

@@ -28,7 +28,7 @@ class RankCollectives:
     """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether this answer contains a call that is not in `earlier`, which is an older answer of the same rank."""
+        """Return whether this object contains a call that `earlier`, an older report of the same rank, does not contain."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:

@@ -1,9 +1,9 @@
 """Makes the report of a run: a text with the verdict, what happened to the other ranks, and the attempts.
 
-Read the function `format_report` first, because it makes the whole report. The functions of this module make each text from
-the data of model.py, and only when a caller needs the text. The functions do no I/O, and run in the caller's thread. The
-module failure.py makes the text about the failure of one rank, and places.py makes the text about the place of the rank in
-its code.
+Read the function `format_report` first, because it makes the whole report. The functions of this module make the texts from
+the data of model.py. They make a text only when a caller needs the text. The functions do no I/O, and run in the caller's
+thread. The module failure.py makes the text about the failure of one rank, and places.py makes the text about the place of
+the rank in its code.
 
 A report looks like this:
 
@@ -113,8 +113,8 @@ def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
     """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
 
     The report also lists an attempt of all ranks if a timeout or a signal ended the attempt. If each rank is restarted
-    alone, one timeout or signal can end many attempts. Only the verdict of the run names a timeout or signal that ended many
-    attempts.
+    alone, one timeout or signal can end many attempts. The report does not list these attempts, because the verdict of the
+    run names the timeout or signal.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -285,7 +285,7 @@ def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
 
 
 def format_end_of_program() -> str:
-    """Return a sentence that says that the program ended during a run, or during a call of its WorkerGroup."""
+    """Return a sentence that says that the program ended during a run, or during a call of a WorkerGroup."""
     return "the run was stopped: the program ended"
 
 

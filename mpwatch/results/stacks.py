@@ -19,7 +19,7 @@ class Stacks(dict[int, str]):
     """A dict from each global rank to the stacks of the rank's threads, as in `RunResult.stacks`.
 
     If a rank runs no function, or if its stacks did not arrive in time, its text is one line that says why there are no
-    stacks. `print(stacks)` groups ranks that have the same stacks, and then shows the verdict.
+    stacks. `print(stacks)` groups ranks that have the same stacks, and shows the attribute `verdict` at the end.
 
     Attributes:
         collectives: the collective in which each rank waited, or otherwise its last collective, as in

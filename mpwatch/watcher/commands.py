@@ -19,8 +19,8 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. No
-field of a command is written by both the watcher thread and the caller's threads.
+Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. Each
+field of a command is written either only by the watcher thread, or only by the caller's threads.
 """
 
 import os
@@ -129,8 +129,9 @@ def _make_locked() -> threading.Lock:
 class Suspend:
     """Suspend all ranks, and continue the ranks when the program continues. See suspension.py.
 
-    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event. The method
-    `Event.set` is Python code. If a second signal handler raised an exception in this code, the event could stay unset.
+    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because
+    `Event.set` is Python code. If a second signal handler raised an exception inside `Event.set`, the event could stay
+    unset.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -246,7 +247,7 @@ class CommandQueue:
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
-        """Pass the socket of a rank at a breakpoint to the caller's thread. The watcher thread calls this method."""
+        """Pass the socket of a rank's debugger to the caller's thread. The watcher thread calls this method."""
         self._debugger_sockets.append(debugger_socket)
         self.wake_callers()
 

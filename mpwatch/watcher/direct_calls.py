@@ -97,9 +97,9 @@ class DirectCalls:
 
     @property
     def due_at(self) -> float:
-        """The time at which the watcher thread withdraws the offers if no other call comes.
+        """The time at which the watcher thread withdraws the offers if no direct call is made before this time.
 
-        In seconds of CLOCK_MONOTONIC.
+        The time is in seconds of CLOCK_MONOTONIC.
         """
         return self._last_call_at + IDLE_SECONDS
 

@@ -13,19 +13,20 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 
 Guarantees:
 
-- When `EventLoop.run` ends, every rank is dead and reaped, except two kinds of ranks. A rank that SIGKILL does not end is
-  left behind and logged, and so is a dead rank that a debugger holds (process_pool.py).
+- When `EventLoop.run` ends, every rank is dead and reaped. There are two exceptions, which are logged: a rank that SIGKILL
+  does not end, and a dead rank that cannot be reaped because a debugger traces it (process_pool.py).
 - The loop handles the last message of a rank before it handles the rank's exit, because `_on_exit` first reads the rest of
   the rank's channel.
-- The loop waits for events in one place, `Selector.wait`. `Selector.wait` returns at the latest when a deadline of a state
-  machine, a delayed action (such as a delayed restart), or the withdrawal of an offer (direct_calls.py) is due. The loop has
-  two other waits, which are short. Before a restart, the loop waits at most KILL_SECONDS for the end of killed helpers.
-  Helpers are processes that earlier ranks had started. The loop also waits at most 50 ms for a debugger that holds a dead
-  rank. While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
+- The loop waits for events in one place, `Selector.wait`. The time limit of this wait is the earliest of three times: the
+  next deadline of a state machine, the next delayed action (such as a delayed restart), and the withdrawal of an offer
+  (direct_calls.py). The loop has two other waits, which are short. Before a restart, the loop waits at most KILL_SECONDS
+  until the killed helpers have ended. Helpers are processes that earlier ranks had started. If a debugger traces a dead
+  rank, the loop waits at most 50 ms for the rank's exit code, and at most 50 ms until the rank can be reaped. While the
+  whole program is suspended, the loop waits for the end of the suspension (suspension.py).
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
   wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
-- The loop handles all events of a wake-up before it executes the first action. Otherwise, the loop could mistake a death in
-  this wake-up for a consequence of the action.
+- The loop handles all events of a wake-up before it executes the first action. If the loop executed an action earlier, it
+  could mistake a death in this wake-up for a consequence of this action.
 """
 
 import heapq
@@ -774,7 +775,10 @@ class EventLoop:
         return []
 
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
-        """React to the stage that the group's state machine has reached. Return the events for the other groups."""
+        """React to the stage that the group's state machine has reached.
+
+        Return an Abort event if the ranks of all groups must end, or else no event.
+        """
         stage_before, outcome_before = group.known_stage, (group.known_stop_reason, group.known_signum)
         stop_request_before = group.known_stop_request
         group.read_machine()
@@ -823,7 +827,7 @@ class EventLoop:
         self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
-        """Answer a call of independent ranks when these ranks have ended. Other ranks stay alive."""
+        """Remove a group of independent ranks that have ended, and answer their call, if any. Other ranks stay alive."""
         group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
         call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
         self._remove_group(group)
@@ -835,7 +839,7 @@ class EventLoop:
     def _note_lost_ranks(self, group: RestartGroup) -> None:
         """Record which ranks have ended first.
 
-        Calls of other ranks end, too, and report the ranks that ended first as the reason.
+        The loss of these ranks also ends the calls of other ranks, which report these ranks as the reason.
         """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]

@@ -15,8 +15,8 @@ So the exception is replaced by another exception, which no code handles:
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-An exception that the calling program's signal handler raises ends the interrupted code at once. mpwatch does not have to
-stop ranks then, because no rank executes the user's function before and after a run.
+An exception that the calling program's signal handler raises ends the interrupted code at once. Before and after a run, no
+rank executes the user's function. So mpwatch does not have to stop any rank before it raises the exception.
 """
 
 import os

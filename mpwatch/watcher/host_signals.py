@@ -157,9 +157,9 @@ class HostSignals:
     def start_posting(self) -> None:
         """For each signal and stop request that has come, post an event to the watcher thread.
 
-        Later signals and stop requests are posted as soon as they come. Call this method only after the command that starts
-        the ranks' work was posted. Before this command, an event for SIGINT or a stop request has no effect, because the
-        ranks are still idle.
+        Later signals and stop requests are posted as soon as they come. Before the first call of this method, post the
+        command that starts the work of the ranks. Without this command, the ranks are still idle, and an event for SIGINT or
+        a stop request has no effect.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -258,9 +258,9 @@ class HostSignals:
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def will_end_program(self) -> bool:
-        """Return whether a deferred signal ends the program without an exception.
+        """Return whether a deferred signal other than SIGINT will end the program without an exception.
 
-        Ignore SIGINT, because a user who presses Ctrl-C knows that Ctrl-C ends the program.
+        SIGINT does not count, because a user who presses Ctrl-C knows that Ctrl-C ends the program.
         """
         return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
 
@@ -287,7 +287,10 @@ class HostSignals:
                 self.deliver_received()
 
     def _forward_wakeups(self) -> None:
-        """Copy numbers of signals to the calling program's wake-up descriptor, except deferred signals and stop signals."""
+        """Write the numbers of received signals to the calling program's wake-up descriptor.
+
+        Leave out the numbers of deferred signals and of the signals in `stop_signals`.
+        """
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:

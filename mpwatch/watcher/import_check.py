@@ -2,7 +2,7 @@
 
 This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If the import
 of that module starts ranks, each new rank imports the module again, and the number of processes grows without end. A process
-that multiprocessing has spawned also imports `__main__`, which must not start ranks during this import.
+that multiprocessing has spawned also imports `__main__`. mpwatch starts no ranks during this import, either.
 """
 
 import sys

@@ -32,7 +32,7 @@ def pack_items(items: Mapping[str, Any]) -> Payload:
 
 
 def _split_call(call: Call) -> Call:
-    """Return the call with the values of its PerRank arguments in `parts`, as one dict for each rank."""
+    """Return the call, with the values of its PerRank arguments moved to `parts`: one dict for each rank."""
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

@@ -291,8 +291,8 @@ class PersistentRanks:
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call.
 
-        If the ranks cannot start, this call fails, because the watcher thread gets the call before it starts the ranks.
-        Another call may already have started the ranks. If these ranks are lost before this call begins, start them again.
+        The watcher thread gets the call before it starts the ranks, so the call fails if the ranks cannot start. Another
+        call may already have started the ranks. If these ranks are lost before this call begins, start them again.
         """
         outcome = None
         while outcome is None:
@@ -441,8 +441,8 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    This is the rest of the call's timeout, or infinity without a timeout. Return 0 for a Shutdown if the previous wait for
-    this reader timed out.
+    The result is the rest of the call's timeout, or infinity if there is no timeout. For a Shutdown, the result is 0 if the
+    previous wait for this reader timed out.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

@@ -2,9 +2,9 @@
 
 `_interrupt_after_script` and `_interrupt_and_wait` run in the main thread, at the end of the program.
 
-Python runs signal handlers only in the main thread. As long as the main thread runs the program's own code, this code
-handles Ctrl-C. When the main thread has finished the program's code, Python waits for all other threads, except daemon
-threads. So there are two ways in which Ctrl-C ends a program while another thread waits for a call:
+Python runs signal handlers only in the main thread. While the main thread runs the program's own code, Ctrl-C usually raises
+KeyboardInterrupt in this code. When the main thread has finished the program's code, Python waits for all other threads,
+except daemon threads. So there are two ways in which Ctrl-C ends a program while another thread waits for a call:
 
     main thread   script ------------> wait for other threads -----------------> atexit functions --> end
                     |                   ^                    |                     ^
@@ -96,8 +96,8 @@ def _interrupt_and_wait() -> None:
     If no Ctrl-C has come, end only the runs of daemon threads. Return when all calls that this function has interrupted or
     ended are over.
 
-    Python waits for the end of every thread except daemon threads. If a thread that is not a daemon thread still runs,
-    Ctrl-C has ended Python's wait for this thread.
+    Before Python calls this function, Python waits for all threads except the main thread and daemon threads. If a thread
+    for which Python waits still runs when this function begins, Ctrl-C has interrupted Python's wait.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

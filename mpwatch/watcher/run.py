@@ -14,13 +14,14 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-In the first 2 ms of a call of idle ranks, the calling program's own signal handlers are installed, and can raise exceptions.
-Later, mpwatch's signal handlers are installed, which raise no exception while the caller's thread waits (host_signals.py).
+In the first 2 ms of a call of idle ranks, the calling program's own signal handlers stay in place, and can raise exceptions.
+If the call takes longer than 2 ms, mpwatch installs its own signal handlers. They raise no exception while the caller's
+thread waits (host_signals.py).
 
 If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. Any other exception
-in the caller's thread stops the working ranks as SIGTERM would. A second exception in the caller's thread kills these ranks.
-When the ranks have ended, `BlockingCall.execute` re-raises the first exception. An exception in the caller's thread does not
-stop ranks that have not begun their call yet, or have already answered it.
+in the caller's thread stops the working ranks in the same way as a SIGTERM to the calling program. A second exception in the
+caller's thread kills these ranks. When the ranks have ended, `BlockingCall.execute` re-raises the first exception. An
+exception in the caller's thread does not stop ranks that have not begun their call yet, or have already answered it.
 
 Other code can use `PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread. Python
 raises this exception only when the caller's thread no longer waits.
@@ -85,8 +86,8 @@ def run_single_node(
         payload: the packed call, which this function closes. If `payload` is None, this function packs the call.
         on_start: is called with the BlockingCall before the ranks are started.
 
-    Raises LaunchError. If a signal comes during the run, the calling program's handler for this signal runs at the end of
-    the run, and can raise an exception such as KeyboardInterrupt.
+    Raises LaunchError. If a signal such as SIGINT comes during the run, the calling program's handler for this signal runs
+    at the end of the run. This handler can raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_signal_options(spec)
@@ -246,7 +247,7 @@ class BlockingCall:
         """Return the result of `make`. `make` rebuilds return values and exceptions, and calls observers.
 
         If `make` raises an exception, deliver the deferred signals to the calling program's handlers, and re-raise the
-        exception. If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once, so
+        exception. If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once. So
         one Ctrl-C is enough to end `make`.
         """
         try:
@@ -302,8 +303,8 @@ class BlockingCall:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
         While this method waits, the calling program's own signal handlers stay installed. To install mpwatch's handlers and
-        to remove them again would take a quarter of the time of a short call. If a signal comes while this method waits, the
-        signal's handler runs at the latest when `deadline` has passed.
+        to remove them again would take a quarter of the time of a short call. If a signal comes while this method waits,
+        Python may delay the signal's handler until the end of the wait, at most until `deadline`.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):

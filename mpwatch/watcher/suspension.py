@@ -18,8 +18,8 @@ counts as user code.
 Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- The watcher thread always goes on after a suspension, because the caller's thread releases the lock `is_over` even after an
-  exception.
+- During a suspension, the watcher thread waits for the lock `is_over`. The caller's thread releases this lock even after an
+  exception, so the watcher thread always continues.
 - A process that was already stopped before the suspension stays stopped after the suspension.
 
 To stop itself, the program sets the default action of SIGTSTP, and then sends SIGTSTP to itself. In an orphaned Unix process

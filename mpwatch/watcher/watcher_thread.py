@@ -7,13 +7,13 @@
 The event loop needs a separate thread, because exceptions that other code raises must not interrupt the event loop. In the
 main thread, a signal handler can raise an exception between any two bytecodes. In any thread of the calling program,
 `PyThreadState_SetAsyncExc` can raise an exception between any two bytecodes. If an exception interrupted the start or the
-reaping of a rank, the rank's process could be left behind. No other code knows the watcher thread, so no other code raises
-an exception in this thread.
+reaping of a rank, the rank's process could be left behind. Only mpwatch uses the watcher thread, so no other code raises an
+exception in this thread.
 
 No user code runs in the watcher thread.
 
-If Python cannot start a thread because the calling program is ending, `WatcherThread.start` executes the event loop of most
-runs in the caller's thread.
+If Python cannot start a thread because the calling program is ending, `WatcherThread.start` executes the event loop in the
+caller's thread. For a WorkerGroup and for some runs, `start` raises LaunchError instead.
 """
 
 import os
@@ -73,9 +73,9 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two callers' threads must not call
-    methods of this class at the same time, except methods that any thread may call according to their docstrings. If an
-    exception interrupts a method, the method can be called again.
+    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two callers' threads must not call methods
+    of this class at the same time. This rule does not apply to methods whose docstrings allow calls from any thread or from
+    several threads. If an exception interrupts a method, the method can be called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -168,9 +168,9 @@ class WatcherThread:
     def start(self) -> None:
         """Start the watcher thread, which starts the ranks. Do nothing if the watcher thread was started before.
 
-        Any thread may call this method. If Python cannot start a thread, this method executes the event loop of most runs in
-        the caller's thread. If a WorkerGroup, a run of several nodes, or a run that can go on after a failure gets no
-        thread, this method raises LaunchError.
+        Any thread may call this method. If Python cannot start a thread, this method executes the event loop in the caller's
+        thread, or raises LaunchError. It raises LaunchError for a WorkerGroup, for a run of several nodes, and for a run
+        that can continue after a failure of a rank.
         """
         with self._start_lock:
             if self._thread is None:
@@ -218,8 +218,8 @@ class WatcherThread:
     def emit_logs_and_events(self) -> None:
         """Emit the deferred log records and call the observers. Logging handlers and observers can be user code.
 
-        Several threads may call this method at the same time. In a WorkerGroup, only one thread at a time emits the log
-        records and calls the observers, for all threads that call this method.
+        Several threads may call this method at the same time. In a WorkerGroup, only one thread at a time emits log records
+        and calls observers. Meanwhile, the method returns at once in all other threads.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()

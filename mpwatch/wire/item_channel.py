@@ -7,15 +7,16 @@
       | <------------- DIVIDE ---------------- |   instead, if ITEMS cannot be unpickled: send them one by one
       | ----------- end of the stream -------> |   there are no more items
 
-The messages of `mpwatch.map` have a separate socket, because messages in the rank's main channel go through the watcher
-thread. If a rank dies, the caller can still read the rank's last messages from the socket, so the caller knows at which item
-the rank died.
+Each rank has a separate socket for the messages of `mpwatch.map`, so these messages do not pass through the watcher thread.
+If a rank dies, the caller can still read the rank's last messages from the socket, so the caller knows at which item the
+rank died.
 
-Each item has a token, which is a number, and each rank has a pipe with the tokens of its items, in ascending order. Before a
-rank begins an item, the rank takes the item's token from its pipe. The caller can also take tokens from the pipe of a rank.
-A rank never begins an item whose token the caller has taken. So the caller can take the token of a busy rank's item, and
-send the item to another rank. When a rank has died, the tokens in its pipe show which items the rank had not begun. In the
-messages ITEM and ITEMS, the first argument of the pickled call is the token of the first item.
+Each item has a number, which is called its token. Each rank has a pipe, which contains the tokens of the rank's items in
+ascending order. Before a rank begins an item, the rank takes the item's token from the rank's pipe. The caller can also take
+tokens from the pipe of a rank. A rank never begins an item whose token the caller has taken. So the caller can take the
+token of a busy rank's item, and send the item to another rank. When a rank has died, the tokens in its pipe show which items
+the rank had not begun. In the messages ITEM and ITEMS, the first argument of the pickled call is the token of the first
+item.
 
 The socket for the messages of `mpwatch.map` has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The
 first byte of each message is the kind of the message. Large pickled data are sent in a file, whose descriptor is sent with

@@ -59,7 +59,8 @@ class LaunchInfo:
 class RankProcess(SpawnProcess):
     """The process of a rank.
 
-    In the watcher, the process object is an instance of a subclass of RankProcess that overrides the method `_Popen`.
+    In the watcher, the process object is an instance of a subclass of RankProcess. This subclass overrides the method
+    `_Popen`.
 
     In the rank, the process object is an instance of RankProcess itself.
 

@@ -96,7 +96,7 @@ def is_whole_frame(kind: MessageKind, data: bytes) -> bool:
 
 
 def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
-    """Return the message's kind, time and body length. Raises ValueError if mpwatch has not written these bytes."""
+    """Return the message's kind, time and body length. Raises ValueError if `head` is not a header of mpwatch."""
     magic, kind, stamp, length = HEADER.unpack_from(head)
     if magic != MAGIC:
         raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
@@ -112,7 +112,7 @@ class FrameDecoder:
     def feed(self, data: bytes) -> list[Message]:
         """Add bytes of the stream, and return the messages that are now complete.
 
-        Raises ValueError if mpwatch has not written the bytes.
+        Raises ValueError if the bytes are not messages of mpwatch.
         """
         self._buffer += data
         messages = []

@@ -1,6 +1,7 @@
 """The memory that the watcher shares with each rank.
 
-The watcher can read the shared memory without the rank's channel, even when the rank is dead.
+Each rank has its own part of the shared memory, which is called the rank's slot. The watcher can read the shared memory
+without the rank's channel, even when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
     a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
@@ -21,8 +22,8 @@ The watcher can read the shared memory without the rank's channel, even when the
   signal itself carries no call number. The rank needs the number in its slot to recognise a signal that was sent for an
   earlier call.
 
-A rank maps its slot of the file into memory and closes the file's descriptor. The memory stays mapped even if user code
-closes all descriptors, for example to become a daemon.
+A rank maps its slot of the anonymous file into memory, and then closes the file's descriptor. The memory stays mapped even
+if user code closes all descriptors, for example to become a daemon.
 """
 
 from __future__ import annotations

@@ -22,11 +22,12 @@ another processor.
 On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
 watchers have agreed on a step (multinode/leader.py).
 
-A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. If a rank has already
-returned, the other ranks do not stop before they have passed the last step of this rank.
+A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. If a rank has returned, the
+other ranks stop only after they have passed the last step of this rank.
 
-A step that is lower than the previous step begins a new round of steps, such as an epoch. In the fields `asked` and
-`agreed`, the first step of a round has the number that follows the last number of the previous round.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. The numbers in the fields `asked`
+and `agreed` continue from round to round. If the last step of a round has the number n, the first step of the next round has
+the number n + 1.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ This thread can answer while the main thread waits in C++ code, but not while an
 torch can give a new process group the name of a destroyed group. The numbers of the new group's collectives begin at 1
 again. When a group is created, this module stores the number that the next record of torch's flight recorder will have. A
 record that is older than the present group of the same name belongs to a destroyed group, and this module ignores the
-record. A "world" is the default group, which `init_process_group` creates, and all groups that the ranks of the default
-group create later.
+record. `init_process_group` creates the default group. A "world" consists of a default group, and of all groups that are
+created until this default group is destroyed.
 
 The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
@@ -149,7 +149,7 @@ def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
 def start(channel: Channel) -> None:
     """Start the thread that answers the watcher. Do nothing if an earlier call has already started the thread.
 
-    If no descriptor or thread can be created, the watcher does not get the rank's collectives, but still gets its stacks.
+    If no descriptor or thread can be created, the watcher gets the rank's stacks, but not the rank's collectives.
     """
     global _has_started, _requests
     if _has_started or not torch_private.has_flight_recorder():

@@ -144,8 +144,8 @@ def should_stop(step: int) -> bool:
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
-    for a rank that has returned, or that never calls `should_stop`. If a rank has already returned, the other ranks do not
-    stop before they have done the last step of this rank. If the ranks agree to stop after the last step of a rank, this
+    for a rank that has returned, or that never calls `should_stop`. If a rank has returned, the other ranks stop only after
+    they have done the last step of this rank. If the last step of a rank comes before the step at which the ranks stop, this
     rank ends normally, and `should_stop` never returns True in this rank. With `RestartPolicy(scope="worker")`, ranks do not
     communicate, so each rank stops at its own next step.
 

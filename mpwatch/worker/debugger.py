@@ -19,7 +19,7 @@ multiprocessing Connection:
                         ("inspect",)                                            the user wants to look at this rank
 
 With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
-main thread's stack to the user while the main thread runs, or waits in C code.
+main thread's stack to the user, even while the main thread runs or waits in C code.
 
 This module leaves a Pdb object unchanged if user code has passed `stdin` or `stdout` to it. An object of a debugger class
 with its own `cmdloop`, such as IPython's class, also stays unchanged. The default `sys.breakpointhook` calls pdb.set_trace.
@@ -209,7 +209,7 @@ class PromptStream:
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
-    """Change the module pdb: a Pdb object to which user code passes no streams reads and writes through the watcher."""
+    """Make Pdb objects read and write through the watcher, unless user code passes `stdin` or `stdout` to them."""
     import code
     from cmd import Cmd
 
@@ -347,7 +347,7 @@ class _StopError(BaseException):
 
 @contextmanager
 def _raised_at_sigterm() -> Iterator[None]:
-    """Make the handler of SIGTERM raise _StopError, so that the rank reports its exception and ends.
+    """Set a handler of SIGTERM that raises _StopError, so that the rank reports its exception and ends.
 
     If the user's function has set a handler for SIGTERM, do not replace this handler.
     """

@@ -1,7 +1,7 @@
 """Lets the rank change another module, such as pdb, as soon as that module has been imported. This module runs in a rank.
 
-This module is small, because every rank imports it. The rank does not import a module only to change it, because most ranks
-never need pdb or torch.
+This module is small, because every rank imports it. The rank does not import pdb or torch only to change them, because most
+ranks never need these modules.
 """
 
 from __future__ import annotations

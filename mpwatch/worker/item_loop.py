@@ -1,8 +1,8 @@
 """The rank's part of `mpwatch.map`: calls the function with each item from the caller, and sends each value immediately.
 
 `mpwatch.map` makes the ranks of a WorkerGroup call `serve_items`. If the user's function raises an exception for an item,
-the call of `serve_items` fails, and mpwatch reports the exception like an exception of any other call. After an exception,
-the caller makes another call of `serve_items` for the next items.
+the call of `serve_items` fails. mpwatch reports this failure like the failure of any other call. After an exception, the
+caller makes another call of `serve_items` for the next items.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
 
 
 def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
-    """Return the next items, each with the number of its token, or None if there are no more items.
+    """Return the next items with their tokens, or None if there are no more items. A token is the number of an item.
 
-    If the caller has sent a single item that cannot be unpickled, raise the exception that unpickling has raised.
+    If a single item cannot be unpickled, raise the exception that unpickling has raised. If several items in one message
+    cannot be unpickled, ask the caller to send them one by one, and return an empty list.
     """
     message = receive_message(channel)
     if message is None:

@@ -113,7 +113,7 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Make the rank answer the watcher's requests for collectives, as soon as it has created a process group."""
+    """Make the rank answer the watcher's requests for collectives, as soon as the rank creates a process group."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
@@ -302,7 +302,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the text and the traceback of the exception, and then the pickled exception.
 
     An exception's class can contain user code that raises an exception, crashes or hangs in `__str__`. The message FAILING
-    says when the call failed, and comes first, because FAILING needs no code of the exception's class. The pickled exception
+    says when the call failed. FAILING comes first, because it needs no code of the exception's class. The pickled exception
     comes last, because pickling an exception is even less safe than calling its `__str__`.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)

@@ -21,8 +21,8 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
     """Join the default process group. Do nothing if a group with this version already exists. Raises whatever torch raises.
 
     This function returns when all ranks have joined. With gloo, torch's `init_process_group` returns as soon as this rank is
-    connected to the other ranks. If this rank left the group before all ranks have joined, the connections that other ranks
-    are still opening would fail.
+    connected to the other ranks. If a rank leaves the group before all ranks have joined, the other ranks can fail to open
+    their connections.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.

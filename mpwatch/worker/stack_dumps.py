@@ -8,12 +8,12 @@ The watcher asks by one of two signals, because either signal works where the ot
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The C handler runs at once, even while a thread holds the
   GIL. The C handler writes only the stack of the main thread, which gets the signal. While a thread enters or leaves a
   function, the frame of this function is invalid for a moment. Python 3.11 to 3.13 can crash when the C handler reads an
-  invalid frame: with `sorted(key=function)`, in 0.3 % to 6 % of the dumps. Python 3.14 does not crash, but leaves out the
-  rest of the stack: with `sorted(key=function)`, in 4 % of the dumps.
+  invalid frame. While the main thread runs `sorted(key=function)`, this happens in 0.3 % to 6 % of the dumps. Python 3.14
+  does not crash, but leaves out the rest of the stack. With `sorted(key=function)`, this happens in 4 % of the dumps.
 
-The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
-begin to write its stacks, the main thread is in C code, and the watcher also sends NATIVE_DUMP_SIGNAL. Neither handler ever
-blocks. Both handlers leave out the text that does not fit into the pipe.
+The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. The watcher sends
+NATIVE_DUMP_SIGNAL only if the rank has not begun to write its stacks, usually because the main thread is in C code. Neither
+handler ever blocks. Both handlers leave out the text that does not fit into the pipe.
 
 Like any signal handler in Python, the handler of PYTHON_DUMP_SIGNAL can interrupt a system call, which then fails with
 EINTR. If the user has set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.

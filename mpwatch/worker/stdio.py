@@ -4,9 +4,9 @@ When a rank starts, its stderr is a pipe to the watcher. If the start fails, the
 messages from this pipe. When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller
 wants. After `move_stderr`, the rank uses the pipe to the watcher only for stack dumps.
 
-If stdout is a pipe or a file, Python and C write to stdout in blocks, not in lines. If stdout were written in blocks, the
-watcher would read lines late, and would never get the last block of a rank that is killed. `flush_at_newline` makes stdout
-flush at the end of each line, as it does on a terminal.
+If stdout is a pipe or a file, Python and the C library write to stdout in blocks, not in lines. If stdout were written in
+blocks, the watcher would read lines late, and would never get the last lines of a rank that is killed. `flush_at_newline`
+makes stdout flush at the end of each line, as it does on a terminal.
 """
 
 from __future__ import annotations

@@ -96,14 +96,14 @@ This command repeats all measurements in 80 minutes, on a machine that does noth
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20 and 2026-11-21 are
-the days on which the README first published the figures.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. For a measurement with the date
+2026-11-20 or 2026-11-21, this date is the day on which the README first published the figures.
 """
 END = """
 ## Lightning: how a program ends after a failure
 
-Rank 1 fails while rank 0 is busy. The table shows the time in seconds until the program ended, and the exit status of the
-program.
+Rank 1 fails while rank 0 is busy. The table shows the time in seconds from the failure to the end of the program, and the
+exit status of the program.
 
 | rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
 |---|---|---|---|---|---|
@@ -115,8 +115,9 @@ Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU).
 `python tests/benchmarks/lightning_failures.py`.
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The column *watched* is a program that uses `mpwatch.integrations.lightning.watched`. This
-program calls `sys.exit(error.exit_code)`, which sets its exit status. The exit of its Python interpreter alone takes 1.3 s.
+processes, your program included. The column *watched* shows a program that uses `mpwatch.integrations.lightning.watched`.
+This program calls `sys.exit(error.exit_code)`, which sets its exit status. Of the time until this program ends, its Python
+interpreter needs 1.3 s to exit.
 
 ## What the caller gets after a failure
 

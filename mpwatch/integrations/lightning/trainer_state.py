@@ -59,9 +59,11 @@ class TrainerState:
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer. If user code raises an exception, `restore` only warns.
+        """Copy the state into the caller's trainer.
 
-        The warnings come last, so that the whole state is copied even if a warning filter turns warnings into errors.
+        If a callback or the module raises an exception while it loads its state, `restore` warns, and copies the rest of the
+        state. `restore` issues all warnings at the end, so that it copies the whole state even if a warning filter turns
+        warnings into errors.
         """
         problems = [*self.problems]
         if self.weights:
@@ -110,7 +112,7 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load into the caller's module each weight for which this module has a layer.
+    """Load the weights into the caller's module, except weights for which the caller's module has no layer.
 
     If some weights were not loaded, return a list with one text that names these weights, and otherwise [].
 

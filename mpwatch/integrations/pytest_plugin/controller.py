@@ -281,7 +281,11 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause, but prefer an unexpected failure of another rank to a skip or an expected failure."""
+    """Return the root cause.
+
+    If the root cause is a skip or an expected failure, but another rank has failed unexpectedly, return the failure of the
+    other rank instead.
+    """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause

@@ -7,8 +7,8 @@
 
 `run` submits the minimum number of nodes as one SLURM job, with one task on each machine. SLURM starts all tasks of one
 SLURM job at the same time. If `run` submitted a job array instead, some nodes could occupy their machines for hours while
-they wait for the other nodes. Each further node, and each node that replaces a lost node, is a separate SLURM job, and so
-can start and end independently of the other nodes.
+they wait for the other nodes. Each further node, and each node that replaces a lost node, is a separate SLURM job. A
+separate SLURM job can start and end independently of the other nodes.
 
     driver: SubmititEngine                  folder of the executor                task of SLURM
     ----------------------                  ----------------------                -------------
@@ -16,15 +16,15 @@ can start and end independently of the other nodes.
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-Only the user can read and write the folder mpwatch-1234abcd, because the pickles in this folder contain the secret of the
-job. Another user who could change a pickle could also run any code in the job.
+`run` writes pickles into a folder with a name such as mpwatch-1234abcd. Only the user can read and write this folder,
+because the pickles contain the secret of the job. Another user who could change a pickle could also run any code in the job.
 
 Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
 job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of
 submitit, `mpwatch.should_stop` returns True in all ranks at the same step, so that the ranks can save and return. When the
-ranks have returned, the work is queued again: submitit queues a `Job`, and `run` submits a new SLURM job. If SLURM sends
-only SIGTERM before it takes machines back, SIGTERM ends the ranks, and they cannot save. If
-`PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
+ranks of a preempted `Job` have returned, submitit queues the `Job` again. When the ranks of a preempted `run` have returned,
+`run` submits a new SLURM job. If SLURM sends only SIGTERM before it takes machines back, SIGTERM ends the ranks, and they
+cannot save. If `PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
 """
 
 from mpwatch.integrations.submitit.job import Job

@@ -79,7 +79,7 @@ class SubmititEngine:
     def cancel(self, number: int) -> None:
         """Cancel the submitit job of a node if all other nodes of this job have ended.
 
-        A node whose submitit job is not cancelled ends when the driver closes the connection to the node.
+        If the submitit job is not cancelled, the node ends when the driver closes the connection to the node.
         """
         with self._lock:
             self._futures[number].cancel()

@@ -9,7 +9,7 @@ exception. A stand-in has the name, text, notes, cause, context, group members, 
 original exception. The receiver does not import or run any code that is named in the received data.
 
 The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores the
-received source lines under a new file name, because source lines of the receiver may have the same file name.
+received source lines under a new file name, because the receiver may have its own source lines under the sender's file name.
 """
 
 import builtins
@@ -129,7 +129,7 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return as many of the first failures as fit into `limit` bytes of JSON.
+    """Return the first failures, as many as fit into `limit` bytes of JSON.
 
     The first failure is always returned, even if it is too large.
     """

@@ -152,7 +152,7 @@ class StepsHeld:
 class RanksStopped:
     """A message to the leader: all ranks of this node have ended.
 
-    Some time after RanksStopped, the node also sends an AttemptReport.
+    The node sends its AttemptReport later, when the node has diagnosed the attempt.
     """
 
     group_rank: int
@@ -209,7 +209,7 @@ class ShutdownAck:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A message to one node: the consecutive ranks that this node has in the attempt that starts."""
+    """A message to one node: the ranks of the receiving node in the attempt that starts. They are consecutive numbers."""
 
     group_rank: int
     attempt: int

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time limit for a wait that another thread can end early.
+    """The time limit of a wait. Another thread can end the wait early.
 
     Args:
         at: seconds on the monotonic clock.

@@ -33,7 +33,7 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return the local time at which this node first read the time of the other node's clock, plus `later`.
+        """Add `later` to the local time at which this node first read the other node's time, and return the sum.
 
         If somebody sets the local clock to another time, the result changes by the same amount.
         """

@@ -91,7 +91,7 @@ class Round:
 
 
 class _NoRoomError(Exception):
-    """A join has reached its deadline, and this node cannot join, because the job has its maximum number of nodes.
+    """The deadline of this node's join has passed, and the job has its maximum number of nodes.
 
     Without this exception, torch would wait without limit until another node leaves the job.
     """
@@ -116,7 +116,7 @@ class _CheckedBackend(RendezvousBackend):
 
 
 class DynamicRendezvous:
-    """Forms rounds of nodes that can come and go, with torch's dynamic rendezvous.
+    """Forms rounds with torch's dynamic rendezvous, so that nodes can join and leave during the job.
 
     Args:
         rendezvous: the options.
@@ -268,9 +268,10 @@ class DynamicRendezvous:
         self._remove_this_node()
 
     def has_other_nodes(self) -> bool:
-        """Return whether the rendezvous state still contains other nodes, which are leaving or were lost.
+        """Return whether the rendezvous state still contains at least one other node.
 
-        Call this method after this node has left.
+        The state contains the nodes that have not left yet. It may also contain lost nodes. Call this method after this node
+        has left.
         """
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
@@ -292,7 +293,7 @@ class DynamicRendezvous:
 
 
 class StaticRendezvous:
-    """Forms rounds of nodes that have fixed group ranks. All nodes of the job must join each round.
+    """Forms rounds in which each node has a fixed group rank. All nodes of the job must join each round.
 
     Each node adds 1 to the key `here/<rank>` in the store of the round. The round is complete when the keys of all nodes
     exist.

@@ -1,8 +1,8 @@
 """Connections to torch's store (`TCPStore`) that end if the store does not answer.
 
 torch's C++ client waits for an answer without limit, even if the network does not work any more. This module sets options
-of the connection's socket, so that the kernel ends the connection if no answer comes. The thread that closes the rendezvous
-can also shut down the connection. torch's errors become StoreLostError.
+of the connection's socket, so that the kernel ends the connection if no answer comes. If a node cannot leave the rendezvous
+in time, the node itself shuts down the connection. torch's errors become StoreLostError.
 """
 
 import os

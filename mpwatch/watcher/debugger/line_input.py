@@ -3,8 +3,7 @@
 Python's `input` also works in a notebook, because IPython's kernel replaces `input` with its own function. In a terminal,
 `input` uses the readline module for editing, history and completion, if Python has this module. While `input` waits for the
 user, another thread watches the rank's socket. If the rank ends, the watching thread sends SIGURG to the main thread. The
-handler of SIGURG raises PromptClosedError. A SIGURG that arrives after `input` has returned does no harm, because a process
-ignores SIGURG by default.
+handler of SIGURG raises PromptClosedError while `input` waits for the user. At any other time, the handler does nothing.
 """
 
 import os

@@ -414,7 +414,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives of `keys` for which each absent rank waits in another returned collective."""
+    """Return the collectives of `keys` whose absent ranks all wait in other collectives of the result."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]

@@ -4,7 +4,7 @@ A rank puts a time stamp on its messages. A death has no time stamp: the watcher
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
 - A death is later than the time stamps of all messages that the watcher read before it noticed the death.
-- A death is earlier than the time stamp of each message that the watcher reads later in the same wake-up.
+- A death is earlier than the time stamp of each message that the watcher reads after the death in the same wake-up.
 
 An exception that a death has caused gets a later time than the death, even if the watcher wakes up late.
 

@@ -189,7 +189,7 @@ def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict |
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
     If the watcher ended the attempt because of a verdict, return this verdict or a newer verdict with the same `finding`. A
-    newer verdict can name more ranks, because more ranks have reported their collectives in the meantime.
+    newer verdict can name more ranks, because more ranks have reported their collectives since the older verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -202,7 +202,7 @@ def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectiv
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """If a rank has lost a peer, or has timed out waiting for a peer, mark its last collective as WAITING.
+    """Mark as WAITING the last collective of each rank that has lost a peer, or has timed out waiting for a peer.
 
     torch marks a collective as completed even if the collective has failed.
     """
@@ -348,7 +348,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return a HANG failure for each silent rank, and for each rank that kept silent ranks waiting.
+    """Return a HANG failure for each silent rank, and for each rank for which the silent ranks waited.
 
     The time of a silent rank's HANG failure is the time of the rank's last heartbeat. If a silent rank waits for another
     rank, the failure of the silent rank is secondary, even if the other rank sent heartbeats.
@@ -381,7 +381,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """Return whether the rank was running when the watcher stopped the ranks.
 
-    A rank in `attempt.silent_ranks` counts as running, even if its function has returned in the meantime.
+    A rank in `attempt.silent_ranks` counts as running, even if its function returned after the rank was found silent.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False

@@ -77,10 +77,10 @@ class OomDetector:
         self._suspects += killed
 
     def resolve_suspects(self) -> str:
-        """Look up the suspects in the kernel's log, if it can be read. Call this method when ranks have ended.
+        """Look up the suspects in the kernel's log, if it can be read.
 
-        Return a text about processes other than the ranks that the OOM killer has killed since the last call of this method.
-        The text is empty if there are no such processes.
+        Call this method when all ranks of a restart group have ended. Return a text about OOM kills of other processes (not
+        of ranks) since the last call of this method. The text is empty if there were no such kills.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)
@@ -141,5 +141,5 @@ def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
 
 
 def _find_kills(lines: Iterable[str]) -> dict[int, str]:
-    """Return a dict from the pid of each process that the OOM killer killed to the log's text about this process."""
+    """Return the log's texts about the processes that the OOM killer killed, as a dict with their pids as keys."""
     return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

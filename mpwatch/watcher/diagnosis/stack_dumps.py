@@ -148,7 +148,8 @@ class StackDumpParser:
 
         The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
         stacks of the other threads. If a complete stack from faulthandler comes before Python's text, Python's text is left
-        out. In this case, Python wrote its text later, after the C code had ended.
+        out. In this case, the main thread was executing C code, and Python could write its text only after this code had
+        ended.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]

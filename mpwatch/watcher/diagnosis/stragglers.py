@@ -45,8 +45,8 @@ def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[i
     """Return the ranks to blame for the silence of ranks, or an empty set if it is not certain which ranks are to blame.
 
     This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, this function looks
-    among all running ranks. The second search takes place only if exactly one collective is known in which silent ranks
-    wait.
+    among all running ranks. The second search takes place only if silent ranks are known to wait in a collective, and all of
+    these ranks wait in the same collective.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)

@@ -1,8 +1,9 @@
 """The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
-All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. A
-heartbeat is late when it is older than half of `heartbeat_timeout`. Each further reading is due at the earliest time at
-which a heartbeat can be late. While the heartbeat of a rank is late, all heartbeats are read more often.
+All heartbeats of running ranks are read at the same time. The first reading is due when half of `heartbeat_timeout` has
+passed since the start of the call. A heartbeat is late when it is older than half of `heartbeat_timeout`. Each further
+reading is due at the earliest time at which a heartbeat can be late. While the heartbeat of a rank is late, all heartbeats
+are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
 as failed only if it is also silent at the second reading. A rank that was suspended and continues sends a heartbeat before

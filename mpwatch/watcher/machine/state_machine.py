@@ -411,9 +411,10 @@ class StateMachine:
 
         After the second signal, kill the ranks.
 
-        A signal also kills ranks that are already being stopped. If other nodes have ended the attempt, only the second
-        signal kills the ranks. The other nodes may have ended the attempt because they received the same signal a moment
-        earlier. The calling program's own handler always gets the signal after the run.
+        If mpwatch has already sent SIGTERM to the ranks for another reason, the first signal kills the ranks. If other nodes
+        have ended the attempt, only the second signal kills the ranks. The other nodes may have ended the attempt because
+        they received the same signal a moment earlier. The calling program's own handler always gets the signal after the
+        run.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):

@@ -58,8 +58,7 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
 In a WorkerGroup, the ranks of each running call have their own state machine, and all ranks without a call share another
 state machine.
 
-The event Resumed moves the deadline of every stage to a later time. Resumed changes neither the stage nor the times of a
-Lease.
+The event Resumed moves every deadline to a later time, except the times of a Lease. Resumed does not change the stage.
 
 In a job of several nodes, the machine begins in the stage AWAITING_DECISION and has no ranks yet, because all nodes decide
 together which ranks start.

@@ -5,10 +5,10 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch ends the call only if two successive checks find this mismatch. Between the two checks, a collective whose ranks
-use different data types may still succeed. The module measures how long a rank waits in a collective: from the first check
-to the last check that found the rank waiting. The measured time does not include the time for which the program was stopped
-or a debugger's prompt was open.
+A mismatch ends the call only if two successive checks find this mismatch. The second check is necessary because a collective
+may succeed although its ranks use different data types. The module measures how long a rank waits in a collective: from the
+first check to the last check that found the rank waiting. The measured time does not include the time for which the program
+was stopped or a debugger's prompt was open.
 
 On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
 leader node compares the collectives of the ranks of all nodes. If a rank has called no collective for `stall_after` seconds,
@@ -226,7 +226,7 @@ class CollectiveMonitor:
     def _is_final(self, stall: CollectiveVerdict) -> bool:
         """Return whether this collective can never end, because a rank that must call it has returned.
 
-        In a WorkerGroup, return False if it is not certain that the main thread of a rank waits in the collective. A later
-        call can complete an asynchronous collective.
+        In a WorkerGroup, return True only if the main thread of a rank certainly waits in the collective. If no main thread
+        waits, the collective may be asynchronous, and a later call of the WorkerGroup can complete it.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

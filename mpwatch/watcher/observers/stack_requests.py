@@ -125,7 +125,7 @@ class StackRequests:
             handle.stack_parser.end_dump()
 
     def _answer(self) -> None:
-        """Answer all requests. If a rank has not sent its stacks or collectives, they are missing in the answers."""
+        """Answer all requests. The answers do not contain stacks or collectives that a rank has not sent."""
         for handle in list(self._asked):
             self._take(handle)
         self._asked_for_collectives.clear()

@@ -5,9 +5,10 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-If a call begins without a mode, its output is held back until a mode begins, for at most HOLD_SECONDS. If a second rank
-prints before HOLD_SECONDS have passed, line mode begins. If only one rank prints during HOLD_SECONDS, passthrough mode
-begins. As soon as a second rank prints, passthrough mode changes to line mode. Line mode stays until the end of the call.
+A call begins without a mode if several ranks can be shown and `is_line_mode` is False. Until a mode begins, output is held
+back for at most HOLD_SECONDS. If a second rank prints before HOLD_SECONDS have passed, line mode begins. If only one rank
+prints during HOLD_SECONDS, passthrough mode begins. As soon as a second rank prints, passthrough mode changes to line mode.
+Line mode stays until the end of the call.
 
 In line mode, LineAssembler keeps only the latest update of a progress bar. Every SHOW_SECONDS, the latest update of a
 progress bar is shown as a separate line if the update is new. The last update of a progress bar is shown when its line ends
@@ -155,7 +156,7 @@ class OutputMultiplexer:
     def _change_to_line_mode(self) -> None:
         """Begin line mode, because a second rank prints.
 
-        If only the beginning of a line of the first rank was shown, the whole line is shown when it is complete.
+        If the first rank's current line was shown only in part, the whole line is shown again when it is complete.
         """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:

@@ -86,7 +86,7 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """While `is_held` is True, read pipes and write output only in jobs, such as the job of `drain_all`."""
+        """Set whether pipes are read and output is written only in jobs, such as the job of `drain_all`."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
@@ -108,7 +108,7 @@ class OutputThread:
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ended ranks whose job `end_pipes` was posted.
+        """Do what `drain_all` does, but only for ended ranks for which the job `end_pipes` was posted.
 
         The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done. Do
         not write unfinished lines of ranks that still run.
@@ -243,7 +243,7 @@ class OutputThread:
             self._wait_for_batch()
 
     def _wait_for_batch(self) -> None:
-        """After a small read, wait a moment for more output, but run each job at once.
+        """After a small read, wait BATCH_SECONDS for more output. If a job comes, end the wait and run the job.
 
         Without this wait, a rank that prints line by line would wake the output thread for each line. Each wake-up would
         cost the rank more time than the printing of the line.

@@ -111,7 +111,7 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """While `is_held` is True, write output only in `drain_all` and after the end of a rank.
+        """Set whether output is held, which means that it is written only in `drain_all` and after the end of a rank.
 
         Output is held while a debugger's prompt is open.
 

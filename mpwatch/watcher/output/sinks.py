@@ -69,7 +69,8 @@ class _FileSink:
 
     The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
     to be atomic. A write ends at the end of a line, unless the line is too long for one write. A pipe guarantees that a
-    write of at most PIPE_BUF bytes is atomic. An empty pipe accepts more than PIPE_BUF bytes in one piece.
+    write of at most PIPE_BUF bytes is atomic. If the pipe is empty, a write may be longer than PIPE_BUF, because an empty
+    pipe accepts more bytes in one piece.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:

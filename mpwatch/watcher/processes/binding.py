@@ -157,7 +157,7 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return how many cores or CPUs a rank has for itself if shared ones are divided equally. Return at least 1.
+    """Return how many cores or CPUs a rank has if the ranks divide shared cores or CPUs equally. Return at least 1.
 
     `users[n]` is the number of cores or CPUs that are each used by n ranks.
     """

@@ -62,7 +62,7 @@ class CollectiveSockets:
         selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
-        """Ask the rank for its collectives, unless its last answer is still missing.
+        """Ask the rank for its collectives, unless an earlier request still waits for its answer.
 
         Return False if the rank cannot be asked.
         """

@@ -22,7 +22,7 @@ Guarantee: mpwatch kills the process group of a dead rank before it reaps the ra
 can get the rank's pid.
 
 This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
-docstring of os_support/cpython_private.py says what would break without these three methods.
+docstring of os_support/cpython_private.py says what would break if multiprocessing did not call these three methods.
 """
 
 import errno
@@ -254,7 +254,7 @@ class RankPopen(Popen):
     def reap(self) -> bool:
         """Kill the processes left in the group of a dead rank, reap the rank and close its descriptors.
 
-        Return False if a debugger prevents mpwatch from reaping the rank. The rank then stays a zombie.
+        If a debugger prevents mpwatch from reaping the rank, return False and leave the rank as a zombie.
         """
         with self._lock:
             if not self._is_reaped:
@@ -354,7 +354,7 @@ def _get_resource_tracker_fd() -> Any:
 
 
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
-    """Return the data that spawn sends a child first, but without the entries for `__main__` and the start method."""
+    """Return the data that spawn first sends to a child, without the entries for `__main__` and the start method."""
     original_dir = get_original_dir()
     return {
         "name": process.name,

@@ -196,7 +196,7 @@ class ProcessPool:
             ) from error
 
     def read_black_box(self, handle: RankHandle) -> list[Message]:
-        """Return the messages that a dead rank could not send, and has written to its part of the shared memory instead."""
+        """Return the messages that a dead rank has written to its shared memory because it could not send them."""
         rank = handle.observations.worker.rank
         try:
             return read_black_box(self._slots_fd, self._slots[rank])

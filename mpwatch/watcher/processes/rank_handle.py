@@ -1,4 +1,4 @@
-"""The handle of one rank: its process, its channel, its stack pipe and its observations.
+"""The handle of one rank: its process, its channel, its stack pipe, and what the watcher has observed of the rank.
 
 This module runs in the watcher thread.
 
@@ -103,8 +103,8 @@ class RankHandle:
     def can_be_called_directly(self) -> bool:
         """Return whether the caller's thread can call the rank without the watcher thread.
 
-        Return False if the channel is closed. Also return False if the watcher has not yet sent the startup output of the
-        rank's interpreter back to the rank.
+        Return False if the channel is closed. Also return False if the rank's interpreter printed output while it started,
+        and the watcher has not yet sent this output to the rank.
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
@@ -198,7 +198,10 @@ class RankHandle:
         return messages
 
     def parse_messages(self, received: Received) -> list[Message]:
-        """Parse bytes that the caller has read from the channel, and return the complete messages. See `read_messages`."""
+        """Parse bytes that the caller's thread has read from the channel, and return the complete messages.
+
+        After an error, or if the rank has closed its end of the channel, close the channel.
+        """
         messages: list[Message] = []
         with self._close_channel_after_error():
             data, files, is_cut = split_received(received)
@@ -245,7 +248,7 @@ class RankHandle:
     def on_ready(self, body: bytes) -> None:
         """Record that the rank is ready.
 
-        Until a rank is ready, the stack pipe is its stderr. A rank that is ready writes only stacks to the stack pipe.
+        Until a rank is ready, its stderr is the stack pipe. A rank that is ready writes only stacks to the stack pipe.
         """
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
@@ -264,13 +267,13 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """If the rank has not begun to answer this request for stacks, ask its faulthandler for the main thread's stack.
+        """Make faulthandler write the main thread's stack, if the rank has not begun to answer the stack request `request`.
 
         While a rank's main thread runs C code, only faulthandler can write its stack, because Python cannot run a signal
         handler. Do nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
         code. This method sends the signal directly to the main thread, because faulthandler writes the stack of the thread
-        that gets the signal. While PYTHON_DUMP_SIGNAL is pending in the main thread, the kernel could deliver a signal for
-        the whole process to another thread.
+        that gets the signal. A signal that is sent to the whole process could reach another thread while PYTHON_DUMP_SIGNAL
+        is pending in the main thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -281,7 +284,8 @@ class RankHandle:
         """Return whether the rank can write stacks when it gets this signal.
 
         A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
-        end of the stack pipe must not write stacks. The number of the closed descriptor may now belong to another file.
+        end of the stack pipe must not write stacks, because the number of the closed descriptor may now belong to another
+        file.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:

@@ -4,11 +4,12 @@
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
-- A wait on every descriptor would register all descriptors again each time, even if only one of them is ready.
-- The kernel's own set (epoll) lists descriptors in the order in which they became ready. If one rank dies and another rank
-  then sends a message, the kernel lists the death first, even if the watcher reads both much later. If a descriptor becomes
-  ready again before the watcher reads it, the descriptor keeps its old place in the kernel's list. So the place of a
-  descriptor can be too early, but never too late.
+- If `wait` got every descriptor, each call of `wait` would register all descriptors again, even if only one of them is
+  ready.
+- The selector uses a set of descriptors in the kernel (epoll). The kernel lists ready descriptors in the order in which they
+  became ready. If one rank dies and another rank then sends a message, the kernel lists the death first, even if the watcher
+  reads both much later. If a descriptor becomes ready again before the watcher reads it, the descriptor keeps its old place
+  in the kernel's list. So the place of a descriptor can be too early, but never too late.
 """
 
 import selectors

@@ -47,7 +47,7 @@ COUNT_SIZE = 4  # bytes of the count of users, an int
 
 
 def find_makers(pgid: int) -> set[int]:
-    """Return the pid of each process in the Unix process group `pgid` that has made a torch file which still exists."""
+    """Return the pids of the processes in the Unix process group `pgid` that have made torch files which still exist."""
     return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
 
 

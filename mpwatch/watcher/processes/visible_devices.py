@@ -62,7 +62,7 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
 
 def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that show a rank only the GPU whose number is the rank's local rank.
+    """Return environment variables with which a rank sees only one GPU: the GPU in `devices` whose index is the local rank.
 
     Args:
         devices: the GPUs that the rank can see without these variables.
@@ -88,7 +88,10 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
 
 
 def find_gpu_nodes(devices: VisibleDevices, ranks: int) -> list[int | None]:
-    """Return the NUMA node of the GPU of each rank. If there are fewer GPUs than ranks, several ranks use the same GPU."""
+    """Return a list with the NUMA node of each rank's GPU.
+
+    If there are fewer GPUs than ranks, several ranks use the same GPU.
+    """
     gpus = devices.gpus or [None]
     return [gpu.node if (gpu := gpus[rank % len(gpus)]) is not None else None for rank in range(ranks)]
 

@@ -95,9 +95,10 @@ class RestartGroup:
         return self.call is None and machine.stage is m.RunStage.IDLE and not is_starting
 
     def read_machine(self) -> None:
-        """Copy the state of the state machine, so that the event loop can later see what has changed.
+        """Copy the present state of the state machine to attributes of this object.
 
-        `due_at` is the state machine's deadline, or infinity if the state machine has no deadline.
+        To find changes, the event loop compares these attributes before and after it calls this method. `due_at` is the
+        state machine's deadline, or infinity if the state machine has no deadline.
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
@@ -220,7 +221,8 @@ class RestartGroup:
     def _publish_call_started(self) -> None:
         """Publish the event CallStarted once for each call.
 
-        If the ranks of a call are not known when the call begins, publish CallStarted when these ranks are first started.
+        In a run of several nodes, the call begins before this node knows its ranks. CallStarted is then published when these
+        ranks are first started.
         """
         if self.setups and self._run_started_at < math.inf and not self._has_published_call:
             self._has_published_call = True

@@ -9,8 +9,8 @@ the delay. The watcher thread waits for the end of the delay. Observers run in t
 make the delay longer.
 
 This module runs user code, because it unpickles exceptions and return values, and calls `retry_if` and `env`. If an
-exception or a return value cannot be unpickled, the diagnosis of the attempt contains the error. If `retry_if` or `env`
-raises an exception, this exception ends the run.
+exception cannot be unpickled, the result contains a stand-in for this exception. If a return value cannot be unpickled, the
+rank that has returned it counts as failed. If `retry_if` or `env` raises an exception, this exception ends the run.
 """
 
 import logging
@@ -205,7 +205,7 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose return values the result would have with keep_going=True.
+        """Return the ranks whose return values are not in the result, but would be in it with keep_going=True.
 
         Return () if keep_going=True is already set, or is not allowed in this run.
         """

@@ -230,7 +230,7 @@ def _try_pickle_and_load(value: Any) -> bytes | None:
 
 
 def _get_plain_text(read: Callable[[], Any]) -> str:
-    """Return the text from `read` as a plain `str` of at most MAX_TEXT characters.
+    """Return the text that `read()` returns, as a plain `str` of at most MAX_TEXT characters.
 
     A subclass of `str` is converted to `str`, because the module marshal refuses subclasses of `str`.
     """

@@ -127,9 +127,10 @@ class BoundedRepr(Repr):
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
     """Return a list with one dict for each traceback.
 
-    The dict of a traceback maps the index of each frame that has variables to a dict of this frame. The outermost frame of a
-    traceback has the index 0. The dict of a frame maps the name of each local variable to its value as text. Leave out
-    variables that Python itself has created, such as `__name__`. Raises RuntimeError if no thread can be started.
+    In the dict of a traceback, each key is the index of a frame, and the value is the dict of this frame. Frames without
+    variables are left out. The outermost frame of a traceback has the index 0. The dict of a frame maps the name of each
+    local variable to its value as text. Leave out variables that Python itself has created, such as `__name__`. Raises
+    RuntimeError if no thread can be started.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}

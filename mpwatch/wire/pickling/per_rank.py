@@ -13,7 +13,7 @@ class PerRank(Generic[T]):
 
     Any positional or keyword argument of `mpwatch.run` and `WorkerGroup.run` can be a PerRank. A PerRank cannot be inside
     another argument, such as a list. Each rank unpickles only its own value of the PerRank. All ranks read large arrays and
-    tensors from one shared file, so mpwatch makes no copy for each rank.
+    tensors from one shared file, so unpickling does not copy them.
 
     Args:
         values: one value for each rank, in the order of ranks. In a job of several nodes, pass one value for each rank of

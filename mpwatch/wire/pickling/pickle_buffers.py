@@ -178,8 +178,8 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, so that `OpenBundle` can read the bundle. Raises OSError.
 
-    If the bundle has no large buffers, only the module mmap is used, so that ctypes need not be imported. A bundle that is
-    mapped by the module mmap keeps a descriptor open until the bundle is unpickled.
+    If the bundle has no large buffers, the bundle is mapped by the module mmap, because `map_private` may have to import
+    ctypes. A bundle that is mapped by the module mmap keeps a descriptor open until the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))

@@ -1,6 +1,7 @@
 """Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank.
 
-Both picklers use torch's reducers (reducers.py). CallPickler also uses the reducers that multiprocessing has registered.
+CallPickler uses the reducers that torch and multiprocessing have registered (reducers.py). AnswerPickler uses the reducers
+that are passed to its constructor.
 """
 
 import functools
@@ -136,7 +137,10 @@ class CallPickler(_ClassPickler):
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """Pickle by value a function that has the decorator lru_cache, because the rank does not know the function yet."""
+        """Pickle by value a function of `__main__` that has the decorator lru_cache.
+
+        cloudpickle would pickle this function by name, but the rank's `__main__` does not contain the function yet.
+        """
         name = obj.__qualname__
         if self.main.get(name) is obj:
             self.main_definitions[name] = obj

@@ -1,6 +1,6 @@
 """Pickle torch's tensors. The memory of a torch storage is pickled only once, even if many tensors are views of the storage.
 
-When torch pickles a tensor as a view of its storage, it creates a new Python object for the storage each time. In this
+For each tensor that torch pickles as a view of its storage, torch creates a new Python object for the storage. In this
 module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because the memory
 is pickled only once, tied weights stay tied, and a slice stays a view of its tensor.
 
@@ -75,9 +75,10 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace the arguments from which torch could not rebuild a tensor.
+    """Return the arguments of `rebuild`, with a typed storage instead of an untyped storage.
 
-    Only tensors of torch's newer dtypes, such as float8 and uint16, have arguments that must be replaced.
+    For tensors of torch's newer dtypes, such as float8 and uint16, torch returns an untyped storage, which `rebuild` cannot
+    use.
     """
     if rebuild is rebuild_tensor_v3:
         storage, *rest = args

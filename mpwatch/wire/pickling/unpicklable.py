@@ -1,8 +1,8 @@
 """Find out which part of an object cannot be pickled, and the path to this part, such as "args[0].model.lock".
 
-This module runs in the watcher or in a rank, after a failure. The search goes from the object to the parts of the object, as
-pickle does. If a part cannot be pickled, the search continues with the parts of this part. The search ends at an object
-whose parts can all be pickled.
+This module runs in the caller's process or in a rank, after an object could not be pickled. The search goes from the object
+to the parts of the object, as pickle does. If a part cannot be pickled, the search continues with the parts of this part.
+The search ends at an object whose parts can all be pickled.
 
 Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. The search
 reports an object of a cycle only if the search finds no other cause of the failure.
