@@ -61,7 +61,7 @@ class ProcessSpan:
 
 @dataclass(kw_only=True)
 class Lane:
-    """What a timeline shows for a rank: its processes, waits for a restart, events without a duration, and collectives."""
+    """What a timeline shows for a rank: its processes, delays before restarts, late heartbeats, failures and collectives."""
 
     blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)

@@ -333,8 +333,9 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    The failure that is least likely to be a consequence of a failure on another node counts as the first failure. If two
-    failures are equally likely to be consequences, the failure that reached the leader earlier counts as the first failure.
+    A failure may be the consequence of a failure on another node. The failure for which this is least likely counts as the
+    first failure. If two failures are equally likely to be consequences, the failure that reached the leader earlier counts
+    as the first failure.
     """
     failed = [
         summary.reports[node]

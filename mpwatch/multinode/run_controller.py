@@ -336,7 +336,7 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Return the result of this node's ranks, with the facts of the decision that has ended the job."""
+        """Return the result of this node's ranks, with the state and the failures of the whole job."""
         decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED

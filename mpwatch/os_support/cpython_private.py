@@ -24,8 +24,8 @@ mpwatch/wire uses these details of CPython directly:
   `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
   lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
-  pickling/call_payload.py deletes this command from the cache. Otherwise a traceback could quote the command in place of
-  other code with the file name `<string>`.
+  pickling/call_payload.py deletes this command from the cache. Otherwise a traceback of other code with the file name
+  `<string>` could quote lines of this command.
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without `linecache.cache`, a traceback does not quote code
   that is in no file, such as a notebook cell.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.

@@ -158,8 +158,8 @@ class HostSignals:
         """For each signal and stop request that has come, post an event to the watcher thread.
 
         Later signals and stop requests are posted as soon as they come. Before the first call of this method, post the
-        command that starts the work of the ranks. Without this command, the ranks are still idle, and an event for SIGINT or
-        a stop request has no effect.
+        command that starts the work of the ranks. If a SIGINT or a stop request were posted earlier, it would have no
+        effect, because the ranks would still be idle.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest

@@ -11,8 +11,8 @@ except daemon threads. So there are two ways in which Ctrl-C ends a program whil
                     '-- Ctrl-C ---------'                    '-- Ctrl-C -----------'
                         _interrupt_after_script                  _interrupt_and_wait
 
-At the end of every program, `_interrupt_and_wait` ends the runs of daemon threads, because Python does not wait for these
-threads. When `_interrupt_and_wait` has returned, persistent_ranks.py ends the ranks of WorkerGroups.
+Python does not wait for daemon threads. So at the end of every program, `_interrupt_and_wait` ends each run that was started
+in a daemon thread. When `_interrupt_and_wait` has returned, persistent_ranks.py ends the ranks of WorkerGroups.
 
 The first run or call in a thread other than the main thread registers `_interrupt_after_script` and `_interrupt_and_wait`
 with Python. `_interrupt_after_script` and `_interrupt_and_wait` do nothing if no call is running.

@@ -147,7 +147,7 @@ class WatcherThread:
         self._setups = self.prepare_restart(range(self._spec.nprocs), self._restart_count)
 
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
-        """Return the data with which these ranks are started next.
+        """Return the RankSetups for the next start of these ranks.
 
         If all ranks of the run start, they get a new MASTER_PORT.
         """

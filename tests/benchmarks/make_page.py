@@ -96,8 +96,8 @@ This command repeats all measurements in 80 minutes, on a machine that does noth
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository lists the measures and their goals. For a measurement with the date
-2026-11-20 or 2026-11-21, this date is the day on which the README first published the figures.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20
+and 2026-11-21 are not days of measurement. On these days, the README first published the figures.
 """
 END = """
 ## Lightning: how a program ends after a failure

@@ -151,7 +151,7 @@ class AttemptObservations:
         """Delete the return values and exceptions in the ranks' answers, because they can be large.
 
         The observations can exist much longer than the attempt to which they belong. The kind and the time of each answer
-        stay, because the live view needs them.
+        are not deleted, because the live view needs them.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:

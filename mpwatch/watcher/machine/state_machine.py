@@ -251,7 +251,7 @@ class StateMachine:
     # --- starting calls and generations
 
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
-        """Move ranks of a WorkerGroup to another state machine. Each of the two machines must be idle or have no ranks."""
+        """Move ranks of a WorkerGroup to another state machine. Before the call, all ranks of both machines must be idle."""
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
         other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at

@@ -33,7 +33,7 @@ class StdioFds:
         return (self.stdout, self.stderr) != (None, None)
 
     def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """If stderr is a file, append the interpreter's startup output that is not in the file yet."""
+        """If stderr is a file, append `startup_output` to this file, because the interpreter wrote it to a pipe instead."""
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.
             with suppress(OSError), open(self.stderr_tail.direct_file, "ab") as file:

@@ -173,8 +173,8 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
     """Return how many threads a rank should use to compute, and how many processes should compile for this rank.
 
-    A bound rank computes with one thread for each of its cores, and compiles with one process for each of its CPUs. If the
-    cgroup has a CPU quota, the quota is divided equally among the ranks.
+    A rank that is bound to CPUs gets one thread for each of its cores. torch.compile gets one process for each of the rank's
+    CPUs (hardware threads). If the cgroup has a CPU quota, the quota is divided equally among the ranks.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:

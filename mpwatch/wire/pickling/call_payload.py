@@ -100,7 +100,7 @@ class Payload:
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that a rank needs to unpack the call."""
+        """The file descriptors that a rank needs to unpickle the function and its arguments."""
         file = self._bundle.file
         return [*([] if file is None else [file.fileno()]), *self._fds]
 
