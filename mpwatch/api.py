@@ -225,7 +225,8 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
     The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
     the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. When the program ends, it does
-    not wait for a submitted run: the ranks get SIGTERM, and after `grace_period` SIGKILL.
+    not wait for submitted runs. mpwatch sends SIGTERM to their ranks. A rank that has not exited after `grace_period` gets
+    SIGKILL.
 
     Args:
         fn: see `run`.
@@ -268,9 +269,9 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
     status comes from the rank that failed first. The exit status is 1 after an exception, 128 + n if signal n killed the
     rank, and 124 after a timeout. If the rank called `sys.exit(n)` or `os._exit(n)`, the exit status is n, or 1 if n is 0.
 
-    In a job of several nodes, `main` exits with the same status on every node. A scheduler that keeps the status of only one
-    node therefore always keeps this status. If the program on a node receives a signal such as SIGTERM, the program dies of
-    this signal.
+    In a job of several nodes, `main` exits with the same status on every node. Some schedulers keep the status of only one
+    node. They keep the same status, whichever node they choose. If the program on a node receives a signal such as SIGTERM,
+    the program dies of this signal.
 
     Args:
         fn: see `run`.

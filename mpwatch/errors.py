@@ -1,4 +1,4 @@
-"""The exceptions that mpwatch raises. Errors to which a caller can react differently have different classes.
+"""The exceptions that mpwatch raises. Two errors have different classes if a caller can react to them in different ways.
 
     MpwatchError <-- LaunchError
                  <-- RunFailedError <-- RunTimeoutError

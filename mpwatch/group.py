@@ -234,9 +234,9 @@ class WorkerGroup:
         """Queue a call, and return at once. A new thread makes the call as soon as the call's ranks are free.
 
         Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
-        mpwatch calls the `on_event` functions of the group in the thread of a call that is running. A submitted call has no
-        live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for
-        submitted calls.
+        mpwatch calls the `on_event` functions of the group in the thread of a running call. If several calls run, this can
+        be the thread of any of these calls. A submitted call has no live view, and Ctrl-C does not stop the call. When the
+        program ends, mpwatch stops the ranks, and does not wait for submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -381,11 +381,11 @@ class WorkerGroup:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
         All ranks make the process group in an extra call. If several calls need the process group, only the first of these
-        calls makes the extra call. If the extra call fails, the first call's `_make_process_group` returns the RunResult of
-        the extra call. In all other cases, `_make_process_group` returns None.
+        calls makes the extra call. If `call` has made the extra call and the extra call has failed, return the RunResult of
+        the extra call. Otherwise, return None.
 
-        `ticket` must be granted when `_make_process_group` begins. The grant is taken back during the extra call. When
-        `_make_process_group` returns, `ticket` is granted again.
+        `ticket` must be granted when `_make_process_group` begins. `_make_process_group` takes back this grant before the
+        extra call. Before `_make_process_group` returns, it waits until `ticket` is granted again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 

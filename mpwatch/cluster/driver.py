@@ -7,9 +7,9 @@ The driver runs in the program that has called `run`.
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
 A node has **joined** the job when it has met the other nodes in a rendezvous. A node starts its ranks when it has joined the
-job. A node that starts too late to meet the other nodes does not join the job. When the first node has ended, the driver
-stops each node that has not joined. If the driver did not stop such a node, this node would wait for other nodes until
-`join_timeout`.
+job. A node that starts too late to meet the other nodes does not join the job. As soon as one node has ended, the driver
+stops each connected node that has not joined. If the driver did not stop such a node, this node would wait for other nodes
+until `join_timeout`.
 
 Guarantees:
 

@@ -64,7 +64,10 @@ class NodeLinks:
         self._start_thread(self._accept)
 
     def acknowledge_output(self, number: int) -> None:
-        """Let a node send more output, after the driver has taken a message with output of this node from the queue."""
+        """Allow a node to send one more message with output.
+
+        Call this method each time that the driver has taken a message with output of this node from the queue.
+        """
         self._output_slots[number].release()
 
     def release(self, connection: Connection) -> None:

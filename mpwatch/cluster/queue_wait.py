@@ -1,4 +1,4 @@
-"""`QueueWait` measures how long a job waits until the cluster starts its first node. Pure.
+"""`QueueWait` measures how long a job waits until the cluster starts the first node of the job. Pure.
 
 A job can wait for days in the queue of a cluster. By default there is no limit for the time that a job waits in the queue.
 Warnings say what the job waits for: after 10 seconds, and each time that the waiting time has doubled.

@@ -46,7 +46,10 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Store what a node's event says about the attempts. The driver gets the events of an attempt from all nodes."""
+        """Store what a node's event says about the attempts.
+
+        Every node sends events of the same attempt, but the method records the end of an attempt only once.
+        """
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
                 self._start = event

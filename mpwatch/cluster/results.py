@@ -50,8 +50,9 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
     """Return the `reason` of the job's result, chosen from the reasons of the nodes.
 
-    When the ranks of one node have ended, the driver stops the other nodes. The reason of a node that the driver has stopped
-    says only that `stop()` was called. Return such a reason only if no node has a different reason.
+    After one node has ended, the driver may stop other nodes, for example a node that does not end in time. The reason of a
+    node that the driver has stopped says only that `stop()` was called. Return such a reason only if no node has a different
+    reason.
     """
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")

@@ -175,8 +175,8 @@ class WorkerSucceeded(Event):
 class WorkerFailed(Event):
     """This rank has failed, by itself or because another rank had failed.
 
-    WorkerFailed is published when all ranks are stopped and the root cause is known. The `time` of a WorkerFailed event is
-    the time of the failure. If the rank has hung, `time` is the time of its last heartbeat.
+    WorkerFailed is published when the attempt (in a WorkerGroup: the call) is over and the root cause is known. The `time`
+    of a WorkerFailed event is the time of the failure. If the rank has hung, `time` is the time of its last heartbeat.
 
     Attributes:
         failure: what is known about the failure.
@@ -197,8 +197,8 @@ class CollectivesRecorded(Event):
     """The latest torch.distributed collectives of this rank, as recorded by torch's flight recorder.
 
     The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading.
-    CollectivesRecorded is published when all ranks are stopped. There is no CollectivesRecorded for a rank that has not used
-    torch.distributed, or could not send its collectives.
+    CollectivesRecorded is published when the attempt (in a WorkerGroup: the call) is over. A rank has no CollectivesRecorded
+    if it has not used torch.distributed, or if it could not send its collectives.
 
     Attributes:
         collectives: the collectives, with the oldest first. The field `seconds` of each says how long before `time` the rank

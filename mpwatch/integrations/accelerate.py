@@ -120,7 +120,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
 
 
 def _check_only(name: str, value: object, allowed: object, advice: str) -> None:
-    """Raise ValueError if the value is not `allowed`, the only value that is possible on one machine."""
+    """Raise ValueError if the value differs from `allowed`, which is the only supported value."""
     if value != allowed:
         raise ValueError(f"{name}={value!r}: {advice}")
 

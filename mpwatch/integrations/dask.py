@@ -5,8 +5,8 @@ that is bound to one Dask worker. The task runs in a thread of the worker, so th
 The task does not call Dask's `secede`, so Dask knows that the worker is busy. The ranks are child processes of the Dask
 worker.
 
-If a Dask worker is lost, Dask waits until this worker returns, because the task is bound to the worker. DaskEngine itself
-checks which workers exist, because Dask does not report that the worker of a node is lost.
+If a Dask worker is lost, Dask waits until this worker comes back, because the task is bound to the worker. DaskEngine
+itself checks which workers exist, because Dask does not report that the worker of a node is lost.
 """
 
 import asyncio

@@ -20,9 +20,10 @@ class StopTogether(Callback):  # type: ignore[misc]  # Any
     """Make the Trainer stop at the same step in all ranks when a stop of the run is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
-    To continue the training later, call `trainer.fit(..., ckpt_path="a.ckpt")`. The callback passes `trainer.global_step` as
-    the step to `mpwatch.should_stop`. Lightning runs the validation once more, as at every early stop of a Trainer. The
-    Trainer does not stop before `min_steps` and `min_epochs` are reached. Outside a rank the callback does nothing.
+    To continue the training later, pass the path of the saved checkpoint to `fit`: `trainer.fit(..., ckpt_path="a.ckpt")`.
+    The callback passes `trainer.global_step` as the step to `mpwatch.should_stop`. Lightning runs the validation once more,
+    as at every early stop of a Trainer. The Trainer does not stop before `min_steps` and `min_epochs` are reached. Outside a
+    rank the callback does nothing.
 
     Args:
         checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves
