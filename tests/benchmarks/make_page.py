@@ -96,8 +96,8 @@ This command repeats all measurements in 80 minutes, on a machine that does noth
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20
-and 2026-11-21 are not days of measurement. On these days, the README first published the figures.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20 and 2026-11-21 are
+the days on which the README first published these figures.
 """
 END = """
 ## Lightning: how a program ends after a failure

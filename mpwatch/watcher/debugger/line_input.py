@@ -3,7 +3,8 @@
 Python's `input` also works in a notebook, because IPython's kernel replaces `input` with its own function. In a terminal,
 `input` uses the readline module for editing, history and completion, if Python has this module. While `input` waits for the
 user, another thread watches the rank's socket. If the rank ends, the watching thread sends SIGURG to the main thread. The
-handler of SIGURG raises PromptClosedError while `input` waits for the user. At any other time, the handler does nothing.
+handler of SIGURG raises PromptClosedError while `input` waits for the user. After `input` has returned, a SIGURG has no
+effect, because a process ignores SIGURG by default.
 """
 
 import os
