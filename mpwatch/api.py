@@ -225,8 +225,8 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
     The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
     the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. When the program ends, it does
-    not wait for submitted runs. mpwatch sends SIGTERM to their ranks. A rank that has not exited after `grace_period` gets
-    SIGKILL.
+    not wait for submitted runs. At the end of the program, mpwatch sends SIGTERM to the ranks of submitted runs. A rank that
+    has not exited after `grace_period` gets SIGKILL.
 
     Args:
         fn: see `run`.
@@ -267,11 +267,12 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
 
     Use `main` only in a program whose single task is the run, because `main` ends the program after a failure. The exit
     status comes from the rank that failed first. The exit status is 1 after an exception, 128 + n if signal n killed the
-    rank, and 124 after a timeout. If the rank called `sys.exit(n)` or `os._exit(n)`, the exit status is n, or 1 if n is 0.
+    rank, and 124 after a timeout. If the rank failed because it called `sys.exit(n)` or `os._exit(n)`, the exit status of
+    the program is n. If the rank called `sys.exit(0)` or `os._exit(0)` before its function returned, the exit status of the
+    program is 1.
 
-    In a job of several nodes, `main` exits with the same status on every node. Some schedulers keep the status of only one
-    node. They keep the same status, whichever node they choose. If the program on a node receives a signal such as SIGTERM,
-    the program dies of this signal.
+    In a job of several nodes, `main` exits with the same status on every node, because some schedulers keep the status of
+    only one node. If the program on a node receives a signal such as SIGTERM, the program dies of this signal.
 
     Args:
         fn: see `run`.

@@ -74,7 +74,8 @@ class RunFailedError(MpwatchError):
     def exit_code(self) -> int:
         """The exit status for a program that ends because of this error.
 
-        The status is that of the rank that failed first, or 1 if no failure of a rank ended the run.
+        This is the `exit_code` of `root_cause`, the failure of the rank that failed first. If `root_cause` is None, the exit
+        status is 1.
         """
         return self.root_cause.exit_code if self.root_cause else 1
 
@@ -87,7 +88,8 @@ class RunFailedError(MpwatchError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
 
-        IPython itself shows the frames of the rank first, because the rank's exception is the `__cause__` of this error.
+        The rank's exception is the `__cause__` of a RunFailedError. IPython shows the traceback of a `__cause__` first, with
+        the frames of the rank.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -142,8 +144,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython the traceback of this error ends with the frames of the rank's exception. `%debug` therefore opens at the line
-    where the rank raised the exception.
+    In IPython the traceback of this error ends with the frames of the rank's exception. `%debug` opens at the last frame of
+    a traceback, so it opens at the line where the rank raised the exception.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:

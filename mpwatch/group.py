@@ -189,11 +189,11 @@ class WorkerGroup:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
         If a rank raises an exception, the other ranks of the call have one second to finish. If the other ranks of the call
-        finish within one second after the exception, all ranks stay alive. If one of the other ranks of the call needs more
-        than one second, all ranks of the group are stopped, and all other running calls end, too. All ranks are also stopped
-        if a rank hangs, or if a rank dies during a call or between two calls. If all ranks were stopped, the next call
-        restarts the ranks with an empty `current_worker().state`, and logs a warning with the reason. With scope="worker",
-        only the ranks of the failed call are stopped and restarted.
+        finish within one second after the exception, all ranks stay alive. If a rank of the call still runs the function one
+        second after the exception, mpwatch stops all ranks of the group, and all running calls of the group end. All ranks
+        are also stopped if a rank hangs, or if a rank dies during a call or between two calls. If all ranks were stopped,
+        the next call restarts the ranks, and mpwatch logs a warning that says why. Restarted ranks have an empty
+        `current_worker().state`. With scope="worker", only the ranks of the failed call are stopped and restarted.
 
         Args:
             fn: see `mpwatch.run`.
@@ -234,9 +234,9 @@ class WorkerGroup:
         """Queue a call, and return at once. A new thread makes the call as soon as the call's ranks are free.
 
         Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
-        mpwatch calls the `on_event` functions of the group in the thread of a running call. If several calls run, this can
-        be the thread of any of these calls. A submitted call has no live view, and Ctrl-C does not stop the call. When the
-        program ends, mpwatch stops the ranks, and does not wait for submitted calls.
+        mpwatch calls the `on_event` functions of the group in the thread of a running call. If several calls run, mpwatch
+        can call the `on_event` functions in the thread of any of these calls. A submitted call has no live view, and Ctrl-C
+        does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -380,12 +380,12 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
-        All ranks make the process group in an extra call. If several calls need the process group, only the first of these
-        calls makes the extra call. If `call` has made the extra call and the extra call has failed, return the RunResult of
-        the extra call. Otherwise, return None.
+        All ranks make the process group in an extra call. If several calls need the process group, the first of these calls
+        makes the process group, and the other calls wait. If `_make_process_group` fails to make the process group, return
+        the RunResult of the failure. Otherwise, return None: the process group exists, or another call has tried to make it.
 
-        `ticket` must be granted when `_make_process_group` begins. `_make_process_group` takes back this grant before the
-        extra call. Before `_make_process_group` returns, it waits until `ticket` is granted again.
+        `ticket` is the ticket of `call`. `ticket` must be granted before `_make_process_group` begins. While all ranks make
+        the process group, `ticket` is not granted. When `_make_process_group` returns, `ticket` is granted again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -484,7 +484,7 @@ class _LockOfThread(threading.local):
         self.lock = threading.Lock()
 
     def is_locked(self) -> bool:
-        """Return whether this thread has locked its own lock."""
+        """Return whether the lock of the current thread is locked."""
         return self.lock.locked()
 
 
@@ -492,7 +492,7 @@ def do_nothing() -> None:
     """Return at once.
 
     In a call of all ranks, each rank joins torch's process group before it calls the function. A call of `do_nothing` in all
-    ranks therefore only creates the process group.
+    ranks creates the process group, and has no other effect.
     """
 
 

@@ -278,7 +278,10 @@ class _Feed:
 
 
 class _EndedBySignalError(Exception):
-    """This process has received a signal that ends the program, and the calls of the WorkerGroup are being stopped."""
+    """The exception that `end_by_signal` raises after this process has received a signal that ends the program.
+
+    `handles` are the calls that mpwatch is stopping.
+    """
 
     def __init__(self, signum: int, handles: Sequence[CallHandle[Any]]) -> None:
         super().__init__(signum)
@@ -298,7 +301,10 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def end_by_signal(self, signum: int) -> NoReturn:
-        """Cancel or interrupt all calls because of this signal. Do not wait until the calls have ended."""
+        """Cancel the calls that have not begun, and interrupt the calls that have begun.
+
+        `end_by_signal` raises _EndedBySignalError at once, while the interrupted calls are still ending.
+        """
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
             handle.interrupt(signum, InterruptCause.SIGNAL)
@@ -309,7 +315,7 @@ class _ItemGroup(WorkerGroup):
         self._ranks.set_terminal_restore(restore)
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """If this rank has died, set the reason that is logged when the rank is restarted."""
+        """Set the reason that mpwatch logs when it restarts this rank. Do nothing if the rank was not lost in a call."""
         self._ranks.explain_loss(rank, reason)
 
 
@@ -461,7 +467,7 @@ class ItemMap:
     def _note_end(self, feed: _Feed, handle: Any) -> None:
         """Record that a rank's call of `serve_items` has ended.
 
-        The thread that waits for the end of the call runs this method.
+        `_note_end` can run in any thread, and wakes up the thread that waits for values.
         """
         self._ended.append((feed, handle))
         self._wakeup.wake()
@@ -495,9 +501,11 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Put the items back into the queue, in order to send each item alone.
+        """Handle the items of a message that cannot be sent.
 
-        Call this method for items that cannot be sent together. If a single item cannot be sent, this item fails.
+        If the message has several items, put the items back into the queue. Later messages contain only one of these items
+        each. If the message has only one item and `keep_going` is set, the item fails. If the message has only one item and
+        `keep_going` is not set, raise `error`.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
@@ -570,7 +578,10 @@ class ItemMap:
         return outcomes
 
     def _take_task(self, feed: _Feed) -> Task:
-        """Remove the rank's first item, and return it. The value that has just arrived belongs to the rank's first item."""
+        """Remove the rank's first item, and return it.
+
+        A rank sends its values in the order of its items, so each new value belongs to the first item without a value.
+        """
         chunk = feed.chunks[0]
         chunk.left -= 1
         if not chunk.left:
@@ -599,7 +610,11 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return the ItemFailure of an item that failed with this error. The call of `serve_items` itself has not failed."""
+        """Return the ItemFailure of an item that failed with this error.
+
+        Use `_fail_without_call` if an item fails, but no call of `serve_items` fails. For example, the caller cannot
+        unpickle the value of the item.
+        """
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
@@ -621,8 +636,8 @@ class ItemMap:
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`, and return the new values and ItemFailures.
 
-        Take back the items that the rank had not begun, and put them into the queue. If the rank had begun an item, this
-        item fails.
+        Take back the items that the rank had not begun, and put them into the queue. An item fails if the rank has begun the
+        item and has not sent its value.
         """
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1

@@ -85,7 +85,7 @@ class _Handle(Future[RunResult[T]]):
     def wait_for_end(self) -> None:
         """Wait until the call has a result and its thread has ended.
 
-        If this method runs in the thread of the call itself, wait only for the result.
+        If the handle's own thread calls `wait_for_end`, the method waits only for the result.
         """
         wait([self])
         if threading.current_thread() is self._thread:
@@ -119,7 +119,7 @@ class _Handle(Future[RunResult[T]]):
         set_it()
 
     def _release_ranks(self) -> None:
-        """Let other calls of the group use the ranks."""
+        """Make the ranks of this call free for other calls of the WorkerGroup. A RunHandle does nothing here."""
 
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
@@ -366,7 +366,7 @@ class CallHandle(_Handle[T]):
         """Return True if the call can begin, or False if the call was cancelled.
 
         After this method has returned True, the call can no longer be cancelled. If the call was cancelled, this method
-        informs the threads that wait for the handle in `concurrent.futures.wait`.
+        wakes up the threads that have called `concurrent.futures.wait` with the handle.
         """
         with self._lock:
             if not self._is_decided:

@@ -7,8 +7,8 @@ source code of four versions of torch: 2.4, 2.6, 2.9 and 2.13.
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when data that can
 contain a tensor is pickled or unpickled. The module collectives.py is imported when a rank makes a process group. The import
-of `torch.distributed.elastic.rendezvous` loads the entry points of other packages. For this reason, the names of torch's
-rendezvous are imported only when they are first used.
+of `torch.distributed.elastic.rendezvous` loads the entry points of other packages. To avoid needless loading of entry
+points, this module imports the names of torch's rendezvous only when they are first used.
 """
 
 import os
@@ -127,9 +127,9 @@ def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
     The versions of torch that write times in UTC import the name `timezone` in their module dynamic_rendezvous. If a new
-    version of torch writes times in UTC but does not import `timezone`, this function wrongly returns None. mpwatch then
-    refuses each rendezvous state, and no node can join. torch 2.6, 2.9 and 2.13 import `timezone`, and torch 2.4 writes
-    times without a timezone.
+    version of torch writes times in UTC but does not import `timezone`, this function wrongly returns None. If
+    `state_timezone` returns a wrong value, mpwatch refuses each rendezvous state, and no node can join. torch 2.6, 2.9 and
+    2.13 import `timezone`, and torch 2.4 writes times without a timezone.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
@@ -139,8 +139,8 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 
     mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
     `_bootstrap_store_info` from the earlier round. If this node becomes the first node of a later round, torch 2.9 raises
-    AssertionError because `_shared_tcp_store_server` is None. torch 2.13 does not fail with an old `_bootstrap_store_info`,
-    and torch 2.4 does not have this attribute.
+    AssertionError because `_shared_tcp_store_server` is None. torch 2.13 replaces the old `_bootstrap_store_info`, and
+    raises no AssertionError. torch 2.4 does not have `_bootstrap_store_info`.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -149,9 +149,9 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
 
-    If `_stop_heartbeats` is missing, the other nodes may notice with a delay that this node has left. If `_keep_alive_timer`
-    or its `_thread` is missing, the caller cannot wait until the kernel has removed the thread of the heartbeats. torch 2.4,
-    2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
+    If `_stop_heartbeats` is missing, the other nodes may notice with a delay that this node has left. The returned thread is
+    `_keep_alive_timer._thread`. Without `_keep_alive_timer` and `_thread`, mpwatch cannot wait until the heartbeat thread
+    has ended. torch 2.4, 2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread
@@ -179,8 +179,8 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 def read_flight_recorder() -> list[dict[str, Any]]:
     """Return the collectives of this process that torch's flight recorder has recorded.
 
-    The collectives of each backend are in the order of the calls. The returned records have no stacks. If this function
-    requested stacks, torch would import torch._inductor, which takes a second or more.
+    The collectives of each backend are in the order of the calls. The returned records have no stacks. To make stacks,
+    torch would import torch._inductor, which takes a second or more.
 
     `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
     `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch has only the stacks of the ranks to find the cause of a hang. torch 2.13
@@ -238,8 +238,8 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return two values: a text that names the default process group's store, and the rank of this process in that group.
 
-    All members of the default process group have the same text. If two default process groups use the same store with
-    different prefixes, the groups have the same text, too.
+    All members of the default process group have the same text. The text does not contain the prefix with which a group uses
+    its store. If two default process groups use the same store, `describe_world` returns the same text for both groups.
 
     This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
     store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two default process

@@ -7,9 +7,9 @@ The driver runs in the program that has called `run`.
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
 A node has **joined** the job when it has met the other nodes in a rendezvous. A node starts its ranks when it has joined the
-job. A node that starts too late to meet the other nodes does not join the job. As soon as one node has ended, the driver
-stops each connected node that has not joined. If the driver did not stop such a node, this node would wait for other nodes
-until `join_timeout`.
+job. A node that starts too late to meet the other nodes does not join the job. A node that has not joined waits for other
+nodes, for at most `join_timeout` seconds. As soon as one node has ended, the driver stops each connected node that has not
+joined.
 
 Guarantees:
 
@@ -95,7 +95,7 @@ class _Node:
 
     @property
     def is_over(self) -> bool:
-        """Whether the driver will receive nothing more from this node."""
+        """Whether the node is lost, or the driver has received the outcome and all messages of the node."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
     @property
@@ -253,7 +253,10 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether the job is ending and no node has more to send, so that the driver can stop waiting."""
+        """Return whether the driver can stop waiting for the nodes.
+
+        When the job is ending, the driver waits until each connected node is lost, is given up, or has sent everything.
+        """
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
@@ -524,8 +527,8 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 def _summarize(error: BaseException) -> str:
     """Return a text of one line that describes an engine's error.
 
-    If the error has an attribute `cause` that is an exception, describe this exception. For example, the `cause` of Ray's
-    RayTaskError is the exception that the node raised.
+    If the error has an attribute `cause` that is an exception, describe this exception. For example, Ray reports an
+    exception of a task as a RayTaskError. The `cause` of the RayTaskError is the exception of the task.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
@@ -535,7 +538,7 @@ def _summarize(error: BaseException) -> str:
 
 
 def _find_end_of_traceback(text: str) -> list[str]:
-    """Return the lines of an error's text that come after the last frame of a traceback in this text.
+    """Return the lines after the traceback in the text of an error. Return [] if the text contains no traceback.
 
     For example, the text of Ray's RuntimeEnvSetupError contains a traceback first, and then the reason.
     """

@@ -16,9 +16,10 @@ class Engine(Protocol):
     An engine may also have two other methods:
 
     - `describe_wait() -> str` returns a text that says what the job waits for, such as "the cluster has 1 free node for 2
-      nodes of the job". The driver starts the nodes when `describe_wait` returns "", and shows any other text in warnings
-      and errors. After the start of the nodes, `describe_wait` must return at once. If `describe_wait` returns "" after the
-      start of the nodes, the driver shows a text of its own.
+      nodes of the job". The driver starts the nodes as soon as `describe_wait` returns "". The driver's warnings and errors
+      contain the text of `describe_wait`. After the start of the nodes, `describe_wait` must return at once. If
+      `describe_wait` returns "" after the start of the nodes, the driver's warnings and errors say that no node has
+      connected.
     - `lacks_room(number: int) -> bool` returns True if the cluster has no room at present for the node with this number.
       `lacks_room` must return at once. If `lacks_room` returns True for a node, a job with `nodes=(min, max)` can begin
       without this node.
@@ -30,13 +31,11 @@ class Engine(Protocol):
     address: str
 
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
-        """Execute `call()` once, in a process on a free node, which is a node that executes no other call.
+        """Execute `call()` once, in a process on a free node. Return a future of the NodeOutcome that `call` returns.
 
-        Return a future of the NodeOutcome that `call` returns.
-
-        If no node is free now, `call` is executed later. If the engine loses the node or the process that executes `call`,
-        the engine calls `set_exception` of the future. The engine must notice when an outcome is lost, because the driver
-        waits without limit for the outcome of a node that has ended.
+        A node is free if it executes no other call. If no node is free now, `call` is executed later. If the engine loses
+        the node or the process that executes `call`, the engine stores an exception in the future of `call`. The engine must
+        notice when an outcome is lost, because the driver waits without limit for the outcome of a node that has ended.
 
         cloudpickle can pickle `call`. `start` must return at once, and not wait for `call`.
 
@@ -59,9 +58,9 @@ class Engine(Protocol):
 class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    If a node returns an object of a class that the driver's program defines, the driver gets an object of this class, and
-    not of a copy of the class. cloudpickle gives an identifier to each class that it pickles by value, and recognizes the
-    class by this identifier. A NodeOutcome keeps large arrays outside its pickle, so that an engine need not copy these
+    A node can return objects of classes that the driver's program defines. In the driver, these objects have the original
+    classes, so `isinstance` works. cloudpickle gives an identifier to each class that it pickles by value, and recognizes
+    the class by this identifier. A NodeOutcome keeps large arrays outside its pickle, so that an engine need not copy these
     arrays.
     """
 
@@ -84,7 +83,7 @@ class NodeOutcome:
         return cls(data, buffers)
 
     def unpack(self) -> "mpwatch.RunResult[Any] | Exception":
-        """Unpickle the result or the error of a node. Arrays in the result are writable, as in a result of `mpwatch.run`."""
+        """Unpickle the result or the error of a node. The arrays in the unpickled result are writable."""
         buffers = [bytearray(b) if memoryview(b).readonly else b for b in self.buffers]  # an engine may have shared memory
         outcome: mpwatch.RunResult[Any] | Exception = pickle.loads(self.data, buffers=buffers)
         return outcome
@@ -104,7 +103,10 @@ class ThreadEngine:
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
-        """Cancel the call if it has not begun. A call that has begun ends when the driver closes the node's connection."""
+        """Cancel the call if it has not begun.
+
+        If the call has begun, do nothing: the call ends when the driver closes the node's connection.
+        """
         self._futures[number].cancel()
 
     def close(self) -> None:

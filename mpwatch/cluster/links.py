@@ -66,7 +66,7 @@ class NodeLinks:
     def acknowledge_output(self, number: int) -> None:
         """Allow a node to send one more message with output.
 
-        Call this method each time that the driver has taken a message with output of this node from the queue.
+        When the driver takes a message with output of a node from the queue, the driver calls `acknowledge_output`.
         """
         self._output_slots[number].release()
 
@@ -77,7 +77,10 @@ class NodeLinks:
             connection.close()
 
     def close(self) -> None:
-        """Close the connections to all nodes, and wait until the threads that read from them have ended."""
+        """Close the connections to all nodes, and wait until the threads of NodeLinks have ended.
+
+        Wait at most CLOSE_SECONDS for each thread.
+        """
         self._closed.set()
         with suppress(OSError):
             Client(self.address).close()  # this wakes the thread that accepts

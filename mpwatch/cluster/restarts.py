@@ -1,9 +1,9 @@
 """`JobRestarts` decides whether a job goes on with new nodes after all its nodes were lost. Pure.
 
 While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. If
-all nodes are lost, the driver decides by the same rules whether new nodes restart the ranks. The driver learns from the
-events of the nodes which attempts the job has made. New nodes get the RestartHistory of the job, which contains the number
-of restarts so far.
+all nodes are lost, the driver decides whether new nodes restart the ranks. The driver and the nodes follow the same
+RestartPolicy. The driver learns from the events of the nodes which attempts the job has made. New nodes get the
+RestartHistory of the job, which contains the number of restarts so far.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,9 +46,9 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Store what a node's event says about the attempts.
+        """Record from an event that an attempt has begun or ended, or that the ranks must not be restarted any more.
 
-        Every node sends events of the same attempt, but the method records the end of an attempt only once.
+        Every node sends an event when an attempt ends. `handle_event` records the end only from the first of these events.
         """
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:

@@ -160,7 +160,11 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise the KeyboardInterrupt of Ctrl-C again, with a note or a cause that says what happened to the ranks."""
+    """Raise the KeyboardInterrupt of Ctrl-C again.
+
+    If the job was stopped, a note of the KeyboardInterrupt says what happened to the ranks. If the job had failed, the
+    `__cause__` of the KeyboardInterrupt is a RunFailedError.
+    """
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

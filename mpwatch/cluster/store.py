@@ -33,7 +33,8 @@ class JobStore:
     def write_history(self, history: RestartHistory) -> None:
         """Let new nodes continue from this RestartHistory.
 
-        If nodes meet with different histories, the leader continues from the RestartHistory with the most attempts.
+        Each node sends its RestartHistory to the leader of the nodes. The leader uses the RestartHistory with the most
+        attempts.
         """
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
@@ -48,6 +49,6 @@ class JobStore:
     def close(self) -> None:
         """End the store's server by deleting this object's references to the server.
 
-        Without this deletion, a traceback that refers to this object would keep the server alive.
+        The server ends even if a traceback keeps the JobStore object alive.
         """
         self._store = self._server = None

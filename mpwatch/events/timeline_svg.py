@@ -6,8 +6,8 @@
 
 A notebook shows the drawing of a timeline below the table of a result. The HTML of `RunResult.to_html` contains this
 drawing, too. The drawing needs no style sheet, no script and no font. The text of the drawing has the colour of the text
-around the drawing. All other colours of the drawing are visible on a white and on a black background. All code in this
-module is pure: it does no input or output.
+around the drawing. The colours of the bars are visible on a white and on a black background. All code in this module is
+pure: it does no input or output.
 """
 
 import math
@@ -142,7 +142,8 @@ class _Picture:
 def _choose_ranks(run: Timeline) -> list[int]:
     """Return the ranks to draw, at most MAX_ROWS.
 
-    If a run has more than MAX_ROWS ranks, the rank that failed first is chosen first, and then the other failed ranks.
+    If a run has more than MAX_ROWS ranks, choose ranks in this order: ranks that failed first in an attempt, other ranks
+    that failed, and ranks that did not fail.
     """
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])

@@ -54,7 +54,7 @@ class _RunState:
     def meet(self, event: RendezvousCompleted) -> None:
         """Replace the ranks of the last attempt by the ranks of the new attempt.
 
-        The number of remaining restarts does not change.
+        `meet` does not change the value of `remaining`.
         """
         left = self.remaining
         self.met = event
@@ -66,7 +66,7 @@ class _RunState:
     def remaining(self) -> int:
         """The number of remaining restarts.
 
-        With scope="worker", each rank has its own number, and the smallest one is returned.
+        With scope="worker", each rank has its own number of restarts left. `remaining` is the smallest of these numbers.
         """
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
@@ -83,9 +83,9 @@ class TorchElasticEvents:
     - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no
       event FAILED is recorded for a failure that is followed by a restart.
     - At the end of the run, one event with source AGENT is recorded. In torch, the AGENT event describes the agent. Here,
-      the AGENT event describes the watcher. The AGENT event is FAILED if the run was interrupted, or if the run failed
-      although no rank of this node failed. If ranks of this node failed, the AGENT event is nevertheless SUCCEEDED, because
-      the event describes the watcher and not the ranks.
+      the AGENT event describes the watcher. If the run was interrupted, the AGENT event is FAILED. If the run failed without
+      a failure of this node's ranks, the AGENT event is FAILED, too. In all other cases, the AGENT event is SUCCEEDED. A
+      failed rank of this node does not make the AGENT event FAILED, because the AGENT event does not describe ranks.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 
@@ -93,9 +93,11 @@ class TorchElasticEvents:
 
     - When the state of the run changes, two metrics are recorded: one with the name of the new state, such as `healthy`, and
       `remaining_restarts`. When ranks are restarted after a failure, `failed` and `remaining_restarts` are recorded. As with
-      torch's agent, `failed` is not recorded when ranks are restarted only because nodes join or leave.
-    - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end of the run, unless the
-      run was interrupted.
+      torch's agent, a restart without a failed rank does not record `failed`. For example, ranks are restarted when a node
+      joins.
+    - At the end of the run, six metrics are recorded: `run_total`, `flakiness`, `run_success_no_retries`,
+      `run_success_with_retries`, `run_failed_no_retries` and `run_failed_with_retries`. If the run was interrupted, these
+      six metrics are not recorded.
 
     Args:
         event_log_handler: name of a handler in torch.distributed.elastic.events.handlers, such as "null" or "console".
@@ -230,7 +232,10 @@ class TorchElasticEvents:
 
 
 def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
-    """Return the field "metadata" in the format of torch's agent, which puts each number of a rank into a list."""
+    """Return the data for the field "metadata" of a torch event.
+
+    As in the events of torch's agent, each value that belongs to a rank is in a list, for example `"local_rank": [0]`.
+    """
     met = run.met
     nodes, role_size, first = (
         (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)
@@ -247,7 +252,7 @@ def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -
 
 
 def _raw_error(failed: WorkerFailed) -> str:
-    """Return the text that the error file of a failed rank would contain if torch's agent had started the rank."""
+    """Return the failure of a rank as JSON, in the format of torch's error files."""
     failure = failed.failure
     return json.dumps(
         {

@@ -47,8 +47,9 @@ class Event:
         """Return the event as data for JSON.
 
         The key `event` of the returned dict has the name of the kind of event, such as "run_started". A state or a kind of
-        failure is replaced by its name. An exception is replaced by the name of its type, and `summary` and `traceback` have
-        its text. A number that JSON cannot represent is replaced by a text, such as "nan" or "inf".
+        failure is replaced by its name. An exception is replaced by the name of its type. In the dict of a failure,
+        `summary` and `traceback` have the text of the exception. A number that JSON cannot represent is replaced by a text,
+        such as "nan" or "inf".
         """
         return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
 
@@ -149,8 +150,8 @@ class Progressed(Event):
     Only observers that are marked with `wants_progress` receive a Progressed event.
 
     The watcher reads the last report of each rank four times a second, and once more at the end of the call. If a rank
-    reports several times between two readings, there is an event only for its last report. The `time` of a Progressed event
-    is the time of the report. `result.events` does not contain Progressed events.
+    reports several times before the watcher reads the reports again, only the last report causes a Progressed event. The
+    `time` of a Progressed event is the time of the report. `result.events` does not contain Progressed events.
 
     Attributes:
         step: number of steps done. It is None if the rank has not reported it.
@@ -167,7 +168,8 @@ class Progressed(Event):
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
-    A WorkerFailed of the same rank can follow, for example if the rank is killed while other ranks still run the function.
+    A rank can have a WorkerSucceeded and later a WorkerFailed. For example, the function has returned in the rank, and then
+    the rank is killed while other ranks still run the function.
     """
 
 
@@ -175,8 +177,9 @@ class WorkerSucceeded(Event):
 class WorkerFailed(Event):
     """This rank has failed, by itself or because another rank had failed.
 
-    WorkerFailed is published when the attempt (in a WorkerGroup: the call) is over and the root cause is known. The `time`
-    of a WorkerFailed event is the time of the failure. If the rank has hung, `time` is the time of its last heartbeat.
+    In a run, WorkerFailed is published after the end of the attempt. In a WorkerGroup, WorkerFailed is published after the
+    end of the call. mpwatch does not know the root cause before the attempt or the call has ended. The `time` of a
+    WorkerFailed event is the time of the failure. If the rank has hung, `time` is the time of its last heartbeat.
 
     Attributes:
         failure: what is known about the failure.
@@ -197,8 +200,9 @@ class CollectivesRecorded(Event):
     """The latest torch.distributed collectives of this rank, as recorded by torch's flight recorder.
 
     The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading.
-    CollectivesRecorded is published when the attempt (in a WorkerGroup: the call) is over. A rank has no CollectivesRecorded
-    if it has not used torch.distributed, or if it could not send its collectives.
+    In a run, CollectivesRecorded is published after the end of the attempt. In a WorkerGroup, CollectivesRecorded is
+    published after the end of the call. A rank has no CollectivesRecorded if it has not used torch.distributed, or if it
+    could not send its collectives.
 
     Attributes:
         collectives: the collectives, with the oldest first. The field `seconds` of each says how long before `time` the rank

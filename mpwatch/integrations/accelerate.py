@@ -9,7 +9,8 @@ To use this `notebook_launcher` in a notebook, you only have to change the impor
 
 - The ranks are new processes and not forks, so they also work if the notebook has already used CUDA or an `Accelerator`.
 - `notebook_launcher` returns the values that the function returns.
-- If the function raises an exception, `notebook_launcher` raises `RunFailedError` from this exception.
+- If the function raises an exception, `notebook_launcher` raises `RunFailedError`. The `__cause__` of the RunFailedError is
+  the exception that the function has raised.
 
 This module does not import accelerate, but the called function does. `mpwatch.run` sets all environment variables that
 accelerate needs, so new programs can call `mpwatch.run(train, 4)` directly.

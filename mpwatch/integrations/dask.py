@@ -137,7 +137,7 @@ class DaskEngine:
         self.address: str = address or get_ip(get_address_host(self._scheduler))
 
     def describe_wait(self) -> str:
-        """Return a text that says for how many nodes of the job the cluster has workers.
+        """Return a text such as "the Dask cluster has a suitable worker for 1 of 2 nodes of the job".
 
         Return "" if the cluster has enough workers for the minimum number of nodes, or if a node was already started. Raises
         LaunchError if the scheduler does not answer.
@@ -162,7 +162,7 @@ class DaskEngine:
         return self._futures[number]
 
     def lacks_room(self, number: int) -> bool:
-        """Return whether the cluster has no free worker for the node with this number."""
+        """Return whether the node with this number is waiting for a free worker."""
         return number in self._waiting
 
     def cancel(self, number: int) -> None:
@@ -260,7 +260,7 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return the worker, or its host if each host may have only one node of the job."""
+        """Return the worker if its host may have several nodes of the job. Otherwise, return the host of the worker."""
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
 
@@ -325,7 +325,7 @@ def _allow_children(key: str) -> Iterator[None]:
     """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
     Python does not let a daemonic process start children, because a daemonic process does not wait for its children when it
-    ends. The process may nevertheless start ranks, because ranks end when their watcher ends.
+    ends. A daemonic process can start ranks without harm, because ranks end when their watcher ends.
     """
     global _was_daemon
     process = multiprocessing.current_process()

@@ -121,7 +121,7 @@ class RayEngine:
         return f"the Ray cluster has no room for {nodes}; see `ray status`"
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Execute the call in a Ray task, on a Ray node that runs no other task of the job."""
+        """Execute `call()` in a Ray task, on a Ray node that runs no other task of the job."""
         assert self._group is not None, "call describe_wait() first"
         free = set(range(self._least)) - {slot for other, slot in self._slots.items() if not self._has_ended(other)}
         if free:
@@ -140,7 +140,8 @@ class RayEngine:
     def lacks_room(self, number: int) -> bool:
         """Return whether this node waits because the Ray cluster has no room.
 
-        Further nodes are placed one after the other, so this node may also wait because Ray has no room for an earlier node.
+        mpwatch asks Ray for room for only one further node at a time. If Ray has no room for one further node, the remaining
+        further nodes wait, too.
         """
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
@@ -194,7 +195,7 @@ class _FurtherNode:
     """A node that the job starts in addition to its minimum number of nodes.
 
     A further node has a placement group of its own. Ray reserves the resources of this placement group on a Ray node that
-    the job does not use yet. Then the further node starts.
+    the job does not use yet. When Ray has reserved these resources, the Ray task of the further node starts.
 
     Args:
         engine: the engine of the job.
@@ -247,10 +248,11 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Execute the call in a Ray task. If Ray has set OMP_NUM_THREADS, remove this environment variable during the call.
+    """Execute `call()`, and return its outcome. Each Ray task of the job runs `_call`.
 
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task. With this value, each rank would start as many threads as the
-    whole task has CPUs. If OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
+    If Ray has set OMP_NUM_THREADS, `_call` removes this environment variable while `call()` runs. Ray sets OMP_NUM_THREADS
+    to the number of CPUs of the task. This number of threads is too large for a rank if several ranks share the CPUs of the
+    task. If OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

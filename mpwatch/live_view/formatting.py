@@ -118,7 +118,10 @@ def _format_usage(total_memory: int | None, max_memory: int | None, cpu: float |
 
 
 def _clean_name(name: str) -> str:
-    """Return the name of a metric without control characters, which a terminal would execute."""
+    """Return the name of a metric, with "?" in place of each character that cannot be printed. Shorten a long name.
+
+    A terminal would execute control characters in the name.
+    """
     printable = "".join(c if c.isprintable() else "?" for c in encodable(name))
     return printable if len(printable) <= MAX_NAME_CHARS else printable[: MAX_NAME_CHARS - 1] + "…"
 

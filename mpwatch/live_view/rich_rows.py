@@ -54,7 +54,11 @@ class RichRenderer:
 
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
-    """Yield the layouts of the view, the largest first: a row for each rank, a summary, and only the overall line."""
+    """Yield the layouts of the view, the largest layout first.
+
+    The first layout has a row for each rank, the second has a summary of the ranks, and the third has only the overall line.
+    If there are too many ranks, the first layout is left out.
+    """
     overall = _overall_line(snapshot, columns)
     if not snapshot.rows:
         yield overall

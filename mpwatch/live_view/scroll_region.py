@@ -3,8 +3,8 @@ r"""Reserve the last rows of a terminal for the live view, so that the output of
 The functions of this module do not write to the terminal, but return the text that their caller writes.
 
 Ranks are other processes, which write to the terminal directly and at any time. mpwatch cannot erase the view before a rank
-writes, because mpwatch does not know when a rank writes. Instead, mpwatch makes the terminal scroll only the rows above the
-view, with the escape sequence DECSTBM. Each drawing of the view saves the position of the cursor, moves the cursor to the
+writes, because mpwatch does not know when a rank writes. mpwatch sends the escape sequence DECSTBM, after which the terminal
+scrolls only the rows above the view. Each drawing of the view saves the position of the cursor, moves the cursor to the
 view, and restores the position (DECSC, DECRC). Each drawing of the view is a single write, so that no output of ranks can
 appear in the middle of a drawing.
 
@@ -38,7 +38,9 @@ class ScrollRegion:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws these lines in the reserved rows, or that releases the rows if there are no lines.
+        """Return the text that draws `lines` in the reserved rows.
+
+        If `lines` is empty, return the text that releases the reserved rows.
 
         Args:
             columns: width of the terminal.
@@ -80,7 +82,7 @@ class ScrollRegion:
     def mark_released(self) -> None:
         """Record that no rows are reserved. Call this method after you have written the text that `release` returned.
 
-        `release` itself cannot record that the rows are released, because its caller may fail before the text is written.
+        `release` itself records nothing. If its caller fails to write the text, the rows are still reserved.
         """
         self._reserved = None
 
@@ -88,8 +90,8 @@ class ScrollRegion:
 def go_to_line_start(columns: int) -> str:
     """Return the text that moves the cursor to the start of the next line if the cursor is not at the start of a line.
 
-    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, some of these
-    blanks appear in the next line, so the cursor moves to the next line.
+    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, that line has
+    no room for all the blanks. So the terminal moves the cursor to the next line.
     """
     return " " * columns + "\r" + CLEAR_REST
 

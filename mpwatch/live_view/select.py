@@ -37,7 +37,9 @@ def may_show(progress: bool | None) -> bool:
 def select_display(*, allow_lines: bool) -> "Display | None":
     """Return a display for the notebook or the terminal in which this program runs.
 
-    If neither a notebook nor a terminal can show the view, return a LineDisplay on stderr, or None if lines are not allowed.
+    If neither a notebook nor a terminal can show the view, the result depends on `allow_lines`. If `allow_lines` is True,
+    return a LineDisplay on stderr. If `allow_lines` is False, return None. If there is a terminal, but `rich` is not
+    installed, ignore `allow_lines` and return a LineDisplay. If `sys.stderr` is None, return None instead of a LineDisplay.
     """
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay

@@ -90,10 +90,11 @@ class TerminalDisplay:
         self._was_drawn = self._was_drawn or bool(lines)
 
     def pause(self) -> None:
-        """Release the reserved rows until the next call of `show` reserves them again.
+        """Release the reserved rows. The next call of `show` reserves the rows again.
 
-        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The last escape
-        sequence that the terminal has received may therefore be incomplete, so `pause` ends it.
+        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The terminal may have
+        received only the beginning of an escape sequence. So `pause` first writes a control character that ends an
+        incomplete escape sequence.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()

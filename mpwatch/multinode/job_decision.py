@@ -12,10 +12,10 @@
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
 When an attempt fails, the following rules determine the root cause. If ranks failed independently of other nodes, the root
-cause is the independent failure that reached the leader first. If every failure may be a consequence of an event on another
-node, the leader compares the collectives of all ranks (job_verdict.py). If the comparison of the collectives finds no cause,
-the root cause can be a rank for which ranks of other nodes have waited. A lost node is the root cause only if no rank failed
-independently of the lost node.
+cause is the independent failure that reached the leader first. If wrong collectives or events on other nodes may have caused
+all failures, the leader compares the collectives of all ranks (job_verdict.py). If the comparison of the collectives finds
+no cause, the leader looks for missing ranks. A missing rank has probably kept ranks of other nodes waiting. A lost node is
+the root cause only if no rank failed independently of the lost node.
 """
 
 import math
@@ -251,7 +251,8 @@ def _make_decision(
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
     """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures.
 
-    If the comparison finds no such ranks, or if a node is lost, return the summary unchanged.
+    If the comparison finds no rank to blame, return the summary unchanged. The reports are not compared in three cases: a
+    node was lost, a node's outcome is TIMED_OUT or ABORTED, or the attempt was stopped for waiting nodes.
     """
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
@@ -290,7 +291,8 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
     """Return a summary that blames the ranks for which ranks of other nodes have waited.
 
-    If any rank failed for a reason other than waiting for ranks of other nodes, return the summary unchanged.
+    If a node failed independently of other nodes (`_victim_level` 0), return the summary unchanged. If no node failed
+    because its ranks waited for ranks of other nodes, also return the summary unchanged.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -309,7 +311,10 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return a copy of the report that blames the missing ranks, for which ranks of other nodes have waited."""
+    """Return a copy of the report in which the failures of the missing ranks come first.
+
+    A missing rank has probably kept ranks of other nodes waiting.
+    """
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -333,9 +338,9 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    A failure may be the consequence of a failure on another node. The failure for which this is least likely counts as the
-    first failure. If two failures are equally likely to be consequences, the failure that reached the leader earlier counts
-    as the first failure.
+    A failure may be the consequence of a failure on another node. The failed node with the lowest `_victim_level` counts as
+    the node that failed first. If several failed nodes have the lowest `_victim_level`, choose the node whose failure
+    reached the leader first.
     """
     failed = [
         summary.reports[node]
@@ -346,7 +351,10 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return 2 if another node has caused the node's first failure, 1 if another node may have caused it, and 0 if not."""
+    """Return a number that says whether another node has caused the first failure of this node.
+
+    The number 2 means yes, 1 means perhaps, and 0 means no.
+    """
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0

@@ -92,7 +92,10 @@ def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdic
 
 
 def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
-    """Return the most certain verdict on the ranks that have called wrong collectives, or None. Use the nodes' reports."""
+    """Compare the collectives in the nodes' reports, and return the most certain verdict.
+
+    Return None if there is no verdict.
+    """
     return next(iter(find_job_verdicts(read_records(report.collectives) for report in reports)), None)
 
 
@@ -120,7 +123,8 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict explains all failures of the job, and therefore names the root cause.
 
-    If the verdict is only that a rank is late, waiting ranks must also have timed out.
+    If a rank is only late, the collective can still succeed. For a collective that can still succeed, return True only if
+    the verdict is complete (`is_complete`) and ranks failed because they waited for other nodes.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -165,7 +169,10 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Build a failure from the known facts about a blamed rank that has reported no failure."""
+    """Build a failure for a blamed rank from its RankRecord.
+
+    Call this function if the node's report contains no readable failure of the rank.
+    """
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

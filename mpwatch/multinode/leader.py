@@ -116,7 +116,7 @@ class ReservePort:
 
 @dataclass(frozen=True, slots=True)
 class CloseRendezvous:
-    """Mark the job as over in the rendezvous, so that no node can join it."""
+    """Mark the job as over in the rendezvous, so that no node can join the job any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ class Leader:
     def _request_stop(self, cause: str) -> list[LeaderAction]:
         """At the first request to stop, ask all nodes to make their ranks wait.
 
-        If the ranks are not started yet, `start_attempt` sends this request to all nodes later.
+        If the attempt has not started yet, `start_attempt` broadcasts HoldSteps later.
         """
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
@@ -250,7 +250,7 @@ class Leader:
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
         """If the ranks of all nodes wait, make all ranks stop at the same step.
 
-        If the stop was requested before any node had restarted its ranks, end the job.
+        If a stop is requested during a restart, and no node has started its ranks yet, end the job.
         """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
@@ -298,13 +298,16 @@ class Leader:
         return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend all deadlines by `seconds`, during which the leader did not read the store and saw no heartbeats."""
+        """Extend all deadlines by `seconds`.
+
+        Call this method if the leader did not read the store for so many seconds, and therefore saw no heartbeats.
+        """
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
 
     def step_down(self, reason: str) -> list[LeaderAction]:
-        """Stop leading, because other nodes may have decided without this leader.
+        """Stop leading, because other nodes may count this leader as lost and may have made their own decisions.
 
         The node thread calls this method if the leader has sent no heartbeat for a long time. A node counts the leader as
         lost when the node has seen no heartbeat of the leader for `node_timeout`. After a call of `step_down`, the leader
@@ -379,8 +382,8 @@ class Leader:
         If the collectives show that the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log
         one warning.
 
-        Call this method once after all new messages are handled, and not after each message, because a comparison of
-        thousands of ranks takes a second.
+        Call this method once after all new messages are handled. Do not call this method after each message, because a
+        comparison of thousands of ranks takes a second.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []

@@ -79,7 +79,7 @@ class LocalRanks:
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
         """Store the environment variables that the caller's thread has computed for the ranks of an attempt.
 
-        Ignore environment variables for an earlier attempt.
+        If `start` is not the latest StartAttempt, do nothing.
         """
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
@@ -88,7 +88,7 @@ class LocalRanks:
         """Start the ranks that are prepared.
 
         The watcher thread begins the run without ranks, because the numbers of the ranks are known only after the
-        rendezvous. So the watcher thread starts the ranks with a RestartCommand, even in the first attempt.
+        rendezvous. `start` sends the watcher thread a RestartCommand in every attempt, even in the first attempt.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -116,9 +116,10 @@ class LocalRanks:
         self._commands.post(StopAfter(action.after_step, action.cause))
 
     def renew_lease(self, since: float) -> None:
-        """Allow the ranks to run longer, because this node has sent a heartbeat at the time `since`.
+        """Extend the lease, so that the ranks may run for a part of `node_timeout` after the time `since`.
 
-        If the lease is not renewed, the watcher thread stops the ranks before the other nodes can count this node as lost.
+        Call this method after each heartbeat of this node. `since` is the time of the heartbeat. If the lease is not
+        renewed, the watcher thread stops the ranks before the other nodes can count this node as lost.
         """
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
         self._commands.post(Lease(stop_at, kill_at))
@@ -126,7 +127,8 @@ class LocalRanks:
     def end_lease(self) -> None:
         """Let the ranks run without a lease, because the job is over for this node.
 
-        The node thread no longer renews the lease. If the lease expired, the ranks would get a shorter grace period.
+        The node thread no longer renews the lease. When a lease expires, the watcher thread kills the ranks that are being
+        stopped, even if their grace period is not over.
         """
         self._commands.post(NO_LEASE)
 

@@ -1,8 +1,8 @@
 """The state machine that every node runs for one round, including the leader's node.
 
-The state machine of a node has no side effects. The node thread passes the leader's broadcasts, events of the node's ranks,
-and the time to the state machine (round_runner.py). Each method of the state machine returns the actions that the node
-thread has to execute.
+The state machine of a node has no side effects. The state machine gets its inputs from the node thread (round_runner.py).
+The inputs of the state machine are messages and heartbeats of the leader, events of the node's ranks, and the time. Each
+method of the state machine returns the actions that the node thread has to execute.
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
                    ^                                        |       |                             ^
@@ -23,10 +23,10 @@ thread has to execute.
                          (the leader and the node that serves the store: JobFinished)
 
 If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeat counter has not changed for `node_timeout`.
-When a node finds that the leader is lost, the node stops its ranks. When the ranks have exited, the node makes the decision
-that the leader would have made (`_decide_without_leader`). Without the leader, the decision is FAILED if a stop was
-requested. The decision is also FAILED if fewer than `min_nodes` nodes remain and the job has no restart left. In all other
-cases without a leader, the decision is RE_RENDEZVOUS. Without the leader, all nodes make the same decision, because all
+When a node finds that the leader is lost, the node stops its ranks. When the ranks have exited, the node decides without the
+leader what it does next (`_decide_without_leader`). If a stop was requested, `_decide_without_leader` decides FAILED. If
+fewer than `min_nodes` nodes remain and the job has no restart left, `_decide_without_leader` decides FAILED. If the job can
+go on, `_decide_without_leader` decides RE_RENDEZVOUS. Without the leader, all nodes make the same decision, because all
 nodes know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
 
 A node can leave a round in these ways:
@@ -41,14 +41,15 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` limits how long the node thread runs after the run on this node has ended. During this time, the
-other nodes can read in the store that this node leaves.
+`NodeThread.finish_within` limits how long the node thread runs after the run on this node has ended. After the run has
+ended, the node thread still sends the last messages of this node, such as NodeLeaving. If this node serves the store, the
+other nodes can use the store until the node thread of this node ends.
 
-Guarantees: if the leader sends no heartbeat or the store is lost, every stage except STOPPING ends within `node_timeout`.
-The stage STOPPING ends when the ranks have exited, and `grace_period` limits the time that the ranks may need. While the
-leader is alive, `node_timeout` does not limit the stages PREPARING, RUNNING and AWAITING_DECISION, because these stages
-wait for user code. If a node cannot send heartbeats, its ranks are stopped before the other nodes can count the node as lost
-(LocalRanks.renew_lease).
+Guarantees: if the leader's heartbeats stop, the stage of this node ends within `node_timeout`. If the store is lost, the
+stage of this node ends at once. The only exception is the stage STOPPING, which ends when the ranks have exited.
+`grace_period` limits the time that the ranks may need to exit. While the leader is alive, `node_timeout` does not limit the
+stages PREPARING, RUNNING and AWAITING_DECISION, because these stages wait for user code. If a node cannot send heartbeats,
+its ranks are stopped before the other nodes can count the node as lost (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -132,7 +133,7 @@ class StopRanks:
 class HoldRanks:
     """Make the ranks of this node wait at their next call of `should_stop`.
 
-    Then report to the leader the highest step that a rank of this node has passed.
+    When the ranks wait, report to the leader the highest step that a rank of this node has passed.
     """
 
     cause: str
@@ -219,12 +220,12 @@ class NodeMachine:
 
     @property
     def serves_store(self) -> bool:
-        """Whether this node serves the store, which the other nodes need until they know that the job is over."""
+        """Whether this node serves the store. The other nodes need the store until they know that the job is over."""
         return self._node_info.serves_store
 
     @property
     def awaited_assignment(self) -> int | None:
-        """The attempt whose RankAssignment this node still has to read, or None."""
+        """The attempt for which this node waits for its RankAssignment, or None if this node does not wait for one."""
         is_awaited = self.stage is NodeStage.PREPARING and self._assignment is None
         return self._start.attempt if is_awaited and self._start is not None else None
 
@@ -274,7 +275,10 @@ class NodeMachine:
         return []
 
     def extend_deadlines(self, seconds: float) -> None:
-        """Extend the time limit for the leader's heartbeat by the time in which this node did not read the store."""
+        """Extend the time limit for the leader's heartbeat by `seconds`.
+
+        Call this method when this node did not read the store for `seconds`, and so could not see the leader's heartbeats.
+        """
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
@@ -305,7 +309,9 @@ class NodeMachine:
         return self._decide_without_leader()
 
     def withdraw(self, reason: str) -> list[NodeAction]:
-        """Leave the round, because this node was silent for so long that the leader may count it as lost.
+        """Leave the round, because this node was silent for a long time.
+
+        The leader may already count this node as lost, because this node sent no heartbeats while it was silent.
 
         Report to the leader that this node leaves, stop the ranks of this node, and start no further ranks in this round.
         When this node has read the leader's decision, it follows the decision. If the leader is lost, this node decides
@@ -363,7 +369,7 @@ class NodeMachine:
     def report_ranks_stopped(self) -> list[NodeAction]:
         """Report to the leader that all ranks of this node have exited.
 
-        The AttemptReport of this node follows as a separate message, because the caller's thread has to make it.
+        This node sends its AttemptReport later, when the caller's thread has made the AttemptReport.
         """
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
@@ -386,9 +392,9 @@ class NodeMachine:
         return [SendToLeader(report)]
 
     def abort(self, report: AttemptReport) -> list[NodeAction]:
-        """Report to the leader that an error in the watcher of this node, and not a failed rank, has ended the run.
+        """Report to the leader that the run on this node has ended because of an error in the watcher.
 
-        After this report, the other nodes do not wait for this node.
+        After a call of `abort`, the other nodes do not wait for this node.
         """
         actions: list[NodeAction] = []
         if self.stage not in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
@@ -408,7 +414,10 @@ class NodeMachine:
         return [SendToLeader(NodeLeaving(self._node_info.group_rank, reason))]
 
     def acknowledge_shutdown(self) -> list[NodeAction]:
-        """Report that the caller's thread knows the decision about the job, and that this node no longer needs the store."""
+        """Report to the leader that this node no longer needs the store.
+
+        Call this method when the caller's thread knows the decision about the job.
+        """
         if self.stage is not NodeStage.SHUTTING_DOWN:
             return []
         if not self._node_info.serves_store and self._node_info.group_rank != 0:
@@ -454,7 +463,10 @@ class NodeMachine:
         return [ReportJob(decision)]
 
     def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
-        """Stop the ranks, then follow the decision that the leader made while this node sent no heartbeats."""
+        """Stop the ranks, then follow a decision that the leader has made without this node.
+
+        For example, the leader decides without this node if this node has sent no heartbeat for `node_timeout`.
+        """
         if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         stage, self.stage = self.stage, NodeStage.STOPPING
@@ -465,7 +477,11 @@ class NodeMachine:
         return [StopRanks("this node was silent for too long")] if stage is NodeStage.RUNNING else []
 
     def _decide_without_leader(self) -> list[NodeAction]:
-        """Make the decision that the leader would have made, and use only facts that all remaining nodes know."""
+        """Decide what this node does next, because the leader or the store is lost.
+
+        If the leader is lost, all other nodes make the same decision, because this method uses only facts that all of these
+        nodes know.
+        """
         history = replace(self.history, attempts=max(self.history.attempts, self.attempt + 1))
         if not self._size:
             return self._fail_job(history, reason=self._loss)

@@ -5,8 +5,8 @@
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      NodeMachine, and
                      <-- commands: start, stop, renew the lease ---------------------- |          |      Leader on one node
 
-Other threads put requests for the node thread into a queue. The node thread executes the queued requests during a round.
-Requests that come during a rendezvous wait until the round begins.
+Other threads put requests for the node thread into a queue. The node thread executes the queued requests during a round. If
+a request comes during a rendezvous, the node thread executes the request when the round begins.
 
 Calls that cannot be interrupted, such as name resolution, run on other threads, so that the node thread can stop waiting for
 them (rendezvous/cancellable_wait.py). The node thread waits for other nodes during a rendezvous. Before its first
@@ -151,11 +151,11 @@ class NodeThread:
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
 
     def abort(self, report: AttemptReport) -> None:
-        """Report to the leader that an error in the watcher of this node, and not a failed rank, has ended the run."""
+        """Report to the leader that the run on this node has ended because of an error in the watcher."""
         self._post_to_machine(lambda machine: machine.abort(report))
 
     def finish_within(self, seconds: float) -> None:
-        """End the node thread as soon as no other node needs this node, or after this number of seconds.
+        """End the node thread as soon as no other node needs this node, but at the latest after `seconds`.
 
         Cancel a rendezvous that is in progress.
         """
@@ -228,7 +228,7 @@ class NodeThread:
     # The next two methods are called in any thread.
 
     def _post_to_machine(self, event: Callable[[NodeMachine], list[NodeAction]]) -> None:
-        """Let the node thread call `event(node_machine)` and execute the actions that this call returns."""
+        """Make the node thread call `event(node_machine)` and execute the returned actions."""
         self._post(lambda round_runner: round_runner.add_actions(event(round_runner.node_machine)))
 
     def _post(self, request: Callable[[RoundRunner], None]) -> None:
@@ -252,7 +252,7 @@ class NodeThread:
             self._local_ranks.notify_caller(error)
 
     def _report_launch_failure(self, error: Exception) -> None:
-        """Report to the caller's thread that a rendezvous has failed or no port could be reserved."""
+        """Report an error to the caller's thread. The error has prevented a rendezvous or the start of an attempt."""
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
@@ -283,9 +283,9 @@ class NodeThread:
     def _join_first_round(self, join_deadline: float) -> Round:
         """Connect to the store, check the JobConfig of this node, and join the first round.
 
-        If an earlier job with the same name is just ending, wait for its end.
-
-        The node that serves the store of a job leaves last, so a new node may still reach the store of an earlier job.
+        If an earlier job with the same name is just ending, this node may reach the store of the earlier job. The store of
+        the earlier job still exists, because the node that serves the store leaves last. If this node finds that the earlier
+        job is over, this node tries to connect again, for at most RECONNECT_SECONDS.
         """
         reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""
@@ -314,8 +314,8 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Join the next round.
 
-        Raises LaunchError. If another node could not join because its options differ from the options of the job, the error
-        text names that node.
+        Raises LaunchError. If the job has refused another node, the text of the LaunchError says so. For example, a job
+        refuses a node whose options differ from the options of the job's first node.
         """
         try:
             return self._client.join(
@@ -330,8 +330,9 @@ class NodeThread:
     def _make_wait_report(self, deadline: float) -> WaitReport:
         """Return a WaitReport, an object that logs once that this node waits for other nodes.
 
-        If this node has started ranks before, a WaitReport logs after REJOIN_WAIT_SECONDS, and otherwise after
-        FIRST_WAIT_SECONDS. FIRST_WAIT_SECONDS is longer, because the nodes of a job start at different times.
+        The WaitReport logs after FIRST_WAIT_SECONDS. If this node has started ranks before, the WaitReport logs after
+        REJOIN_WAIT_SECONDS instead. FIRST_WAIT_SECONDS is longer than REJOIN_WAIT_SECONDS, because the nodes of a job start
+        at different times.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 

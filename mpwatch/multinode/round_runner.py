@@ -112,15 +112,16 @@ class RoundRunner:
             wakeup.wait(self._seconds_to_poll())
 
     def add_actions(self, actions: list[NodeAction]) -> None:
-        """Add actions that the node machine has returned. The next poll executes the added actions."""
+        """Append actions of the node machine to the queue of actions. Each poll executes the queued actions."""
         self._node_actions += actions
         if actions:
             self._extend_fast_polling()
 
     def stop_waiting_after(self, seconds: float) -> None:
-        """Make `run` return as soon as no other node needs this node, or after this number of seconds.
+        """From now on, let `run` wait for other nodes for at most `seconds`.
 
-        Call this method when the node's ranks have exited.
+        `run` waits only if this node serves the store, is the leader, or still has actions to execute. Call this method when
+        the node's ranks have exited.
         """
         self._leave_deadline = time.monotonic() + seconds
 
@@ -190,7 +191,7 @@ class RoundRunner:
             self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
 
     def _run_leader(self, leader: Leader, now: float) -> None:
-        """Pass new messages, the time and the number of waiting nodes to the leader, and execute the leader's actions."""
+        """Give the leader the new messages, the time and the number of waiting nodes. Execute the returned actions."""
         for message in self._channel.read_inbox():
             self._leader_actions += leader.handle_message(message, now)
         self._leader_actions += leader.judge_stalls(now)

@@ -232,7 +232,8 @@ class MultiNodeRunController(RunController[T]):
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
         """Return the decision, and add the root cause if the decision does not contain it.
 
-        The decision contains no root cause if an attempt has failed and the nodes could not start the next attempt.
+        If the next attempt cannot start after a failed attempt, the new decision does not contain the root cause. Then this
+        method takes the root cause from the decision on the failed attempt.
         """
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
@@ -290,9 +291,9 @@ class MultiNodeRunController(RunController[T]):
         return found
 
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
-        """Return a failure from the leader's decision, with all facts that this node knows about the failure.
+        """Return `failure` with all facts that this node knows about the failed rank.
 
-        Call this method only if the failed rank is on this node.
+        `failure` comes from the leader's decision. Call this method only if the failed rank is on this node.
         """
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
@@ -322,7 +323,7 @@ class MultiNodeRunController(RunController[T]):
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes of ranks that `_publish_outcomes` has kept.
+        """If `_publish_outcomes` has stored outcomes of ranks in `_unpublished`, publish the stored outcomes.
 
         If `failures` is None, publish the failures that this node itself has found.
         """

@@ -147,9 +147,11 @@ class LogSpec:
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return sample ranks: all ranks that `show` and `files` name, and the two ranks after the highest of these ranks.
+        """Return sample ranks: all ranks in `show` and `files`, and two ranks that are higher than all of these ranks.
 
-        If the number of ranks is not known yet, RankOutput uses the sample ranks instead of all ranks.
+        For example, if `show` and `files` name the ranks 0 and 3, the sample ranks are 0, 3, 4 and 5. If `show` and `files`
+        name no rank, the sample ranks are 0 and 1. If the number of ranks is not known yet, RankOutput uses the sample ranks
+        instead of all ranks.
         """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}

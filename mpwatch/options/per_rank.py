@@ -71,8 +71,8 @@ def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, 
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
     In a job of several nodes, the number of ranks is not known before the nodes have joined. If `is_multi_node` is True,
-    this function only checks that all PerRank arguments have the same number of values. Each rank checks the number of
-    values when it unpickles the call.
+    this function only checks that all PerRank arguments have the same number of values. When a rank unpickles the call, the
+    rank checks whether each PerRank has the right number of values.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

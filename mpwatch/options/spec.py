@@ -106,7 +106,7 @@ class GroupSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy, which allows no restarts."""
+        """The restart policy. The policy allows no restarts."""
         return RestartPolicy(0)
 
     @property
@@ -148,7 +148,7 @@ class PersistentGroupSpec(GroupSpec):
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy, which allows no restarts, because a WorkerGroup restarts ranks only at its next call."""
+        """The restart policy. No rank is restarted during a call. A WorkerGroup restarts ranks when its next call begins."""
         return RestartPolicy(0, scope=self.scope)
 
 
@@ -206,7 +206,7 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
     Raises TypeError if the function or an argument is wrong. The error text contains the name and the value of the wrong
     argument.
 
-    If the function does not take these arguments, the error text ends with `advice`, which says what the user can do.
+    If `fn` cannot be called with `args` and `kwargs`, the error text ends with `advice`. `advice` says what the user can do.
     """
     _check_fn(fn)
     checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)

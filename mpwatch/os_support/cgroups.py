@@ -1,7 +1,7 @@
 """Reads the Linux control groups of this process: its CPU quota, and the number of out-of-memory kills.
 
-This module reads files under /proc and /sys. If a function does not find the files under /proc or /sys that it needs, it
-returns None, 0 or an empty dict. This module runs in the watcher.
+This module reads files under /proc and /sys. If the files are missing, `read_cpu_quota` returns None, `count_oom_kills`
+returns an empty dict, and `count_oom_kills_of_machine` returns 0. This module runs in the watcher.
 """
 
 import os
@@ -57,8 +57,9 @@ def _find_folder(controller: str, kind: str) -> str | None:
     """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
 
     For cgroup v2, which has only one hierarchy, `controller` is empty. If the cgroup hierarchy is mounted several times, use
-    the first mount that contains the folder. In a container, often only a part of the cgroup hierarchy is mounted. For this
-    case, this function also tries the path of the cgroup relative to the mounted part.
+    the first mount that contains the folder. In a container, often only a part of the cgroup hierarchy is mounted. For
+    example, if the part `/docker/1` is mounted and the path of the cgroup is `/docker/1/job`, this function tries
+    `/docker/1/job` and then `/job`.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -52,7 +52,7 @@ def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
 def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
     """Return a key that is the same for all CPUs of one physical core, and different for the CPUs of all other cores.
 
-    `read_cores` sorts the cores of each NUMA node by these keys.
+    `read_cores` sorts the cores of a NUMA node by the keys that `_read_core_key` returns.
     """
     siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
     if cpu in siblings:

@@ -5,12 +5,13 @@ name. CPython 3.11 to 3.15 has all names that this module lists. This module run
 
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
-- `multiprocessing.Process._Popen` starts the process. If `Process.start` did not call `_Popen`, it would start an ordinary
-  spawned process. An ordinary spawned process has the Unix process group and the environment of its parent.
+- `multiprocessing.Process._Popen` starts the process. If `Process.start` did not call `_Popen`, `Process.start` would start
+  an ordinary spawned process. An ordinary spawned process has the Unix process group and the environment of its parent.
 - `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. If multiprocessing did not call `_launch`,
   `Process.start` would start an ordinary spawned process.
-- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. If `terminate` and `kill`
-  did not call `_send_signal`, their signal would not reach the processes that the rank has started.
+- `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. mpwatch overrides
+  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new CPython
+  does not call `_send_signal`, the signal reaches only the rank itself.
 
 watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
 `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these
@@ -18,20 +19,21 @@ undocumented names is missing, mpwatch cannot start a rank.
 
 mpwatch/wire uses these details of CPython directly:
 
-- launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method of multiprocessing in the
-  rank. Without the attribute `_start_method`, a rank and the calling program may have different default start methods.
+- launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object. multiprocessing uses the
+  value of `_start_method` as the default start method in the rank. Without the attribute `_start_method`, a rank
+  and the calling program may have different default start methods.
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`. To pickle a descriptor, multiprocessing calls
   `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
   lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
-  pickling/call_payload.py deletes this command from the cache. Otherwise a traceback of other code with the file name
-  `<string>` could quote lines of this command.
-- exceptions/source_lines.py reads and writes `linecache.cache`. Without `linecache.cache`, a traceback does not quote code
-  that is in no file, such as a notebook cell.
+  pickling/call_payload.py deletes this command from the cache. Code that `exec` runs has the same file name as the command,
+  so a traceback of this code could quote lines of the command.
+- exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`. A traceback quotes a notebook cell only
+  if the cell is in `linecache.cache`.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
   If a new CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong carets. The
-  code in exceptions/tracebacks.py also relies on the fact that compiled module code begins at line 1. If compiled module
-  code begins at another line in a new CPython, the line numbers of tracebacks are wrong.
+  code in exceptions/tracebacks.py assumes that compiled module code begins at line 1. If compiled module code begins at
+  another line in a new CPython, the line numbers of tracebacks are wrong.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def forget_child(child: BaseProcess) -> None:
 
 
 def observe_children(on_start: Callable[[int], object]) -> None:
-    """Call `on_start` with the pid of each process that this process starts with multiprocessing from now on."""
+    """From now on, call `on_start` with the pid of each process that this process starts with multiprocessing."""
     # multiprocessing adds each process to this set. Without this name, a DataLoader worker that is killed while it shares a
     # tensor leaves a file in /dev/shm.
 
@@ -117,7 +119,7 @@ def observe_children(on_start: Callable[[int], object]) -> None:
 
 
 def reap_later(child: subprocess.Popen[bytes]) -> None:
-    """Make the module subprocess reap this child when the program starts its next process with `subprocess.Popen`."""
+    """Add this child to a list of the module subprocess. Each new `subprocess.Popen` reaps the dead children in the list."""
     # This is for a rank that cannot be killed or reaped now. Without this name, the rank stays a zombie until this program
     # ends.
     import subprocess

@@ -50,7 +50,7 @@ def open_anonymous_file(name: str) -> FileIO:
 def seal(fd: int) -> None:
     """Prevent all processes from making this anonymous file shorter.
 
-    If a process made the file shorter, SIGBUS would kill each process that reads the missing part through a memory mapping.
+    When a process reads a mapped page that is no longer in the file, the kernel kills the process with SIGBUS.
     Raises OSError, for example if `fd` does not belong to an anonymous file. If the system cannot seal files, do nothing.
     """
     import fcntl
@@ -62,8 +62,9 @@ def seal(fd: int) -> None:
 def is_used_elsewhere(fd: int) -> bool:
     """Return whether the file of `fd` is also open or mapped elsewhere, in this process or in another process.
 
-    Return True also if this function cannot find out whether the file is used elsewhere. The result covers all processes of
-    the machine, even processes of other users and processes in other containers. `fd` must be a read-only descriptor.
+    If the use of the file is unknown, for example because the system is not Linux, return True. The result covers all
+    processes of the machine, even processes of other users and processes in other containers. `fd` must be a read-only
+    descriptor.
     """
     if sys.platform != "linux":
         return True
@@ -132,7 +133,7 @@ def read_pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Make room for `size` bytes in a pipe, if the kernel's limits for this user allow this size.
+    """Make a pipe hold at least `size` bytes. If the kernel's limits for this user are lower, do not change the pipe.
 
     Return how many bytes the pipe can hold after the call, or 0 if this number is unknown. Raises OSError.
     """
@@ -165,14 +166,14 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
     """Receive at most `size` bytes and at most `max_fds` + 1 descriptors from a socket. Raises OSError.
 
-    Return the bytes, the descriptors, and whether descriptors were lost because this process reached its limit of open
-    files.
+    Return the bytes, the descriptors and a flag. The flag is True if the kernel dropped some descriptors, for example
+    because this process has reached its limit of open files.
     """
     return split_received(channel.recvmsg(size, c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT), MSG_CMSG_CLOEXEC))
 
 
 def split_received(received: Received) -> tuple[bytes, list[int], bool]:
-    """Convert what `socket.recvmsg` returns into what `receive_with_fds` returns."""
+    """Split the result of `socket.recvmsg` into the bytes, the descriptors and the flag that `receive_with_fds` returns."""
     data, ancillary, flags, _ = received
     fds: list[int] = []
     for level, kind, numbers in ancillary:
@@ -184,8 +185,8 @@ def split_received(received: Received) -> tuple[bytes, list[int], bool]:
 def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
     """Make the kernel close a TCP connection if the other side has not answered for `seconds` (at least 1).
 
-    On a system without TCP_USER_TIMEOUT, the kernel waits longer than `seconds` if the other side has not acknowledged all
-    data. Raises OSError.
+    If the system has no TCP_USER_TIMEOUT, the kernel needs longer than `seconds` to close a connection that has
+    unacknowledged data. Raises OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)
@@ -205,8 +206,8 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 def open_standard_descriptors() -> Iterator[None]:
     """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor until the end of the `with` block.
 
-    Without this function, the next file that the program opens would get the free number 0, 1 or 2. A child process would
-    use this file as a standard stream.
+    The next file that the program opens gets the lowest free descriptor number. If the number were 0, 1 or 2, a child
+    process could use the file as its stdin, stdout or stderr.
     """
     made = []
     try:
@@ -232,7 +233,8 @@ def line_buffer_c_stdout() -> Callable[[], object]:
     """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream.
 
     If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
-    `stdout`. A flush of all streams could block, because a thread that is reading from a stream locks this stream.
+    `stdout`. While a thread reads from a stream such as `stdin`, the thread holds the stream's lock. A flush of all streams
+    would wait for the lock.
     """
     try:
         import ctypes

@@ -65,9 +65,9 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether descriptor `fd` of process `pid` refers to the same file or pipe as descriptor `of` in this process.
+    """Return whether descriptor `fd` of process `pid` and descriptor `of` of this process refer to the same file or pipe.
 
-    Return False also if this function cannot find out the answer, for example because there is no /proc.
+    Return False if there is no /proc, or if this process may not read the descriptors of process `pid`.
     """
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
@@ -79,8 +79,9 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 def open_pidfd(pid: int) -> int | None:
     """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
 
-    Return None also if other code has reaped the child or SIGCHLD is ignored. If the kernel has already given the pid of a
-    reaped child to a new process, the descriptor refers to the new process.
+    If the child has been reaped, return None. Other code can reap a child. If SIGCHLD is ignored, the kernel reaps each
+    child that ends. The kernel may give the pid of a reaped child to a new process. In this case, the returned
+    descriptor refers to the new process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -95,9 +96,10 @@ def open_pidfd(pid: int) -> int | None:
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of a child that has ended, or None while the child still runs.
 
-    If the system has waitid, this function does not reap the child, which stays a zombie. If a signal has ended the child,
-    the exit code is the signal's number with a minus sign. If other code has reaped the child or SIGCHLD is ignored, the
-    exit code is lost, and this function raises ChildProcessError.
+    If the system has waitid, this function does not reap the child, so a dead child stays a zombie. If the system has no
+    waitid, this function reaps a dead child. If a signal has ended the child, the exit code is the signal's number with a
+    minus sign. If other code has reaped the child, or if the child has ended while SIGCHLD was ignored, the exit code is
+    lost. If the exit code is lost, this function raises ChildProcessError.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -146,7 +148,7 @@ def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -
     """Wait until the kernel has removed a thread.
 
     The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python warns when a
-    program with several threads forks. A thread that the kernel has not removed yet also causes this warning.
+    program with several threads forks. Python also counts a dead thread that the kernel has not removed yet.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

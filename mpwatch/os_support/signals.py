@@ -91,12 +91,13 @@ def _load_libc() -> Any:
 
 
 def die_with_writer(pipe: int) -> None:
-    """Make the kernel kill this process and its Unix process group when no process can write to `pipe` any more (Linux).
+    """Make Linux kill the Unix process group of this process when the last writing descriptor of `pipe` is closed.
 
     If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended. This
-    function does not use PR_SET_PDEATHSIG, which acts when the thread that started this process ends, even if the watcher
-    is still running. PR_SET_PDEATHSIG also needs ctypes, and would not kill the other processes of the Unix process group.
-    If the system cannot send a signal when a pipe is closed, do nothing.
+    function does not use PR_SET_PDEATHSIG. PR_SET_PDEATHSIG would kill this process when the thread that started this
+    process ends. The other threads of the watcher may still run at that time. PR_SET_PDEATHSIG also needs ctypes, and would
+    not kill the other processes of the Unix process group. If the system cannot send a signal when a pipe is
+    closed, do nothing.
     """
     import fcntl
     import select

@@ -136,9 +136,9 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return this failure if it has a summary, or otherwise a copy of the failure with a summary.
+    """Return a copy of this failure with a summary. If the failure already has a summary, return the failure itself.
 
-    The added summary is the text that the report shows for the failure.
+    The new summary is the phrase that the report shows after the name of the rank, such as `was killed by SIGKILL (...)`.
     """
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
@@ -149,7 +149,7 @@ def format_failure(failure: ProcessFailure) -> str:
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict (the first line) of a report whose root cause is this failure."""
+    """Return the verdict for the root cause `root`. The verdict is in the first line of a report."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -174,7 +174,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def name_rank(failure: ProcessFailure) -> str:
     """Return the name of the failed rank, such as `rank 3`. In a job of several nodes, the name includes the node.
 
-    If the whole node was lost, the name leaves out the node, because the text of the failure names the node.
+    If the whole node was lost, the name is only `rank 3`, because the text of the failure already names the node.
     """
     node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"

@@ -1,8 +1,8 @@
-"""Makes the phrases of the report that say where in the code a rank was, or where the rank raised an exception.
+"""Makes phrases that name a place in the code, such as ` (train.py:88 in step)`.
 
-The place is the innermost frame of user code. Code of mpwatch, of the standard library and of installed packages does not
-count as user code. If the stack contains no user code, the place is the innermost frame of an installed package other than
-torch, for example of a training library.
+The phrases say where a rank was, or where an exception was raised. The place is the innermost frame of user code. Code of
+mpwatch, of the standard library and of installed packages does not count as user code. If the stack contains no user code,
+the place is the innermost frame of an installed package other than torch, for example of a training library.
 """
 
 import os
@@ -40,10 +40,10 @@ def format_location(stacks: str) -> str:
     """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
-    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If the rank
-    was not in the user's function, but its stack has a frame of user code, the phrase ends with the place of this frame, as
-    in ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase gives the reason,
-    or is empty if the reason is unknown.
+    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If user
+    code was running outside the user's function, for example during an import, the phrase ends with the place in the user
+    code, as in ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase gives the
+    reason, or is empty if the reason is unknown.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -116,9 +116,9 @@ def find_user_frame(files: Iterable[str]) -> int:
     """Return the index of the innermost frame of user code.
 
     `files` contains the file of each frame, and begins with the innermost frame. A frame in a real file has priority over a
-    frame in a file such as `<string>`, which is the file name of a dataclass's generated methods. If no frame belongs to
-    user code, the function returns the index of the innermost frame of an installed package other than torch. If all frames
-    belong to torch, mpwatch or the standard library, the function returns 0.
+    frame in a file such as `<string>`. Python gives the file name `<string>` to the generated methods of a dataclass. If no
+    frame belongs to user code, the function returns the index of the innermost frame of an installed package other than
+    torch. If all frames belong to torch, mpwatch or the standard library, the function returns 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]

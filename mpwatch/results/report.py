@@ -1,9 +1,9 @@
 """Makes the report of a run: a text with the verdict, what happened to the other ranks, and the attempts.
 
 Read the function `format_report` first, because it makes the whole report. The functions of this module make the texts from
-the data of model.py. They make a text only when a caller needs the text. The functions do no I/O, and run in the caller's
-thread. The module failure.py makes the text about the failure of one rank, and places.py makes the text about the place of
-the rank in its code.
+the data of model.py. The functions do no I/O. `format_overdue_ranks` runs in the watcher thread, and the other functions run
+in the caller's thread. The module failure.py makes the text about the failure of one rank, and places.py makes the text
+about the place of the rank in its code.
 
 A report looks like this:
 
@@ -112,9 +112,9 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
     """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
 
-    The report also lists an attempt of all ranks if a timeout or a signal ended the attempt. If each rank is restarted
-    alone, one timeout or signal can end many attempts. The report does not list these attempts, because the verdict of the
-    run names the timeout or signal.
+    If a timeout or a signal ended an attempt, the report lists the attempt only if all ranks took part in it. If each rank
+    is restarted alone, each attempt has a single rank, and one timeout or signal can end many attempts. The report does not
+    list these attempts, because the verdict of the run names the timeout or the signal.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -139,9 +139,10 @@ def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
 
 
 def format_verdict(result: RunData[Any] | Attempt) -> str:
-    """Return a line that says which rank failed first and why, or what else ended the run or the attempt.
+    """Return a line that describes the root cause of the run or the attempt.
 
-    If the run has `keep_going=True`, the line also says how many ranks failed.
+    If there is no root cause, the line contains `reason`, such as the text of `format_timeout`. If the run has
+    `keep_going=True`, the line also says how many ranks failed.
     """
     verdict = result.reason if result.root_cause is None else format_root_cause(result.root_cause)
     if isinstance(result, RunData) and result.keep_going and result.failures:
@@ -152,11 +153,12 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Group all ranks by what happened to them, and leave out the rank that is the root cause.
 
-    Return a dict from each text to the list of ranks that the text describes. The texts of ranks whose failure is not the
-    consequence of another failure come first in the dict. Ranks whose texts differ only in the port of a peer or in the
-    seconds of silence form one group. Each group has the text of its first rank. Each text in the dict is a phrase that
-    can follow the names of the ranks. If the root cause is the loss of a node, all ranks of that node are left out, because
-    the verdict names these ranks.
+    Return a dict from each text to the list of ranks that the text describes. The dict begins with the ranks that failed by
+    themselves. The ranks that failed because of another rank, and the ranks that did not fail, come later in the dict. Ranks
+    whose texts differ only in the port of a peer or in the seconds of silence form one group. The dict contains one text for
+    each group: the text that describes the first rank of the group. Each text in the dict is a phrase that can follow the
+    names of the ranks. If the root cause is the loss of a node, all ranks of that node are left out, because the verdict
+    names these ranks.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -220,7 +222,10 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
-    """Return a sentence that says why `heartbeat_timeout` did not apply to a run that exceeded its timeout."""
+    """Return the text that explains why `heartbeat_timeout` did not stop the ranks of a run before the timeout of the run.
+
+    `heartbeat_timeout` begins only when a rank calls `report()` or `heartbeat()` for the first time.
+    """
     return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: it begins with a rank's first report() or heartbeat()"
 
 
@@ -325,7 +330,10 @@ def _name_first_user_function(error: BaseException) -> str:
 
 
 def _format_details(result: RunData[Any]) -> list[str]:
-    """Return the lines below the verdict: the stack, stderr and logs of the root cause, and other killed processes."""
+    """Return the lines below the verdict: the stack, the stderr and the logs of the root cause.
+
+    If the kernel's out-of-memory killer killed a process that is not a rank, the last line reports this kill.
+    """
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
         frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]

@@ -1,8 +1,8 @@
 """`RunResult` is what `mpwatch.run` returns.
 
 The data of a result, except the events, is in the class `RunData` of model.py. report.py and html.py import RunData, and
-run_result.py imports report.py and html.py. With a single class for all data and methods, these imports would be circular.
-RunResult adds the events, and the methods that make text, HTML and traces.
+run_result.py imports report.py and html.py. RunData and RunResult are two classes, because a single class would need
+circular imports. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator

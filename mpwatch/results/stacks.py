@@ -18,8 +18,9 @@ OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the numb
 class Stacks(dict[int, str]):
     """A dict from each global rank to the stacks of the rank's threads, as in `RunResult.stacks`.
 
-    If a rank runs no function, or if its stacks did not arrive in time, its text is one line that says why there are no
-    stacks. `print(stacks)` groups ranks that have the same stacks, and shows the attribute `verdict` at the end.
+    If a rank has sent no stacks, its value in the dict is one line with the reason, such as `has returned` or `running; no
+    stack came in time`. `print(stacks)` groups ranks that have the same stacks, and shows the attribute `verdict` at the
+    end.
 
     Attributes:
         collectives: the collective in which each rank waited, or otherwise its last collective, as in

@@ -19,8 +19,8 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. Each
-field of a command is written either only by the watcher thread, or only by the caller's threads.
+Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. The
+watcher thread and the caller's threads never write the same field of a command.
 """
 
 import os
@@ -86,7 +86,7 @@ class StatusRequest:
 
 @dataclass(eq=False)
 class StacksRequest:
-    """Request the current stacks of every rank. This request does not stop the ranks."""
+    """Request the current stacks of every rank. The ranks continue to run after they have sent their stacks."""
 
     stacks: Stacks | None = None
     """It is None until the watcher thread has answered. No answer comes if the run ends first."""
@@ -129,9 +129,9 @@ def _make_locked() -> threading.Lock:
 class Suspend:
     """Suspend all ranks, and continue the ranks when the program continues. See suspension.py.
 
-    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because
-    `Event.set` is Python code. If a second signal handler raised an exception inside `Event.set`, the event could stay
-    unset.
+    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because no
+    signal handler can interrupt `Lock.release`. `Event.set` is written in Python. If a second signal handler raised an
+    exception inside `Event.set`, the event could stay unset.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -271,5 +271,6 @@ class CommandQueue:
 def _no_user() -> None:
     """Return None.
 
-    If a wake-up pipe has no user, the CommandQueue stores the function `_no_user` in place of a weak reference to the user.
+    For each wake-up pipe, the CommandQueue stores a function that returns the user of the pipe. If a wake-up pipe has no
+    user, this function is `_no_user`.
     """

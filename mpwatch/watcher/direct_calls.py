@@ -20,12 +20,12 @@ Rules:
    code.
 3. Before the watcher thread handles events, it takes all rights that the caller's thread has not taken. The caller's thread
    then sends and receives nothing more. The watcher thread does not wait for the caller's thread, which may be running a
-   slow signal handler. The watcher thread waits only for a call into C code that has already taken a right.
+   slow signal handler. There is one short wait. A call into C code may have taken a right and not yet recorded its message.
+   The watcher thread waits until this call has recorded its message.
 4. When the watcher thread has taken the rights of an unfinished call, the watcher thread finishes this call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
-   offer before it reads the registered calls. So if the caller's thread and the watcher thread act at the same moment, at
-   least one of them notices the other. The caller's thread sees that the ranks are not offered, or the watcher thread sees
-   the registered call.
+   offer before it reads the registered calls. Because of this order, the watcher thread misses no call. If the caller's
+   thread finds the ranks offered, its call is already registered, and the watcher thread reads the registered calls later.
 """
 
 import time
@@ -62,8 +62,8 @@ class DirectCalls:
     def execute(self, call: PendingCall, deadline: float) -> bool:
         """Try to make a call, and return whether the call is over.
 
-        If the call is not over, the watcher thread has to make or finish it. The watcher thread also makes or finishes the
-        call if an exception interrupts this method.
+        If this method returns False, the watcher thread makes the call. Ranks that have already received the call do not
+        receive it again. If an exception interrupts this method before a rank has received the call, the call is not made.
 
         Args:
             call: the call to make.
@@ -92,7 +92,7 @@ class DirectCalls:
 
     @property
     def are_offered(self) -> bool:
-        """Whether ranks are offered to the caller's threads, and the watcher thread does not read their channels."""
+        """Whether any ranks are offered to the caller's threads. The watcher thread reads no channel of an offered rank."""
         return bool(self._offered)
 
     @property

@@ -13,20 +13,20 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 
 Guarantees:
 
-- When `EventLoop.run` ends, every rank is dead and reaped. There are two exceptions, which are logged: a rank that SIGKILL
-  does not end, and a dead rank that cannot be reaped because a debugger traces it (process_pool.py).
+- When `EventLoop.run` ends, every rank is dead and reaped. A rank stays alive only if SIGKILL cannot end it. A dead rank
+  stays unreaped only if a debugger traces it (process_pool.py). mpwatch logs a warning about each rank that is left.
 - The loop handles the last message of a rank before it handles the rank's exit, because `_on_exit` first reads the rest of
   the rank's channel.
-- The loop waits for events in one place, `Selector.wait`. The time limit of this wait is the earliest of three times: the
-  next deadline of a state machine, the next delayed action (such as a delayed restart), and the withdrawal of an offer
-  (direct_calls.py). The loop has two other waits, which are short. Before a restart, the loop waits at most KILL_SECONDS
-  until the killed helpers have ended. Helpers are processes that earlier ranks had started. If a debugger traces a dead
-  rank, the loop waits at most 50 ms for the rank's exit code, and at most 50 ms until the rank can be reaped. While the
-  whole program is suspended, the loop waits for the end of the suspension (suspension.py).
+- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns when something is due:
+  a deadline of a state machine, a delayed action, or the withdrawal of an offer (direct_calls.py). A delayed restart is an
+  example of a delayed action. The loop has two other waits, which are short. Before a restart, the loop waits at most
+  KILL_SECONDS until the killed helpers have ended. Helpers are processes that earlier ranks had started. If a debugger
+  traces a dead rank, the loop waits at most 50 ms for the rank's exit code, and at most 50 ms until the rank can be reaped.
+  While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
   wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
-- The loop handles all events of a wake-up before it executes the first action. If the loop executed an action earlier, it
-  could mistake a death in this wake-up for a consequence of this action.
+- The loop handles all events of a wake-up before it executes the first action. An action can kill ranks. Because of this
+  order, the loop never mistakes a rank that died by itself for a rank that the loop has just killed.
 """
 
 import heapq
@@ -474,7 +474,7 @@ class EventLoop:
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
         """Read the collectives that a rank has sent.
 
-        If the rank is crashing, let the rank die after the watcher has read its collectives.
+        If the rank is crashing, first read the collectives, and then let the rank die.
         """
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
@@ -518,7 +518,8 @@ class EventLoop:
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
         """Ask a rank for its collectives.
 
-        If `again` is True, ask the rank even if it has already answered, because it may have called more collectives.
+        If `again` is True, also ask a rank that has already answered. Since its answer, the rank may have called more
+        collectives.
         """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
@@ -578,7 +579,7 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks, after storing the stacks that the rank has already dumped for the report."""
+        """Ask a rank for its stacks. Before that, store the stacks that the rank has already written for the report."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -657,7 +658,10 @@ class EventLoop:
         return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
 
     def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """Refuse a call of independent ranks, so that the caller first restarts the lost ranks."""
+        """If the ranks are independent, refuse the call, because ranks were lost.
+
+        The caller then restarts the lost ranks, and makes the call again.
+        """
         if self._are_independent:
             call.ranks_to_restart = tuple(sorted(lost))
             self._commands.wake_callers()
@@ -703,7 +707,7 @@ class EventLoop:
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
         """Prepare the ranks for a call. Return False if a rank was lost before the call came.
 
-        If this method returns False, the call gets no observations, which tells the caller that a rank was lost.
+        If this method returns False, `call.observations` stays empty. The empty list shows the caller that a rank was lost.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -839,7 +843,8 @@ class EventLoop:
     def _note_lost_ranks(self, group: RestartGroup) -> None:
         """Record which ranks have ended first.
 
-        The loss of these ranks also ends the calls of other ranks, which report these ranks as the reason.
+        In a WorkerGroup, mpwatch then also stops the calls of other ranks. The result of each stopped call names the lost
+        ranks as the reason.
         """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]

@@ -36,8 +36,7 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
 
     If a signal handler raises an exception while `action` runs, end `action` and raise this exception. In a thread that is
     not the main thread, only call `action`, because Python runs signal handlers in the main thread. This function ignores
-    handlers of real-time signals. Reading these handlers would double the time that this function adds to a short call of a
-    WorkerGroup.
+    handlers of real-time signals. If this function also read these handlers, it would take twice as long.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()

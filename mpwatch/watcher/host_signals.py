@@ -157,9 +157,8 @@ class HostSignals:
     def start_posting(self) -> None:
         """For each signal and stop request that has come, post an event to the watcher thread.
 
-        Later signals and stop requests are posted as soon as they come. Before the first call of this method, post the
-        command that starts the work of the ranks. If a SIGINT or a stop request were posted earlier, it would have no
-        effect, because the ranks would still be idle.
+        Later signals and stop requests are posted as soon as they come. A SIGINT or a stop request has no effect on idle
+        ranks. So before the first call of this method, post the command that starts the work of the ranks.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -258,9 +257,9 @@ class HostSignals:
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def will_end_program(self) -> bool:
-        """Return whether a deferred signal other than SIGINT will end the program without an exception.
+        """Return whether a deferred signal will end the program without an exception, as SIGTERM does by default.
 
-        SIGINT does not count, because a user who presses Ctrl-C knows that Ctrl-C ends the program.
+        This method ignores SIGINT, because a user who presses Ctrl-C knows why the program ends.
         """
         return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
 
@@ -289,7 +288,7 @@ class HostSignals:
     def _forward_wakeups(self) -> None:
         """Write the numbers of received signals to the calling program's wake-up descriptor.
 
-        Leave out the numbers of deferred signals and of the signals in `stop_signals`.
+        Do not write the number of a deferred signal, or of a signal in `stop_signals`.
         """
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
@@ -383,8 +382,9 @@ def _can_be_woken(fd: int) -> bool:
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
     """Return a dict of the signals that mpwatch must handle although the calling program has no handler for them.
 
-    The values of the dict are SIG_DFL or SIG_IGN. Of DEFERRED_SIGNALS, SIGQUIT and SIGTSTP, the dict contains the signals
-    that would end or stop the calling program. The dict also contains SIGQUIT if the calling program ignores SIGQUIT.
+    The values of the dict are SIG_DFL or SIG_IGN. This function checks DEFERRED_SIGNALS, SIGQUIT and SIGTSTP. The dict
+    contains each checked signal that would end or stop the calling program. The dict also contains SIGQUIT if the calling
+    program ignores SIGQUIT.
 
     This function asks the kernel which signals are caught, because `signal.getsignal` also returns SIG_DFL for a signal that
     C code handles.

@@ -2,7 +2,8 @@
 
 This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If the import
 of that module starts ranks, each new rank imports the module again, and the number of processes grows without end. A process
-that multiprocessing has spawned also imports `__main__`. mpwatch starts no ranks during this import, either.
+that multiprocessing has spawned also imports `__main__`. While a spawned process imports `__main__`, mpwatch refuses to
+start ranks.
 """
 
 import sys
@@ -35,7 +36,7 @@ def check_not_importing() -> None:
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the module whose import has led to `frame`, or None if no import has led to `frame`."""
+    """Search `frame` and its callers for a module that is being imported. Return the frame of this module, or None."""
     while frame is not None and frame.f_code is not call_payload.unpack.__code__:
         if frame.f_code.co_name == "<module>":
             return frame

@@ -136,7 +136,7 @@ class ItemQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether the queue has items that were already given to a rank, and must be given to a rank again."""
+        """Whether the queue has items to give out again: failed items, or items that were put back."""
         return bool(self._returned or self._delayed)
 
     @property

@@ -76,10 +76,11 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. A right is an entry in a list: the channel
-    over which the message is sent or received. A single call into C code takes the channel from the list, sends or receives
-    the message, and records the message. To prevent the caller's thread from sending or receiving more messages, the watcher
-    thread takes all remaining rights from the lists.
+    The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. One list
+    has the channels over which the thread may still send. One list has the channels over which the thread may still receive.
+    A single call into C code takes the channel from the list, sends or receives the message, and records the message. To
+    prevent the caller's thread from sending or receiving more messages, the watcher thread takes all remaining rights from
+    the lists.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -113,9 +114,10 @@ class DirectCall:
         return len(self.sent) == count
 
     def receive(self, deadline: float) -> None:
-        """Receive the return value of each rank.
+        """Receive the return value of each rank, one rank after the other.
 
-        Stop at the first rank whose message is not a return value, or that sends no message before the deadline.
+        If a rank sends no message before the deadline, skip all later ranks. If the message of a rank is not a complete
+        return value (see `is_return_value`), skip all later ranks, too.
         """
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
@@ -228,14 +230,17 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return True if the call has ended, or if it cannot begin because ranks were lost.
+        """Return True in two cases: the call has ended, or the call cannot begin because ranks were lost.
 
-        If this method returns True, the end of the call does not end the ranks that are still alive.
+        If the call ends all ranks of a WorkerGroup without scope="worker", `is_over` returns False.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 
 def is_return_value(received: Received) -> bool:
-    """Return whether `received` is a complete message of the kind RETURNED, without a file descriptor."""
+    """Return whether `received` is a complete message of the kind RETURNED.
+
+    If the message carries a file descriptor, return False.
+    """
     data, ancillary, flags, _ = received
     return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)

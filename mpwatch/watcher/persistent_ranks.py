@@ -62,8 +62,8 @@ class PersistentRanks:
     """The ranks of one WorkerGroup.
 
     The caller must ensure two conditions: calls that run at the same time use different ranks, and no call runs during
-    `start` or `close`. Any thread may read `state` and `workers`. A call has a live view only if no other running call has a
-    live view.
+    `start` or `close`. Any thread may read `state` and `workers`. While a call with a live view runs, a new call
+    has no live view.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -83,7 +83,10 @@ class PersistentRanks:
 
     @property
     def state(self) -> WorkerState:
-        """The state of all ranks: INIT, HEALTHY, or UNHEALTHY if the next call has to restart ranks."""
+        """The state of all ranks: INIT, HEALTHY or UNHEALTHY.
+
+        The state is UNHEALTHY if the next call must restart ranks, or if the heartbeat of a rank is late.
+        """
         watcher_thread = self._watcher_thread
         if watcher_thread is None:
             return WorkerState.UNHEALTHY
@@ -111,7 +114,7 @@ class PersistentRanks:
     def lacks_process_group(self) -> bool:
         """Whether the ranks still have to make torch's process group for the option `backend`.
 
-        Only a call of all ranks can make this process group.
+        The ranks can make torch's process group only in a call that runs on all ranks.
         """
         watcher_thread = self._watcher_thread
         is_joined = watcher_thread is not None and self._joined == (watcher_thread, self._process_group_version)
@@ -135,7 +138,8 @@ class PersistentRanks:
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         runs in the background, so it has no live view.
 
-        Return None if `ranks` is set and the loss of a rank has ended torch's process group. See `lacks_process_group`.
+        With the option `backend`, a call of only some ranks needs torch's process group. If the loss of a rank has ended
+        torch's process group, a call of only some ranks returns None. See `lacks_process_group`.
 
         Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If a
         signal came during the call and the calling program's handler raises an exception, this method raises the same
@@ -204,7 +208,7 @@ class PersistentRanks:
     def explain_loss(self, rank: int, reason: str) -> None:
         """Set the reason that mpwatch logs when it restarts this rank or all ranks.
 
-        Do nothing if the rank was not lost in a call.
+        `explain_loss` has an effect only for a rank that was lost in a call, and only with scope="worker".
         """
         if rank in self._loss_reasons:
             self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
@@ -270,7 +274,7 @@ class PersistentRanks:
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
         """With scope="worker", make the watcher thread restart these lost ranks.
 
-        If all ranks are lost, the watcher thread has ended, and starts no rank.
+        If all ranks are lost, the watcher thread has already ended. An ended watcher thread starts no rank.
         """
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
@@ -348,7 +352,7 @@ class PersistentRanks:
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
     def _observe(self, call: PendingCall) -> AttemptObservations:
-        """Return the observations of a DirectCall in which the function has returned in each rank."""
+        """Return the observations of a DirectCall. Call this method only when all ranks have returned."""
         assert call.direct is not None
         spec = self._spec
         return AttemptObservations(
@@ -386,7 +390,7 @@ class PersistentRanks:
 
         While this BlockingCall exists, no other call closes the watcher thread.
 
-        Return None if another call has already closed the watcher thread, because a rank was lost.
+        Return None if another call has already closed `watcher_thread`.
         """
         with self._lock:
             if self._watcher_thread is not watcher_thread:
@@ -441,8 +445,10 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    The result is the rest of the call's timeout, or infinity if there is no timeout. For a Shutdown, the result is 0 if the
-    previous wait for this reader timed out.
+    If a call has a timeout, the result is the time until this timeout. If there is no timeout, the result is infinity. For a
+    Shutdown, the result is 0 after a wait for a slow reader has reached its time limit.
+
+    If the result is shorter than LAST_DRAIN_SECONDS, `BlockingCall.drain_timeout` replaces the result by LAST_DRAIN_SECONDS.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

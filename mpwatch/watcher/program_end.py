@@ -96,8 +96,9 @@ def _interrupt_and_wait() -> None:
     If no Ctrl-C has come, end only the runs of daemon threads. Return when all calls that this function has interrupted or
     ended are over.
 
-    Before Python calls this function, Python waits for all threads except the main thread and daemon threads. If a thread
-    for which Python waits still runs when this function begins, Ctrl-C has interrupted Python's wait.
+    Before Python calls this function, Python waits for all threads except the main thread and daemon threads. A thread that
+    is neither the main thread nor a daemon thread may still run when this function begins. In this case, Ctrl-C has
+    interrupted Python's wait for the threads.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

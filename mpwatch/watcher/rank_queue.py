@@ -2,9 +2,9 @@
 
 Calls that need the same rank run in the order in which they were made.
 
-Each call has a ticket, and each rank has a queue of the tickets of all calls that need this rank. A ticket is granted, and
-its call may begin, when the ticket is the first one in the queues of all ranks that the call needs. When a call ends, its
-ticket leaves the queues.
+Each call has a ticket, and each rank has a queue of the tickets of all calls that need this rank. A ticket is granted when
+it is the first one in the queue of every rank that its call needs. When the ticket of a call is granted, the call may begin.
+When a call ends, its ticket leaves the queues.
 """
 
 import threading
@@ -55,7 +55,7 @@ class RankQueue:
     def enter(self, ticket: Ticket) -> None:
         """Add a ticket to the queues of all ranks that its call needs.
 
-        Grant the ticket at once if it is the first ticket in all these queues.
+        If the ticket is the first one in all of its queues, grant the ticket at once.
         """
         with self._lock:
             for rank in ticket.ranks:
@@ -63,7 +63,7 @@ class RankQueue:
         self._grant([ticket])
 
     def step_back(self, ticket: Ticket, first: Ticket) -> None:
-        """Take back the grant of a ticket, so that the call with the ticket `first` runs before this ticket's call.
+        """Take back the grant of `ticket`, and put `first` before `ticket` in all queues.
 
         Args:
             ticket: a ticket that was granted. A thread waits for it afterwards.
@@ -92,7 +92,7 @@ class RankQueue:
         self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
     def _grant(self, candidates: Iterable[Ticket]) -> None:
-        """Grant each ticket in `candidates` that is the first in the queues of all ranks that its call needs."""
+        """Grant each ticket in `candidates` that is the first one in all of its queues."""
         with self._lock:
             for ticket in candidates:
                 is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)

@@ -14,17 +14,18 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-In the first 2 ms of a call of idle ranks, the calling program's own signal handlers stay in place, and can raise exceptions.
-If the call takes longer than 2 ms, mpwatch installs its own signal handlers. They raise no exception while the caller's
-thread waits (host_signals.py).
+When a WorkerGroup calls its idle ranks, the calling program's own signal handlers stay installed for the first 2 ms. The
+calling program's handlers can raise exceptions. If the call takes longer than 2 ms, mpwatch installs its own signal
+handlers. While the caller's thread waits, mpwatch's signal handlers raise no exception (host_signals.py).
 
-If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. Any other exception
-in the caller's thread stops the working ranks in the same way as a SIGTERM to the calling program. A second exception in the
-caller's thread kills these ranks. When the ranks have ended, `BlockingCall.execute` re-raises the first exception. An
-exception in the caller's thread does not stop ranks that have not begun their call yet, or have already answered it.
+If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. After any exception
+except KeyboardInterrupt in the caller's thread, mpwatch stops the working ranks as if the calling program had received
+SIGTERM. If a second exception comes in the caller's thread while mpwatch stops the ranks, mpwatch kills the ranks. When the
+ranks have ended, `BlockingCall.execute` re-raises the first exception. The ranks of a WorkerGroup are idle before a call
+begins, and after the call is over. An exception in the caller's thread does not stop idle ranks.
 
-Other code can use `PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread. Python
-raises this exception only when the caller's thread no longer waits.
+Other code can use `PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread. While
+the caller's thread waits, Python delays an exception of `PyThreadState_SetAsyncExc` until the end of the wait.
 """
 
 import logging
@@ -232,7 +233,7 @@ class BlockingCall:
     def raise_error(self) -> None:
         """Re-raise an exception that a signal handler or the watcher thread has raised.
 
-        Before this method raises the exception, it delivers the deferred signals to the calling program's handlers.
+        If there is an exception to raise, first deliver the deferred signals to the calling program's handlers.
         """
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
@@ -263,10 +264,10 @@ class BlockingCall:
 
         The handler of SIGINT usually raises KeyboardInterrupt.
 
-        Call this method last, after all cleanup, and outside an `except` block. In an `except` block, an unrelated exception
-        would become the context of the KeyboardInterrupt. If Ctrl-C has stopped the run, the KeyboardInterrupt gets a note
-        that says where the ranks were. If a signal will end the program without an exception, this method first logs the
-        report of the run.
+        Call this method last, after all cleanup, and outside an `except` block. If an `except` block called this method, the
+        traceback of the KeyboardInterrupt would also show the exception of the `except` block. If Ctrl-C has stopped the
+        run, the KeyboardInterrupt gets a note that says where the ranks were. If a signal will end the program without an
+        exception, this method first logs the report of the run.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -291,7 +292,7 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether the call can end before mpwatch installs its signal handlers.
+        """Return whether mpwatch waits for the call for up to 2 ms before it installs its signal handlers.
 
         With the option `stop_signals` or `forward_signals`, mpwatch installs its signal handlers before the call begins.
         """
@@ -302,9 +303,9 @@ class BlockingCall:
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
-        While this method waits, the calling program's own signal handlers stay installed. To install mpwatch's handlers and
-        to remove them again would take a quarter of the time of a short call. If a signal comes while this method waits,
-        Python may delay the signal's handler until the end of the wait, at most until `deadline`.
+        While this method waits, the calling program's own signal handlers stay installed. In a short call, the installation
+        and the removal of mpwatch's handlers would take a quarter of the call's time. If a signal comes while this method
+        waits, Python may delay the signal's handler until the end of the wait, at most until `deadline`.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -373,8 +374,8 @@ class BlockingCall:
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
         """After an exception in the caller's thread, stop the ranks, and restore the signal handlers.
 
-        The ranks are stopped in the same way as by the signal `signum`. If another exception interrupts this method, the
-        method begins again from its start.
+        mpwatch stops the ranks as if the calling program had received the signal `signum`. If a further exception interrupts
+        this method, this method starts again from the beginning.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):
@@ -390,7 +391,7 @@ class BlockingCall:
             return
 
     def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
-        """Return False if the ranks are idle, because they have not begun their call or have already answered it."""
+        """Return False if the ranks are idle: their call has not begun yet, or is already over."""
         call = self.signals.call
         has_begun = self._is_posted or (call is not None and call.has_begun())
         return not self.watcher_thread.is_alive() or (has_begun and not until())

@@ -8,8 +8,8 @@ from weakref import ReferenceType, ref
 class RunningCall(Protocol):
     """A call in the registry: a BlockingCall or a RunHandle.
 
-    A run that `mpwatch.submit` starts has no BlockingCall until its ranks are about to start. Its RunHandle is in the
-    registry from the beginning, so a stop can be requested at any time.
+    A run that `mpwatch.submit` starts has no BlockingCall until its ranks are about to start. The RunHandle of the run is in
+    the registry from the beginning of the run, so a stop can be requested at any time.
     """
 
     def ask_to_stop(self, cause: str) -> bool:

@@ -25,8 +25,8 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    The watcher does not send the signal to a rank that does not catch it, because most signals would end this rank. Log a
-    warning about running ranks that do not catch the signal.
+    Most signals end a process that has no handler for the signal. So the watcher sends no signal to a rank without a
+    handler. Log a warning about running ranks that do not catch the signal.
     """
     running = [
         rank

@@ -70,7 +70,7 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        A request that comes during a suspension is dropped, as the kernel drops a pending SIGTSTP when SIGCONT comes.
+        Ignore a request that comes during a suspension. The kernel also drops a pending SIGTSTP when SIGCONT comes.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -90,7 +90,7 @@ class ProgramSuspension:
                 self.view.resume()
 
     def suspend_after_call(self) -> None:
-        """Send SIGTSTP to this process again if the signal came too late for `suspend`.
+        """If SIGTSTP came after the last call of `suspend`, send SIGTSTP to this process once more.
 
         Call this method after the calling program's own signal handlers have been restored.
         """
@@ -131,7 +131,8 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
     """Stop all processes in the Unix process groups of the ranks.
 
-    At the end of the `with` block, continue these processes, except processes that were stopped before the suspension.
+    At the end of the `with` block, continue the processes. A process that was already stopped before the `with` block stays
+    stopped.
     """
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:

@@ -12,8 +12,8 @@ exception in this thread.
 
 No user code runs in the watcher thread.
 
-If Python cannot start a thread because the calling program is ending, `WatcherThread.start` executes the event loop in the
-caller's thread. For a WorkerGroup and for some runs, `start` raises LaunchError instead.
+If Python cannot start a thread because the calling program is ending, `WatcherThread.start` normally executes the event loop
+in the caller's thread. If Python cannot start a thread for a WorkerGroup, `start` raises LaunchError.
 """
 
 import os
@@ -57,7 +57,7 @@ ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks
 
 
 class WaitingCall(Protocol):
-    """A call whose thread waits for the watcher thread. See BlockingCall."""
+    """Declares the attribute of BlockingCall (run.py) that this module uses."""
 
     is_over: bool
 
@@ -73,9 +73,9 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two callers' threads must not call methods
-    of this class at the same time. This rule does not apply to methods whose docstrings allow calls from any thread or from
-    several threads. If an exception interrupts a method, the method can be called again.
+    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two threads of the calling program must not
+    call `prepare`, `prepare_restart` or `close` at the same time. If an exception interrupts a method, the method can be
+    called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -149,7 +149,8 @@ class WatcherThread:
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
         """Return the RankSetups for the next start of these ranks.
 
-        If all ranks of the run start, they get a new MASTER_PORT.
+        If `ranks` contains all ranks, the ranks get a new MASTER_PORT. If `ranks` contains only some ranks, these ranks get
+        the MASTER_PORT of the other ranks.
         """
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
             # the new port is reserved before the old one is released, so the two differ
@@ -168,9 +169,10 @@ class WatcherThread:
     def start(self) -> None:
         """Start the watcher thread, which starts the ranks. Do nothing if the watcher thread was started before.
 
-        Any thread may call this method. If Python cannot start a thread, this method executes the event loop in the caller's
-        thread, or raises LaunchError. It raises LaunchError for a WorkerGroup, for a run of several nodes, and for a run
-        that can continue after a failure of a rank.
+        Any thread may call this method. If Python cannot start a thread, this method normally executes the event loop in the
+        caller's thread. If Python cannot start a thread for a WorkerGroup, this method raises LaunchError. This method also
+        raises LaunchError if Python cannot start a thread for a run of several nodes, or for a run that can continue after a
+        failure of a rank.
         """
         with self._start_lock:
             if self._thread is None:
@@ -219,7 +221,7 @@ class WatcherThread:
         """Emit the deferred log records and call the observers. Logging handlers and observers can be user code.
 
         Several threads may call this method at the same time. In a WorkerGroup, only one thread at a time emits log records
-        and calls observers. Meanwhile, the method returns at once in all other threads.
+        and calls observers. If a different thread already emits the WorkerGroup's log records, this method returns at once.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -250,8 +252,8 @@ class WatcherThread:
         """Return the debugger's console.
 
         Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
-        thread can open the debugger's prompts. While a call of the main thread is running, this call opens the prompts for
-        the ranks of all calls.
+        thread can open the debugger's prompts. While the main thread runs a call, the main thread also opens the prompts for
+        ranks that execute calls of other threads.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -277,12 +279,18 @@ class WatcherThread:
         return self._thread is not None and not self.is_finished
 
     def take_stacks(self) -> Stacks:
-        """Return the present stacks of all ranks, or no stacks if the ranks have ended. Any thread may call this method."""
+        """Return the present stacks of all ranks. Any thread may call this method.
+
+        Return an empty Stacks object if the watcher thread is not running, for example because all ranks have ended.
+        """
         request = StacksRequest()
         return request.stacks or Stacks() if self._wait_for_answer(request) else Stacks()
 
     def take_statuses(self) -> Sequence[RankStatus]:
-        """Return the present status of each rank, or nothing if the ranks have ended. Any thread may call this method."""
+        """Return the present status of each rank. Any thread may call this method.
+
+        Return an empty tuple if the watcher thread is not running, for example because all ranks have ended.
+        """
         request = StatusRequest()
         return request.statuses or () if self._wait_for_answer(request) else ()
 
@@ -313,7 +321,7 @@ class WatcherThread:
     def join(self) -> None:
         """Wait until the thread has ended.
 
-        Call this method only when `is_finished` is True, or after a command that ends the ranks.
+        This method waits without a time limit. If `is_finished` is False, first post a command that ends the ranks.
         """
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()
@@ -322,7 +330,7 @@ class WatcherThread:
     def close(self) -> None:
         """Release all resources.
 
-        Call this method only when `is_finished` is True, or if the watcher thread will never be started.
+        If the watcher thread was started, call `close` only when `is_finished` is True. Never call `start` after `close`.
         """
         self.is_finished = True
         try:

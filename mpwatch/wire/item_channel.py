@@ -87,7 +87,10 @@ class TokenPipe:
         return int(TOKEN.unpack(data)[0]) if data else None
 
     def close(self) -> None:
-        """Close the ends of the pipe in this process. The other process can still read the tokens in the pipe."""
+        """Close the ends of the pipe in this process.
+
+        If the caller closes its ends of the pipe, the rank can still read the tokens that are in the pipe.
+        """
         self._reader.close()
         self._writer.close()
 

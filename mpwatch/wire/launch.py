@@ -59,8 +59,8 @@ class LaunchInfo:
 class RankProcess(SpawnProcess):
     """The process of a rank.
 
-    In the watcher, the process object is an instance of a subclass of RankProcess. This subclass overrides the method
-    `_Popen`.
+    In the watcher, the process object is an instance of `_WatchedProcess`, a subclass of RankProcess
+    (watcher/processes/process.py). The method `_WatchedProcess._Popen` makes a RankPopen.
 
     In the rank, the process object is an instance of RankProcess itself.
 

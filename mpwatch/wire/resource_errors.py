@@ -1,4 +1,4 @@
-"""Recognise errors that mean that a resource has run out, and add a remedy to the text of these errors.
+"""Recognise errors that report a shortage, for example of memory or of descriptors. Write error texts that name a remedy.
 
 This module runs in the watcher and in the ranks.
 """

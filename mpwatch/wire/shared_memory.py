@@ -15,12 +15,12 @@ without the rank's channel, even when the rank is dead.
 - A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
   watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. If the
   watcher finds a wrong checksum, it reads the report again.
-- The slot of each rank contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The
-  watcher needs the pids of these child processes to find files that torch has left in /dev/shm
-  (watcher/processes/torch_files.py).
+- The slot of each rank contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The name
+  of a torch file in /dev/shm contains the pid of the process that made the file. So the watcher can find the files of dead
+  child processes by the pids in the slot (watcher/processes/torch_files.py).
 - The slot of each rank contains the number of the call that the watcher has interrupted last. See `PendingCall.number`. A
-  signal itself carries no call number. The rank needs the number in its slot to recognise a signal that was sent for an
-  earlier call.
+  signal itself carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its slot with
+  the number of its next call. If the two call numbers differ, the rank ignores the SIGINT.
 
 A rank maps its slot of the anonymous file into memory, and then closes the file's descriptor. The memory stays mapped even
 if user code closes all descriptors, for example to become a daemon.
@@ -96,7 +96,7 @@ def clear_slot(fd: int, slot: int) -> None:
 def record_interrupt(fd: int, slot: int, call: int) -> None:
     """In the watcher: record the number of the call that a signal will interrupt.
 
-    The watcher must record the number before it sends the signal.
+    Call this function before you send the signal, because the rank reads the call's number after the signal has arrived.
     """
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 

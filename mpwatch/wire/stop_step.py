@@ -15,9 +15,9 @@
 A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank first writes the step into the
 field `asked` of its stop memory, and then reads the field `state`. If the rank reads the state HOLD, it writes its previous
 step into `asked` again, and waits. While the state is HOLD, `should_stop` does not return, so no rank passes a further step.
-The watcher can see a rank's last write to `asked` with a delay. So the watcher waits HOLD_SECONDS after it has set the state
-to HOLD, and then reads `asked`. HOLD_SECONDS is much longer than the delay with which one processor sees the writes of
-another processor.
+The watcher may not see a rank's last write to `asked` immediately. So the watcher waits HOLD_SECONDS after it has set the
+state to HOLD, and then reads `asked`. Other processors see a processor's write to memory in much less time than
+HOLD_SECONDS.
 
 On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
 watchers have agreed on a step (multinode/leader.py).
@@ -25,9 +25,9 @@ watchers have agreed on a step (multinode/leader.py).
 A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. If a rank has returned, the
 other ranks stop only after they have passed the last step of this rank.
 
-A step that is lower than the previous step begins a new round of steps, such as an epoch. The numbers in the fields `asked`
-and `agreed` continue from round to round. If the last step of a round has the number n, the first step of the next round has
-the number n + 1.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. When a new round begins, the
+numbers in the fields `asked` and `agreed` keep rising. If the last step of a round has the number n, the first step of the
+next round has the number n + 1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class StopReader:
         self._offset = 0  # the number of steps in all previous rounds
 
     def should_stop(self, step: int) -> bool:
-        """Return whether the ranks stop before this step. Raises ValueError if the step has more than 64 bits."""
+        """Return True if the rank must stop now and must not do this step.
+
+        Raises ValueError if the step has more than 64 bits.
+        """
         if step < self._last_step:
             self._begin_round(step)
         try:

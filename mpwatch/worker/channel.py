@@ -192,9 +192,10 @@ def _read_identity(fd: int) -> tuple[int, int]:
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write to the rank's stderr what the rank's Python interpreter has printed before this stderr was set up.
+    """Write the early output of the rank's Python interpreter to the rank's stderr.
 
-    The rank, not the watcher, writes the interpreter's output, because the write can block, and the watcher must not block.
+    The interpreter has printed the early output before the rank's stderr was set up. The rank, not the watcher, writes the
+    interpreter's output, because the write can block, and the watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

@@ -7,10 +7,10 @@ A thread of the rank answers the watcher's requests. The rank starts this thread
 This thread can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
 
 torch can give a new process group the name of a destroyed group. The numbers of the new group's collectives begin at 1
-again. When a group is created, this module stores the number that the next record of torch's flight recorder will have. A
-record that is older than the present group of the same name belongs to a destroyed group, and this module ignores the
-record. `init_process_group` creates the default group. A "world" consists of a default group, and of all groups that are
-created until this default group is destroyed.
+again. When a group is created, this module stores the number that the next record of torch's flight recorder will have. If a
+record has a lower number than the stored number of its group, the record belongs to a destroyed group of the same name. This
+module ignores records with lower numbers than the stored number. `init_process_group` creates the default group. A "world"
+consists of a default group, and of all groups that are created until this default group is destroyed.
 
 The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
@@ -141,7 +141,10 @@ def _get_next_records() -> dict[str, int]:
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
-    """Return False if this entry of the flight recorder is from a destroyed group, and a newer group has the same name."""
+    """Return False if this entry of the flight recorder is older than the newest group with the entry's group name.
+
+    An entry that is older than this group belongs to a destroyed group of the same name.
+    """
     group = _groups.get(entry["process_group"][0])
     return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
@@ -186,7 +189,8 @@ def send_before_failure(channel: Channel) -> None:
 def answer_last_request() -> None:
     """If a request of the watcher has already arrived, answer the request.
 
-    The main thread calls this function when the rank exits, because no thread can answer later.
+    The main thread calls this function when the rank exits. Otherwise the process could end before the thread that answers
+    requests has answered.
     """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
@@ -219,7 +223,10 @@ def _answer_one(requests: socket.socket) -> None:
 
 
 def describe_rank() -> RankCollectives:
-    """Return the collectives of this process, the oldest first, and the place in the code where the main thread is."""
+    """Return the latest collectives of this process, and the place in the code where the main thread is.
+
+    The collectives are sorted by time, from the oldest to the newest.
+    """
     frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
     try:
         return _describe_rank(frames)
@@ -339,7 +346,7 @@ def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
 
 
 def _get_operation(entry: Mapping[str, Any]) -> str:
-    """Return the name of the operation, without the ranks that NCCL adds to some names, such as `recv 0<-1`."""
+    """Return the name of the entry's operation, for example `recv` if NCCL has recorded `recv 0<-1`."""
     name = str(entry["profiling_name"]).partition(":")[2].partition(" ")[0]
     return BATCH_OF_POINT_TO_POINT if entry["is_p2p"] and name == "coalesced" else name
 

@@ -85,7 +85,8 @@ def current_worker() -> Worker:
 def choose_part(count: int) -> int:
     """Return the index of this rank's value among the `count` values of a PerRank.
 
-    `count` must be the number of ranks of the job, or the number of ranks of this node. Any other number raises ValueError.
+    `count` must be the number of ranks of the job, or the number of ranks of this node. If the number of values is
+    wrong, `choose_part` raises ValueError.
     """
     worker = current_worker()
     if count == worker.world_size:
@@ -143,11 +144,11 @@ def should_stop(step: int) -> bool:
             train(step)
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
-    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. The other ranks do not wait
-    for a rank that has returned, or that never calls `should_stop`. If a rank has returned, the other ranks stop only after
-    they have done the last step of this rank. If the last step of a rank comes before the step at which the ranks stop, this
-    rank ends normally, and `should_stop` never returns True in this rank. With `RestartPolicy(scope="worker")`, ranks do not
-    communicate, so each rank stops at its own next step.
+    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. `should_stop` never waits for
+    a rank that has returned. `should_stop` also never waits for a rank that does not use `should_stop`. For example, if rank
+    0 has returned after step 9, the other ranks stop after step 9 or after a later step. If rank 0 has only 10 steps and the
+    other ranks stop at step 20, rank 0 ends normally: `should_stop` never returns True in rank 0. With
+    `RestartPolicy(scope="worker")`, ranks do not communicate, so each rank stops at its own next step.
 
     A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits some
     milliseconds until the ranks agree on the step. With several nodes, `should_stop` waits some tenths of a second until the
@@ -170,13 +171,14 @@ def request_stop() -> bool:
     """Ask all ranks to save their state and return.
 
     After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. A request from a rank of a run
-    is for all ranks of this run, on all nodes. A request from a rank of a WorkerGroup is for all ranks of the call that this
-    rank runs. A request from a rank is not for ranks that this rank itself has started. A request from the program that has
-    started the ranks is for all unfinished runs and calls of this program. To stop a single run or call, use
-    `RunHandle.request_stop` or `CallHandle.request_stop`.
+    is for all ranks of this run, on all nodes. In a WorkerGroup, a request from a rank is for all ranks that run the same
+    call. If a rank has started other ranks with `mpwatch.run`, the rank's request does not stop these other ranks. A request
+    from the program that has started the ranks is for all unfinished runs and calls of this program. To stop a single run or
+    call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
 
-    Any thread, observer or signal handler may call `request_stop`. A second request changes nothing. `request_stop` does not
-    end `mpwatch.map`. To end `mpwatch.map`, leave the loop over its results.
+    Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, a further
+    call of `request_stop` changes nothing. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop
+    over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

@@ -3,8 +3,8 @@
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
-With the message DEBUGGER, the rank sends a socket to the watcher. The body of this message is the purpose of the socket:
-"breakpoint", "post_mortem" or "inspector". The messages on the socket are tuples of builtin values, sent by a
+With the message DEBUGGER, the rank sends a socket to the watcher. The body of the message DEBUGGER says what the socket is
+for: "breakpoint", "post_mortem" or "inspector". The messages on the socket are tuples of builtin values, sent by a
 multiprocessing Connection:
 
     rank to watcher     ("output", text)
@@ -21,9 +21,10 @@ multiprocessing Connection:
 With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
 main thread's stack to the user, even while the main thread runs or waits in C code.
 
-This module leaves a Pdb object unchanged if user code has passed `stdin` or `stdout` to it. An object of a debugger class
-with its own `cmdloop`, such as IPython's class, also stays unchanged. The default `sys.breakpointhook` calls pdb.set_trace.
-This module does not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
+This module leaves a Pdb object unchanged if user code has passed `stdin` or `stdout` to it. If a subclass of Pdb has its own
+`cmdloop`, this module leaves the objects of the subclass unchanged. For example, this module does not change IPython's
+debugger. The default `sys.breakpointhook` calls pdb.set_trace. This module does not replace `sys.breakpointhook`, so
+PYTHONBREAKPOINT and a hook that the user has set still work.
 """
 
 from __future__ import annotations

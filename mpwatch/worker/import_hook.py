@@ -1,7 +1,7 @@
 """Lets the rank change another module, such as pdb, as soon as that module has been imported. This module runs in a rank.
 
-This module is small, because every rank imports it. The rank does not import pdb or torch only to change them, because most
-ranks never need these modules.
+This module is small, because every rank imports it. Most ranks never need pdb or torch, so mpwatch does not import pdb or
+torch when a rank starts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ class ModuleFinder:
         self.change = change
 
     def install(self) -> None:
-        """Change the module at once if it is already loaded, or else when it is imported."""
+        """If the module is already loaded, change the module now. Otherwise, change the module when it is imported."""
         if self._name in sys.modules:
             self.change(sys.modules[self._name])
         else:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the module to change. Return None for any other module, so that Python asks the next finder."""
+        """Return the spec of the module that this finder changes.
+
+        Return None for any other module, so that Python asks the next finder.
+        """
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -55,7 +58,10 @@ class _ChangingLoader:
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the new module if the module's own loader creates it. Return None if Python has to create the module."""
+        """Call `create_module` of the module's own loader, and return the result.
+
+        If the result is None, Python creates the module.
+        """
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,8 +1,8 @@
 """The rank's part of `mpwatch.map`: calls the function with each item from the caller, and sends each value immediately.
 
 `mpwatch.map` makes the ranks of a WorkerGroup call `serve_items`. If the user's function raises an exception for an item,
-the call of `serve_items` fails. mpwatch reports this failure like the failure of any other call. After an exception, the
-caller makes another call of `serve_items` for the next items.
+the call of `serve_items` fails. The rank reports a failed call of `serve_items` to the watcher like any other failed call.
+After a failed call of `serve_items`, `mpwatch.map` ends, or makes the rank call `serve_items` again for the next items.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _answer_when_used(channel: Channel, module: ModuleType) -> None:
 
 
 def _answer_last_request() -> None:
-    """If the watcher has asked for the rank's collectives just before the exit of the rank, answer this request."""
+    """Before the rank exits, answer the watcher if the watcher has requested the rank's latest collectives."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 
@@ -181,7 +181,7 @@ def _run_call(
 ) -> _Failure | Returned:
     """Run a call, and pickle its return value.
 
-    Signals can interrupt only `_load_and_call`. In all other parts of `_run_call`, signals are deferred.
+    A signal handler can run while `_load_and_call` runs. Before and after `_load_and_call`, mpwatch defers signals.
     """
     try:
         try:
@@ -237,7 +237,7 @@ def _call_function(call: Call) -> object:
 
 
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    """Pickle the return value. If the value cannot be pickled, return a `_Failure` whose time is `returned_at`."""
+    """Pickle the return value. If pickling fails, return a `_Failure` with the exception and the time `returned_at`."""
     try:
         return pickle_value(value), returned_at
     except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
@@ -269,7 +269,7 @@ def pickle_value(value: object) -> PickleBundle:
 
 
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
-    """Exit without an answer, because this process is a copy of the rank: the user's function has forked the rank."""
+    """Exit this process, which the user's function has forked. A forked process sends no answer to the watcher."""
     if isinstance(outcome, _Failure):
         from mpwatch.wire.exceptions import decoder
 
@@ -302,8 +302,8 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the text and the traceback of the exception, and then the pickled exception.
 
     An exception's class can contain user code that raises an exception, crashes or hangs in `__str__`. The message FAILING
-    says when the call failed. FAILING comes first, because it needs no code of the exception's class. The pickled exception
-    comes last, because pickling an exception is even less safe than calling its `__str__`.
+    says when the call failed. The rank sends FAILING first, because sending FAILING calls no method of the exception. The
+    pickled exception comes last, because pickling an exception is even less safe than calling its `__str__`.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
@@ -371,7 +371,10 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Give this failure's traceback to a different exception, and return an encoder of that exception."""
+        """Return an encoder of `error`, an exception that the rank reports instead of `self.error`.
+
+        First copy the traceback of `self.error` to `error`.
+        """
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
         set_builtin_attribute(error, "__traceback__", get_builtin_attribute(self.error, "__traceback__"))
@@ -379,14 +382,20 @@ class _Failure:
 
 
 class _LoadError(Exception):
-    """The call could not be unpickled. `error` is the exception that unpickling has raised."""
+    """Raised if the rank cannot unpickle a call, or if an import of `preload` has failed.
+
+    `error` is the exception that unpickling or the import has raised.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class _DebuggedError(Exception):
-    """The function has raised `error`, and the user has already looked at it in the debugger."""
+    """Raised if the user's function raises an exception, and the option `post_mortem` is set.
+
+    `error` is the exception of the user's function. `raised_at` is the time of the exception.
+    """
 
     def __init__(self, error: Exception, raised_at: float) -> None:
         self.error = error

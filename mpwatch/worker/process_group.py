@@ -53,7 +53,7 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
 
 
 def is_kept() -> bool:
-    """Return whether the last group is kept for later calls."""
+    """Return whether the rank keeps its process group for later calls."""
     return _version is not None
 
 

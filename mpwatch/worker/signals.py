@@ -11,8 +11,8 @@ The user's function gets signals as usual, but the user's handlers never interru
 
 The table applies to SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table does not
 apply to PYTHON_DUMP_SIGNAL, by which the watcher asks for the rank's stacks (stack_dumps.py). mpwatch defers a signal by
-replacing its handler. A signal mask would not be enough, because a mask applies to only one thread. The kernel would deliver
-the signal to another thread.
+replacing its handler. A signal mask would not be enough, because a mask applies to only one thread. If only the main thread
+blocks a signal, the kernel can deliver the signal to another thread.
 """
 
 import mmap

@@ -30,9 +30,10 @@ _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output 
 
 
 def move_stderr(stderr_fd: int) -> bytes:
-    """Make this descriptor the rank's stderr. Use the old stderr, which is a pipe, only for stack dumps.
+    """Make this descriptor the rank's stderr. Return the body of the message READY.
 
-    Return the body of the message READY.
+    Before `move_stderr`, stderr is a pipe to the watcher. After `move_stderr`, the rank writes only stack dumps into the
+    pipe to the watcher.
     """
     pipe = _duplicate_to_high_fd(STDERR)
     os.dup2(stderr_fd, STDERR)
@@ -41,7 +42,9 @@ def move_stderr(stderr_fd: int) -> bytes:
 
 
 def leave_terminal() -> None:
-    """Give up the controlling terminal, if there is one. Descriptors of the terminal that are already open still work.
+    """Give up the controlling terminal, if there is one.
+
+    If the rank already has an open descriptor of the terminal, the rank can still use the descriptor.
 
     A rank is in a background process group of the terminal. If a process of a background process group reads from /dev/tty,
     the kernel stops this process by SIGTTIN without a message. Without a controlling terminal, the rank cannot open

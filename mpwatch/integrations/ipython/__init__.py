@@ -210,8 +210,9 @@ class RankMagics(Magics):
     def _find_cell_number(self) -> int:
         """Return the number of the running cell.
 
-        The method finds the number by the file name that IPython has given to the code of the cell. The shell's counter
-        (`execution_count`) can already have the number of the next cell.
+        IPython gives the code of each cell a file name that stands for the number of the cell. The method looks for the file
+        name of a cell in the call stack. The shell's counter (`execution_count`) can already have the number of the next
+        cell.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None:

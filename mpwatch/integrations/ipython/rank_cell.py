@@ -15,7 +15,7 @@ NAMESPACE = "mpwatch: variables of the cells"  # a key of `current_worker().stat
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell that the notebook has checked and sends to each rank."""
+    """A cell that the notebook sends to each rank. The notebook has already checked the syntax of the cell."""
 
     source: str
     file: str

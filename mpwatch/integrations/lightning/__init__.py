@@ -53,18 +53,19 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns what fn has returned in rank 0. If
     a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
 
-    Lightning calls the `setup` of a callback only in the ranks. Without `setup`, the callback's `load_state_dict` can raise
-    an exception in the caller. If a callback's `load_state_dict` raises an exception in the caller, a warning names the
-    callback and the error, and all other state is restored. If a callback's `state_dict` raises an exception after the
-    training, mpwatch only warns. If the module's `load_state_dict` raises an exception in the caller, mpwatch only warns,
-    too.
+    Lightning calls the `setup` of a callback only in the ranks. If a callback's `load_state_dict` uses an attribute that
+    only `setup` creates, `load_state_dict` raises an exception in the caller. If a callback's `load_state_dict` raises an
+    exception in the caller, a warning names the callback and the error, and all other state is restored. If a callback's
+    `state_dict` raises an exception after the training, mpwatch only warns. If the module's `load_state_dict` raises an
+    exception in the caller, mpwatch only warns, too.
 
     Lightning's own spawning strategies have the same limits:
 
     - You can call `fit` of a Trainer only once.
     - A layer that is created only in `configure_model` does not exist in the caller's LightningModule. If the caller's
       module lacks a layer, the weights of this layer do not come back to the caller, and a warning names these weights.
-    - If a logger numbers its versions, each run makes a new version, whose number the caller's logger does not know.
+    - Some loggers, such as TensorBoardLogger, give each run a new version number. The caller's logger does not know the
+      version number of the run.
     - If a rank fails, Lightning calls `on_exception` of callbacks in the caller, with the RunFailedError. If `on_exception`
       of a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`
       is also called in the rank, with the rank's exception.
@@ -105,9 +106,10 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 
 
 def _import_launchers(strategy: Any) -> ModuleType:
-    """Return the module that contains the launchers of the strategy's Lightning package.
+    """Return Lightning's module of launchers, such as `lightning.pytorch.strategies.launchers.multiprocessing`.
 
-    Raise TypeError if `watched` does not support the object.
+    The module and the strategy belong to the same package, such as `lightning.pytorch` or `lightning_fabric`. Raise
+    TypeError if `watched` does not support the object.
     """
     modules = {cls.__name__: cls.__module__ for cls in type(strategy).__mro__}
     module = modules.get("ParallelStrategy", "")
@@ -191,7 +193,7 @@ class _TrainerLauncherInRank(_FabricLauncherInRank):
         return function(*args, **kwargs)
 
     def kill(self, _: int) -> None:
-        """Do nothing, because a rank has started no other rank."""
+        """Do nothing, because the launcher in a rank has started no processes."""
 
 
 class _Launcher(_StrategyHook):

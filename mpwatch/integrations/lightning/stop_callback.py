@@ -1,7 +1,8 @@
 """A callback for Lightning's Trainer, with which all ranks save and stop at the same step.
 
-The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. A Trainer of one package also
-accepts a callback of the other package, because this callback has all methods that the Trainer calls.
+The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. If `lightning` is installed,
+StopTogether is a subclass of the class Callback of `lightning`. A Trainer of `pytorch_lightning` accepts StopTogether, too,
+because StopTogether has all methods that the Trainer calls.
 """
 
 from importlib import import_module
@@ -21,9 +22,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Any
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
     To continue the training later, pass the path of the saved checkpoint to `fit`: `trainer.fit(..., ckpt_path="a.ckpt")`.
-    The callback passes `trainer.global_step` as the step to `mpwatch.should_stop`. Lightning runs the validation once more,
-    as at every early stop of a Trainer. The Trainer does not stop before `min_steps` and `min_epochs` are reached. Outside a
-    rank the callback does nothing.
+    The callback passes `trainer.global_step` as the step to `mpwatch.should_stop`. If the current epoch has a validation,
+    Lightning runs the validation before the Trainer stops. The Trainer does not stop before `min_steps` and `min_epochs` are
+    reached. Outside a rank the callback does nothing.
 
     Args:
         checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves

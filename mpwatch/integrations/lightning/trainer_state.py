@@ -62,8 +62,8 @@ class TrainerState:
         """Copy the state into the caller's trainer.
 
         If a callback or the module raises an exception while it loads its state, `restore` warns, and copies the rest of the
-        state. `restore` issues all warnings at the end, so that it copies the whole state even if a warning filter turns
-        warnings into errors.
+        state. A warning filter can turn a warning into an exception, so `restore` copies the whole state before it issues
+        the first warning.
         """
         problems = [*self.problems]
         if self.weights:
@@ -104,7 +104,10 @@ def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
 
 
 def _gather_whole_weights(strategy: Any) -> Any:
-    """Return all weights in rank 0, even if the strategy would save a part of the weights in each rank."""
+    """Return all weights of the module in rank 0.
+
+    If FSDPStrategy or ModelParallelStrategy shards the weights, gather the weights of all ranks in rank 0.
+    """
     for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
             setattr(strategy, name, value)

@@ -49,7 +49,7 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store the next test, because the next test determines which fixtures are torn down after this test.
+    """Store `nextitem`, because the ranks keep each fixture whose scope includes the next test.
 
     If the option `--pdb` is set and a marked test fails, the debugger opens in a rank, and not in pytest's own process.
     """
@@ -281,10 +281,9 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause.
+    """Return the root cause. An unexpected failure has priority over a skip and over an expected failure.
 
-    If the root cause is a skip or an expected failure, but another rank has failed unexpectedly, return the failure of the
-    other rank instead.
+    For example, if rank 0 skips the test and rank 1 fails with an AssertionError, return the failure of rank 1.
     """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
@@ -305,7 +304,7 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 def _fail_without_traceback(text: str) -> NoReturn:
     """Fail the test.
 
-    If `__tracebackhide__` is set in all frames of a traceback, pytest prints a text about hidden frames. To avoid this text,
-    this function does not set `__tracebackhide__`.
+    If `__tracebackhide__` is set in all frames of a traceback, pytest prints a text about hidden frames.
+    `_fail_without_traceback` does not set `__tracebackhide__`, so its own frame is not hidden.
     """
     raise pytest.fail.Exception(text, pytrace=False) from None

@@ -207,7 +207,8 @@ class RankSession:
         If no failure is found, return the exception of a skip or of an expected failure. If the test has passed, return
         None.
 
-        Write later failures, captured logging and warnings to stderr, because the rank does not send the test's report.
+        The rank does not send pytest's report of the test to the controller. If the test has not passed, write the other
+        failures, the captured logging and the warnings of the test to stderr.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.

@@ -6,9 +6,10 @@
   Each SLURM task calls the `Job` object. The tasks find each other through a store, which the first task serves.
 
 `run` submits the minimum number of nodes as one SLURM job, with one task on each machine. SLURM starts all tasks of one
-SLURM job at the same time. If `run` submitted a job array instead, some nodes could occupy their machines for hours while
-they wait for the other nodes. Each further node, and each node that replaces a lost node, is a separate SLURM job. A
-separate SLURM job can start and end independently of the other nodes.
+SLURM job at the same time. `run` does not use a job array, because SLURM can start the jobs of an array at different times.
+In a job array, the first node can occupy its machine for hours before the other nodes start. Each further node, and each
+node that replaces a lost node, is a separate SLURM job. A separate SLURM job can start and end independently of the other
+nodes.
 
     driver: SubmititEngine                  folder of the executor                task of SLURM
     ----------------------                  ----------------------                -------------
@@ -17,7 +18,7 @@ separate SLURM job can start and end independently of the other nodes.
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
 `run` writes pickles into a folder with a name such as mpwatch-1234abcd. Only the user can read and write this folder,
-because the pickles contain the secret of the job. Another user who could change a pickle could also run any code in the job.
+because the pickles contain the secret of the job. A pickle that another user has changed could run any code.
 
 Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
 job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of

@@ -79,7 +79,8 @@ class SubmititEngine:
     def cancel(self, number: int) -> None:
         """Cancel the submitit job of a node if all other nodes of this job have ended.
 
-        If the submitit job is not cancelled, the node ends when the driver closes the connection to the node.
+        If other nodes of this job still run, `cancel` does not end the job. The cancelled node ends when the driver closes
+        the connection to the node.
         """
         with self._lock:
             self._futures[number].cancel()
@@ -213,13 +214,16 @@ def write(path: str, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """The function that each task of a submitit job runs, and that executes the call of the task's node."""
+    """The function that each task of a submitit job runs. Each task is one node of mpwatch's job."""
 
     folder: str
     numbers: tuple[int, ...]
 
     def __call__(self) -> None:
-        """Execute the call of this node. submitit calls this method in each task of the job."""
+        """Execute the function that `SubmititEngine.start` has stored for this node, and store its outcome.
+
+        submitit calls `Task.__call__` in each task of the job.
+        """
         path = os.path.join(self.folder, str(self.numbers[submitit.JobEnvironment().global_rank]))
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)

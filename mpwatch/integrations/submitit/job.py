@@ -23,9 +23,9 @@ class Job:
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
     list with the RunResult of each task. When SLURM announces with submitit's signal that the job will lose its machines,
-    `mpwatch.should_stop` returns True in the ranks. The ranks can then save and return. When the ranks have returned,
-    submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of the executor to the
-    number of seconds that the ranks may need to save.
+    `mpwatch.should_stop` returns True in the ranks. When `should_stop` returns True, the ranks can save and return. When the
+    ranks have returned, submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of
+    the executor to the number of seconds that the ranks may need to save.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)

@@ -19,10 +19,11 @@ def stop_when_preempted() -> Iterator[threading.Event]:
 
     Yield a `threading.Event` that is set when the signal arrives.
 
-    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a handler can run too late. For
-    this reason, a separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). Within the
-    `with` block, the calling thread and all new threads block the signal, so that the separate thread receives the signal.
-    The guardian process blocks the signal, too.
+    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a handler can run too late. A
+    separate thread does not wait for the main thread: it reads the signal from Python's wake-up descriptor
+    (`signal.set_wakeup_fd`). The kernel must deliver the signal to the separate thread, so the calling thread blocks the
+    signal during the `with` block. Threads and processes that the calling thread starts in the block, such as the guardian
+    process, also block the signal.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

@@ -15,9 +15,9 @@ A message becomes an entry of the store in two steps, and is read in the opposit
   key of the signature is the secret of the job, which is `Rendezvous(secret=...)` or the environment variable
   MPWATCH_SECRET. If a job has no secret, nothing is signed, and every program that can reach the store can write valid
   entries.
-- Sizes are limited. An entry of the store may have at most 256 KiB. An entry with a message from the leader to all nodes may
-  have at most 1 MiB. A text in a message may have at most 65,536 characters. The JSON of one rank's failure may have at most
-  64 KiB, so a larger failure is shortened before it is sent.
+- Sizes are limited. An entry of the store may have at most 256 KiB, or 1 MiB if the entry is a message to all nodes. A text
+  in a message may have at most 65,536 characters. The JSON of one rank's failure may have at most 64 KiB, so a larger
+  failure is shortened before it is sent.
 - The reader of an entry first checks the size and the signature, and then checks the type of each field. The reader refuses
   control characters in texts, because they could disturb a terminal that shows the text. The reader of the store logs and
   ignores invalid entries.

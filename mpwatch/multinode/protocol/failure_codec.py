@@ -131,7 +131,7 @@ def decode_failure(data: object) -> ProcessFailure:
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
     """Return the first failures, as many as fit into `limit` bytes of JSON.
 
-    The first failure is always returned, even if it is too large.
+    Always return the first failure, even if it has more than `limit` bytes of JSON.
     """
     kept: list[Mapping[str, Any]] = []
     for encoded in encoded_failures:
@@ -148,7 +148,7 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 def _limit_value(value: Any) -> Any:
     """Replace numbers that JSON cannot represent, and escape control characters.
 
-    If the value is a dict, also limit the number of its keys and the length of each key.
+    If the value is a dict, keep at most MAX_MAPPING_ENTRIES of its entries, and shorten long keys.
     """
     if _is_text(value):
         return clean_text(value)
@@ -175,7 +175,7 @@ def _encode_without_texts(value: Any) -> Any:
 
 
 def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Return `value` with each of its texts replaced by the next text of `texts`."""
+    """Replace each text in `value` by the next text from the iterator `texts`, and return the new value."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value
@@ -210,7 +210,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Remove references to exceptions with an index of `count` or more, because the graph leaves out these exceptions."""
+    """Remove references to exceptions that the graph does not contain. The graph contains the first `count` exceptions."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -242,7 +242,7 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 
 
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
-    """Encode frames from both ends of a traceback as at most `bytes_left` bytes of JSON.
+    """Encode as many frames of a traceback as fit into `bytes_left` bytes of JSON, but at most MAX_FRAMES.
 
     If the traceback is too long, leave out the frames in the middle, because these frames usually belong to a recursion.
     """

@@ -28,7 +28,7 @@ def make_job_config(spec: WorkerSpec[Any]) -> JobConfig:
 
 
 def describe_disagreement(infos: Iterable[NodeInfo]) -> str:
-    """Return an error text that names the first option in which these nodes differ, or "" if no option differs."""
+    """Compare the options of all nodes. Return an error text about the first option that differs, or "" if none differs."""
     first, *others = sorted(infos, key=lambda info: info.group_rank)
     for name, value in first.job_config.items:
         for other in others:

@@ -55,15 +55,15 @@ def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
 
 
 def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T:
-    """Decode JSON data that `to_json` has made from a value of the wanted type.
+    """Decode JSON data as a value of the type `wanted`. Usually, `to_json` on another node has made the data.
 
     Args:
         wanted: the type, usually a dataclass.
         data: JSON data of unknown origin.
         omit: names of fields of the outermost dataclass that are not in the data. These fields get their defaults.
 
-    If the data are invalid, raises InvalidEntryError with a text that names the first invalid field, and says which values
-    this field may have.
+    If the data are invalid, raises InvalidEntryError. The text of the exception names the invalid field. If the value of the
+    field is wrong, the text also says which values are allowed.
     """
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)

@@ -41,7 +41,8 @@ class NextStep(Enum):
 class RestartHistory:
     """Numbers about the earlier attempts of a job, such as the number of restarts.
 
-    Each node keeps the RestartHistory, so that the numbers are not lost when another node becomes the leader.
+    Each node keeps the RestartHistory, and sends it to the leader of each round. The RestartHistory is not lost if another
+    node becomes the leader.
     """
 
     attempts: int = 0
@@ -138,7 +139,10 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """A message to the leader: the ranks of this node wait until all nodes agree on the step at which all ranks stop."""
+    """A message to the leader: the ranks of this node wait before their next step, because a stop was requested.
+
+    The ranks wait until the message StopAtStep comes.
+    """
 
     group_rank: int
     attempt: int
@@ -314,7 +318,7 @@ class PublishedJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry in the store of the job: a node could not join for the given reason.
+    """An entry in the store of the job: a node that was refused, and the reason.
 
     The nodes that wait for the refused node read RefusedNode, and report the reason in their error texts.
     """

@@ -29,9 +29,10 @@ class InvalidEntryError(ValueError):
 
 
 class SecretMismatchError(InvalidEntryError):
-    """The writer of the entry and this node have different secrets, or only one of the two has a secret.
+    """An entry is invalid, because its writer and this node do not have the same secret.
 
-    The text of the exception is the end of a sentence about the entry, such as "not signed, but this node has a secret".
+    This exception is also raised if only the writer or only this node has a secret. The text of the exception describes the
+    entry but does not name it. For example, the text is "not signed, but this node has a secret".
     """
 
 

@@ -1,4 +1,4 @@
-"""Send and receive the messages of one round through the round's store, as signed entries of limited size.
+"""Send and receive the messages of one round. Each message is a signed entry of limited size in the store of the round.
 
 The store of a round has these keys, which only the node thread uses:
 
@@ -8,9 +8,9 @@ The store of a round has these keys, which only the node thread uses:
     assignment/<a>/<g>  the ranks of the node with group rank g in attempt a
     heartbeat/<g>       how many heartbeats the node with group rank g has sent
 
-A StoreChannel uses only the methods `set`, `get`, `add` and `check` of the store, and never waits until an entry exists. A
-StoreChannel logs and ignores invalid entries. All methods of a StoreChannel raise StoreLostError if the store cannot be
-reached.
+A StoreChannel uses only the methods `set`, `get`, `add` and `check` of the store. If an entry does not exist yet, a
+StoreChannel does not wait for the entry. A StoreChannel logs and ignores invalid entries. All methods of a StoreChannel
+raise StoreLostError if the store cannot be reached.
 """
 
 import time
@@ -146,7 +146,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name with which an entry is signed. The returned name contains the name of the round."""
+        """Return the name that is part of an entry's signed data. The returned name contains the name of the round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:

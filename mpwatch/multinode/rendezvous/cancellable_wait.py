@@ -1,4 +1,4 @@
-"""Run a call that cannot be interrupted, and stop waiting for it at a deadline or when another thread cancels the wait.
+"""Wait for a call that cannot be interrupted, but only until a deadline. Another thread can cancel the wait.
 
 Examples of calls that cannot be interrupted are name resolution and the methods of torch's C++ clients. This module does not
 import torch.

@@ -1,8 +1,8 @@
 """Represents one node in torch's rendezvous: connects to the store, joins rounds, and leaves the rendezvous.
 
-Except for `cancel`, only the node thread may call the methods, because they may block. Any thread may call `cancel`. A
-method stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store also counts as lost if it
-does not answer any more (store.py).
+Only the node thread may call `connect`, `join` and the other methods that may block. Any thread may call `cancel`, which
+never blocks. A method stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store that does
+not answer any more counts as lost (store.py).
 
     connect --> join --> join --> ... --> close
        |          '-- rounds.py: torch's dynamic rendezvous, or a static one
@@ -127,15 +127,16 @@ class RendezvousClient:
     def cancel(self) -> None:
         """Make `connect` and `join` raise CancelledError. Any thread may call this method.
 
-        A `connect` or `join` that is in progress ends within 1 s. A `connect` or `join` that begins later ends at once.
+        If `connect` or `join` is in progress, `cancel` ends it within 1 s. If `connect` or `join` is called after `cancel`,
+        it ends at once.
         """
         self._cancelled.set()
 
     def close(self) -> None:
         """Leave the round. Release all threads and sockets, and stop the store's server if this process runs the server.
 
-        `close` takes at most 2 s, even if the network does not work. A name resolution that is in progress may end later
-        than `close`, because it has its own timeouts.
+        `close` takes at most 2 s, even if the network does not work. `close` does not wait for a name resolution that is
+        still in progress. The thread of the name resolution ends when the resolver answers or gives up.
         """
         self.cancel()
         opened, implementation = self._opened_store, self._implementation
@@ -162,7 +163,7 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 
 
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
-    """Wait a short time for the other nodes to leave, because they still use the store that this node serves.
+    """Wait until the other nodes have left, but at most OTHERS_LEAVE_SECONDS.
 
     If torch's server ended while a node still used the store, torch would print a page of C++ frames.
     """

@@ -4,9 +4,10 @@ torch's shared state contains times of the nodes' clocks: the time of each node'
 wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch would
 remove a live node whose clock is behind the clocks of other nodes.
 
-LocalClockBackend is a layer between torch and the backend that keeps the state. LocalClockBackend replaces each time of
-another node's clock by the local time at which this node first read that time. If torch has not changed a time,
-LocalClockBackend writes the original time back:
+LocalClockBackend is a layer between torch and the backend that keeps the state. When this node reads a new time from the
+store, LocalClockBackend notes the local time. torch gets the noted local time instead of the other node's time. If the new
+time says when the wait for more nodes ends, torch gets the noted local time plus the length of the wait. If torch has not
+changed a time, LocalClockBackend writes the original time back:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -25,7 +26,10 @@ from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State
 
 
 class _ForeignTime:
-    """A time of another node's clock, and the moment at which this node has first read this time from the store."""
+    """A time that another node has written into the state.
+
+    `written` is the time of the other node's clock. `seen_at` is the monotonic time at which this node first read `written`.
+    """
 
     def __init__(self, written: datetime, seen_at: float) -> None:
         self.written = written
@@ -33,9 +37,9 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Add `later` to the local time at which this node first read the other node's time, and return the sum.
+        """Return the local time at which this node first read `written`, plus `later`.
 
-        If somebody sets the local clock to another time, the result changes by the same amount.
+        If somebody sets the local clock forward by an hour, the next returned time is also an hour later.
         """
         self.local = datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE) - timedelta(seconds=now - self.seen_at) + later
         return self.local
@@ -71,7 +75,11 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """In the state, replace local times by the original times of the other nodes' clocks, and write the state."""
+        """Convert the local times in the state back to the original times, and write the state to the store.
+
+        An original time is a time that another node has written. If torch has changed a local time, `set_state` writes the
+        changed time.
+        """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None

@@ -150,8 +150,9 @@ class CustomHandlerClient(RendezvousClient):
     def _leave_rendezvous(self) -> None:
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node when they form the next round.
 
-        torch has no public method that removes one node without closing the rendezvous for all nodes. If the handler is not
-        a DynamicRendezvousHandler, the other nodes wait until the handler counts this node as lost.
+        torch has no public method that removes one node without closing the rendezvous for all nodes. If the user's handler
+        has another class than DynamicRendezvousHandler, this method does nothing. Then the other nodes wait until their
+        handlers count this node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):

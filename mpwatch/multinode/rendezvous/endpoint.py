@@ -1,9 +1,13 @@
 """Find the store with plain sockets, before torch connects to the store.
 
 If torch's client cannot connect, its error text consists of pages of C++ frames. If another program listens at the endpoint,
-torch's client waits without limit. Before torch connects, this module makes three checks. It checks whether the endpoint's
-name can be resolved, whether a program listens at the endpoint, and whether the listening program is a store. Each check has
-a time limit and can be cancelled. The error text of a failed check says what the user can do.
+torch's client waits without limit. Before torch connects, this module checks three conditions:
+
+- The name of the endpoint can be resolved.
+- A program listens at the endpoint.
+- The listening program is a store.
+
+Each check has a time limit and can be cancelled. The error text of a failed check says what the user can do.
 
 This module does not import torch.
 """
@@ -40,7 +44,10 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, default_port: int) -> "Endpoint":
-        """Parse `host:port` or `host`, where an IPv6 address is in brackets. `Rendezvous` has already checked the text."""
+        """Parse `host:port` or `host`, where an IPv6 address is in brackets.
+
+        `parse` does not check the form of `text`. The class `Rendezvous` has already checked its option `endpoint`.
+        """
         host, colon, port = text.rpartition(":")
         if not colon or text.endswith("]"):
             host, port = text, str(default_port)
@@ -104,7 +111,9 @@ def is_local_address(address: SocketAddress) -> bool:
 
 
 def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.socket:
-    """Return a socket that listens at the endpoint. Raises OSError, whose errno is EADDRINUSE if the port is taken.
+    """Return a socket that listens at the endpoint.
+
+    Raises OSError if the socket cannot listen. If the port is taken, the exception's attribute `errno` is EADDRINUSE.
 
     If the endpoint is an address of this machine, the socket listens only at this address. If the endpoint is a name, the
     socket listens at all addresses of this machine, because other machines may resolve the name to another address. For

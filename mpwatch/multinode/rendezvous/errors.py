@@ -2,15 +2,15 @@
 
 
 class StoreLostError(Exception):
-    """The store cannot be reached any more, or contains invalid data.
+    """Raised if this node cannot reach the store, or if the store contains invalid data.
 
     The error text names the store and the cause.
     """
 
 
 class CancelledError(Exception):
-    """`RendezvousClient.cancel()` was called, so a method of RendezvousClient has ended early."""
+    """Raised by methods of RendezvousClient after `RendezvousClient.cancel()` was called."""
 
 
 class JobClosedError(Exception):
-    """The job is over, because its rendezvous was closed for all nodes."""
+    """Raised if this node tries to join a job that is over."""

@@ -63,8 +63,8 @@ class WaitReport:
 class Round:
     """One round of the job, as this node sees it.
 
-    If a node leaves while the round forms, the nodes may see different sizes of the round. If the sizes differ, the size
-    that the leader sees is correct. The leader is the node with group rank 0.
+    If a node leaves while the round forms, the nodes may see different sizes of the round. The correct size of the round is
+    the `group_world_size` of the leader's Round. The leader is the node with group rank 0.
     """
 
     store: PrefixedStore
@@ -91,9 +91,9 @@ class Round:
 
 
 class _NoRoomError(Exception):
-    """The deadline of this node's join has passed, and the job has its maximum number of nodes.
+    """Raised if this node cannot join before its deadline, because the job has its maximum number of nodes.
 
-    Without this exception, torch would wait without limit until another node leaves the job.
+    If the job has its maximum number of nodes, torch ignores the deadline and waits until another node leaves the job.
     """
 
 
@@ -270,8 +270,8 @@ class DynamicRendezvous:
     def has_other_nodes(self) -> bool:
         """Return whether the rendezvous state still contains at least one other node.
 
-        The state contains the nodes that have not left yet. It may also contain lost nodes. Call this method after this node
-        has left.
+        The state contains the nodes that have not left yet. The state may also contain lost nodes. Call this method after
+        this node has left.
         """
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
@@ -346,7 +346,7 @@ class StaticRendezvous:
         )
 
     def count_waiting_nodes(self) -> int:
-        """Return 0, because all nodes of a static job join its first round. Raises StoreLostError."""
+        """Return 0. All nodes of a static job are in each round, so no further node can wait. Raises StoreLostError."""
         return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:

@@ -78,7 +78,7 @@ class StoreConnection:
         return self._store
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that uses the store.
+        """Call `function`, which uses the store, and return its result.
 
         Raises StoreLostError if the store cannot be reached. After the connection is lost, each call raises StoreLostError
         immediately.
@@ -126,12 +126,12 @@ class StoreConnection:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection and release the store. If this process serves the store, the server ends, too."""
+        """End the connection and release the store. If this process runs the store's server, the server ends."""
         self.shut_down()
         self.release()
 
     def release(self) -> None:
-        """Release the store, but do not end the connection, which another owner of the store may still use."""
+        """Release the store without shutting down the connection. Other code may still use the connection."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
@@ -329,7 +329,7 @@ def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
 def _duplicate_socket(fd: int) -> socket.socket:
     """Duplicate a socket. Raises OSError if the descriptor is not a socket any more.
 
-    If another thread has closed the socket, the number of the descriptor may belong to another file now.
+    Another thread may close the socket before this call. Then a newly opened file may get the same descriptor.
     """
     duplicate = os.dup(fd)
     try:

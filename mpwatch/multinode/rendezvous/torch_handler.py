@@ -1,8 +1,8 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- In each round, torch's handler on the first node opens a store for the ranks of all nodes. On the other nodes, torch's C++
-  code may wait for minutes for the address of the store that the first node opens. mpwatch gives the ranks a new store for
-  each attempt, so mpwatch's handler opens no store.
+- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The handlers of the other nodes
+  wait for the address of this store in C++ code. The wait for the address may take minutes. mpwatch gives the ranks a new
+  store for each attempt, so mpwatch's handler opens no store.
 - torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
   beginning of a wait.
 - torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
@@ -59,7 +59,7 @@ class JoinTimeouts(RendezvousTimeout):
     def join(self) -> timedelta:
         """The time until the deadline of the join.
 
-        The property computes the time at each access, because torch may read the property several times during one join.
+        torch may read this property several times while a node joins. Each read computes the remaining time again.
         """
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
@@ -72,8 +72,8 @@ class JoinTimeouts(RendezvousTimeout):
 class _NodeIdGenerator(_NodeDescGenerator):
     """Makes the id of a node from its address, its pid and a random number.
 
-    The address and the pid are not enough, because two containers of one machine may have the same address and the same
-    pids.
+    Two nodes in containers of one machine may have the same address and the same pid. The random number makes their ids
+    different.
     """
 
     def generate(self, local_addr: str | None = None) -> Node:

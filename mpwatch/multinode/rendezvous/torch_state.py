@@ -54,7 +54,8 @@ def dump_state(state: State) -> bytes:
 def _check_state(state: State) -> None:
     """Check the types of all parts of a state.
 
-    Raises an exception if a part has the wrong type. The exception may have any type, because `state` may be any object.
+    Raises ValueError if a part has the wrong type. If a part is missing, this function raises another exception, such as
+    AttributeError.
     """
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))

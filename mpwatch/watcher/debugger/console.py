@@ -150,7 +150,7 @@ class DebuggerConsole:
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
-        """Show the prompts of all ranks that wait at a prompt. Return when no rank waits at a prompt any more."""
+        """Show the prompts of all ranks that wait at a prompt. The method ends when no rank waits at a prompt any more."""
         self._update()
         first = self._choose()
         if first is None:

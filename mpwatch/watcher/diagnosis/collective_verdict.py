@@ -4,22 +4,23 @@ torch's flight recorder numbers the collectives of each process group. In a corr
 group is the same collective on all ranks of the group. Three things can be wrong:
 
 - MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
-  collective with a mismatch can never succeed.
+  collective with a mismatch normally cannot succeed.
 - ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. The absent rank
   can still call the collective, unless its function has returned.
 - CROSSED: ranks wait for one another in different collectives. Ranks that wait for one another can still continue if one of
   their calls was asynchronous.
 
-An ABSENT verdict blames absent ranks. The other verdicts blame the ranks that are in the minority. If it is not certain
-which ranks are in the minority, the verdict names the ranks whose collectives differ, and blames no rank.
+An ABSENT verdict blames absent ranks. MISMATCH and CROSSED verdicts blame the ranks that are in the minority. If it is not
+certain which ranks are in the minority, the verdict names the ranks whose collectives differ, and blames no rank.
 
 A rank can have different numbers in torch and in mpwatch. A program can make several torch worlds (default process groups),
 or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a world
 report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are unknown.
 
 mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher's process
-would have to import torch. torch's comparison also wrongly assumes that the first rank is right, and wrongly reports
-reshaped tensors as a mismatch. A test compares the verdicts of mpwatch with the verdicts of torch.
+would have to import torch. torch's comparison always takes the call of the first rank as correct, even if most ranks made a
+different call. torch's comparison also reports a mismatch if tensors have different shapes, but the same number of elements.
+A test compares the verdicts of mpwatch with the verdicts of torch.
 """
 
 import math
@@ -117,7 +118,7 @@ class CollectiveVerdict:
 
     @property
     def cannot_end_well(self) -> bool:
-        """Whether the collective can never succeed, whatever the other ranks do."""
+        """Whether the collective can never succeed, for example because an absent rank has returned."""
         return self.kind is VerdictKind.MISMATCH or self.have_returned
 
 
@@ -144,7 +145,10 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits, or else its last collective, or None if it has called no collective."""
+    """Return the collective in which the rank waits.
+
+    If the rank waits in no collective, return its last collective. If the rank has called no collective, return None.
+    """
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
@@ -160,7 +164,7 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
     """For each torch world, return a dict from torch's rank numbers to mpwatch's rank numbers.
 
-    The result does not contain a torch world in which two ranks report the same number.
+    If two ranks report the same number in the same torch world, the result leaves out this world.
     """
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
@@ -175,7 +179,8 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
     """Return the verdicts of `stalls` that need a new warning, and add their findings to `warned`.
 
-    If ranks wait for the same rank in several process groups, only one of the verdicts needs a warning.
+    If several verdicts of `stalls` blame the same ranks, only one of these verdicts needs a warning. For example, ranks can
+    wait for the same rank in several process groups.
     """
     stalls = list(stalls)
     named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
@@ -348,8 +353,8 @@ def _make_mismatch(
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
     """Return a phrase that says what the ranks of each camp have called.
 
-    A camp is a group of ranks that made the same call. The caller puts the names of the ranks of `camps[0]` before the
-    phrase.
+    A camp is a group of ranks that made the same call. In messages, the phrase follows the names of the ranks of
+    `camps[0]`, as in "rank 2 called ...".
     """
     parts = []
     for camp in camps:
@@ -383,10 +388,10 @@ def _format_place(call: Collective) -> str:
 def _find_absent(
     groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
 ) -> list[CollectiveVerdict]:
-    """Return the verdicts on collectives in which ranks wait for a rank that has not called the collective.
+    """Return the ABSENT verdicts, and then the CROSSED verdict, if there is one.
 
-    Verdicts on ranks that have returned come first. Verdicts on other ranks come next, the longest wait first. A verdict on
-    ranks that wait for one another comes last.
+    The list begins with the verdicts on ranks whose function has returned. Verdicts on other ranks come next, the longest
+    wait first. A verdict on ranks that wait for one another comes last.
     """
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
@@ -414,7 +419,11 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives of `keys` whose absent ranks all wait in other collectives of the result."""
+    """Return the collectives of `keys` that are blocked only by one another.
+
+    For example, if rank 0 waits in collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B. If
+    an absent rank of a collective waits in no collective of the result, the result leaves out the collective.
+    """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]
@@ -478,8 +487,8 @@ def _make_crossed(
 ) -> CollectiveVerdict:
     """Return the verdict on ranks that wait for one another. The ranks wait in different collectives, or in send or recv.
 
-    The verdict blames no rank if the ranks perhaps also wait for a rank that is not in `waiting`. That rank may be the
-    cause.
+    If a rank that is not in `waiting` may be the cause, the verdict blames no rank. For example, a rank that has reported no
+    collectives may be the cause.
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}

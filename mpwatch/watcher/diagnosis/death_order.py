@@ -3,10 +3,12 @@
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
-- A death is later than the time stamps of all messages that the watcher read before it noticed the death.
-- A death is earlier than the time stamp of each message that the watcher reads after the death in the same wake-up.
+- If the watcher reads a message and then notices a death, the death is later than the time stamp of the message.
+- If the watcher notices a death and then reads a message in the same wake-up, the death is earlier than the time stamp of
+  the message.
 
-An exception that a death has caused gets a later time than the death, even if the watcher wakes up late.
+If a death causes an exception in another rank, the death usually gets the earlier time. Without the second limit, a death
+that the watcher notices late would get the later time.
 
 A message can arrive much later than its time stamp. The time of a death is never earlier than the first signal that the
 watcher sent to the dead rank. A rank that the watcher killed must not look like the first failure.
@@ -35,9 +37,10 @@ class DeathClock:
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Change the times of the deaths in this wake-up so that they are earlier than the time of a message.
+        """Move the times of the deaths in this wake-up to values before `stamp`.
 
-        `stamp` is the time at which the rank sent the message.
+        `stamp` is the time stamp of a message that the watcher has just read. A death never gets a time before the messages
+        that the watcher read before the death.
         """
         limit = stamp
         for earliest, observed in reversed(self._deaths):

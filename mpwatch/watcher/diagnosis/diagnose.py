@@ -188,8 +188,9 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If the watcher ended the attempt because of a verdict, return this verdict or a newer verdict with the same `finding`. A
-    newer verdict can name more ranks, because more ranks have reported their collectives since the older verdict.
+    If a verdict ended the attempt, return the verdict that ended it. If there is a newer verdict with the same `finding`,
+    return the newer verdict. A newer verdict can name more ranks, because more ranks have reported their collectives since
+    the older verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -202,7 +203,7 @@ def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectiv
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """Mark as WAITING the last collective of each rank that has lost a peer, or has timed out waiting for a peer.
+    """If a rank has lost a peer or has timed out waiting for a peer, mark the rank's last collective as WAITING.
 
     torch marks a collective as completed even if the collective has failed.
     """
@@ -238,7 +239,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
     """Return a failure for each rank of this node that probably kept ranks on other nodes waiting.
 
-    A rank probably kept other nodes waiting if it was running outside of collectives when the watcher stopped it.
+    If a rank was not in a collective when the watcher stopped it, the rank probably kept other nodes waiting.
     """
     at = attempt.stopped_at
     if at is None:
@@ -290,9 +291,10 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    The verdict on the collectives explains secondary failures. A MISMATCH verdict also explains the abort of a rank. gloo
-    calls abort() in a rank if a peer sends more bytes than the rank expects. A rank that is only late does not break a
-    connection. A late rank can cause the failure of another rank only if the other rank times out.
+    If a rank failed only because a peer was lost or late, the verdict can explain the failure of the rank. A MISMATCH
+    verdict also explains the abort of a rank. gloo calls abort() in a rank if a peer sends more bytes than the rank expects.
+    A rank that is only late does not break a connection. A late rank can cause the failure of another rank only if the other
+    rank times out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -320,7 +322,11 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return a dict from each rank to the collective in which the rank waited, or else to the rank's last collective."""
+    """Return a dict from each rank to the collective in which the rank waited.
+
+    If a rank waited in no collective, the dict has the rank's last collective. If a rank called no collective, the rank is
+    not in the dict.
+    """
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()
@@ -348,7 +354,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return a HANG failure for each silent rank, and for each rank for which the silent ranks waited.
+    """Return a HANG failure for each silent rank, and for each rank that kept silent ranks waiting.
 
     The time of a silent rank's HANG failure is the time of the rank's last heartbeat. If a silent rank waits for another
     rank, the failure of the silent rank is secondary, even if the other rank sent heartbeats.
@@ -381,7 +387,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """Return whether the rank was running when the watcher stopped the ranks.
 
-    A rank in `attempt.silent_ranks` counts as running, even if its function returned after the rank was found silent.
+    A rank in `attempt.silent_ranks` counts as running, although its function may have returned later.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False

@@ -47,9 +47,9 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
     """Return whether the function of this rank has returned, and the return value is valid.
 
-    The return value is not valid if the function returned after the watcher began to stop the ranks, because a signal may
-    have ended the function. After a timeout, a return value is valid only if the watcher received it before the watcher
-    began to stop the ranks.
+    If the function returned after the watcher began to stop the ranks, the return value is not valid. A signal may have
+    made the function return early. After a timeout, a return value is valid only if the watcher received it before the
+    watcher began to stop the ranks.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -89,7 +89,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
     """Return the kind of peer error that has ended a dead rank.
 
-    None means that no peer error is known to have ended the rank.
+    Return None if the rank did not die of a peer error, or if the cause of its death is unknown.
     """
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
@@ -156,7 +156,8 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    A death after the return is a failure, because the ranks that were still running perhaps needed the dead rank.
+    Ranks that are still running may need a rank whose function has returned. Therefore the death of the returned rank is a
+    failure.
     """
     if (
         observed.died_at is None
@@ -171,9 +172,10 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
     """Return True if the rank died by itself, or False if the watcher caused the death.
 
-    If a rank dies while the watcher stops the ranks, return True only after a crash, or after a SIGKILL that the watcher did
-    not send. Return False after any other signal, because some schedulers send a signal both to the calling program and to
-    the ranks.
+    If a rank died before the watcher began to stop the ranks, the rank died by itself. If a rank died later, only two causes
+    count: a crash, and a SIGKILL that the watcher did not send. SIGTERM does not count, because some schedulers send SIGTERM
+    both to the calling program and to the ranks. Until the watcher sends its first signal to the rank, SIGTERM and exits
+    count too, unless the run was interrupted.
     """
     if is_before_stop(attempt, at):
         return True
@@ -212,13 +214,16 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 def _get_exit_status(code: object) -> int:
     """Return the status that a shell shows for sys.exit(code).
 
-    Return 1 where a shell shows 0, for example for sys.exit(256), because the rank has failed.
+    A shell shows 0 for sys.exit(256), but this function returns 1, because the rank has failed.
     """
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
-    """Build the failure of a rank whose function raised an exception that the rank never sent to the watcher."""
+    """Build the failure of a rank that announced an exception, but did not send this exception to the watcher.
+
+    The message FAILING announces an exception.
+    """
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)

@@ -78,9 +78,9 @@ class RankObservations:
     def add_collectives(self, answer: RankCollectives) -> None:
         """Store the rank's collectives.
 
-        Keep the collectives that the rank reported earlier, if `answer` contains no new call of a collective. If a
-        collective has failed since the earlier report, only the earlier report names the source line in which the rank
-        waited for the collective.
+        If the earlier report of the rank already contains all calls of `answer`, keep the earlier report. While a rank waits
+        in a collective, its report can name the source line of the call. After the collective has failed, a new report does
+        not name the source line any more.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -128,7 +128,7 @@ class AttemptObservations:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt, which is the number of earlier starts of these ranks."""
+        """The number of this attempt. The first attempt has the number 0, and each restart has a higher number."""
         return next(iter(self.ranks.values())).worker.restart_count
 
     @property
@@ -138,7 +138,7 @@ class AttemptObservations:
 
     @property
     def unused_heartbeat_timeout(self) -> float | None:
-        """The `heartbeat_timeout` if no rank has sent a heartbeat or a report. Otherwise None."""
+        """The option `heartbeat_timeout`, or None if at least one rank has sent a heartbeat or a report."""
         beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
@@ -150,8 +150,8 @@ class AttemptObservations:
     def drop_payloads(self) -> None:
         """Delete the return values and exceptions in the ranks' answers, because they can be large.
 
-        The observations can exist much longer than the attempt to which they belong. The kind and the time of each answer
-        are not deleted, because the live view needs them.
+        The observations of an attempt can exist long after the attempt has ended. The kind and the time of each answer are
+        not deleted, because the live view needs them.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:

@@ -14,7 +14,8 @@ A rank that died of a SIGKILL that the watcher did not send is a *suspect*. Ther
    - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
      likely cause.
 
-If the counter shows more kills than suspects, other processes of the memory cgroup were killed, such as DataLoader workers.
+If the counter shows more kills than suspects, the OOM killer also killed processes that are not ranks, for example
+DataLoader workers.
 """
 
 import os
@@ -79,8 +80,9 @@ class OomDetector:
     def resolve_suspects(self) -> str:
         """Look up the suspects in the kernel's log, if it can be read.
 
-        Call this method when all ranks of a restart group have ended. Return a text about OOM kills of other processes (not
-        of ranks) since the last call of this method. The text is empty if there were no such kills.
+        Call this method when all ranks of a restart group have ended. Return a text about OOM kills of processes that are
+        not ranks. The text covers the time since the last call of this method. If the OOM killer killed only ranks, or no
+        process, the text is empty.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)

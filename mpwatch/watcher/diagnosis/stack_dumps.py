@@ -65,7 +65,7 @@ class StackDumpParser:
         self._data.clear()
 
     def start_dump(self) -> None:
-        """Record that the watcher asks the rank for stacks, which the rank then writes into the stack pipe."""
+        """Record that the watcher now asks the rank for stacks."""
         self._dump_start = len(self._data)
         self.dump_count += 1
 
@@ -148,8 +148,8 @@ class StackDumpParser:
 
         The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
         stacks of the other threads. If a complete stack from faulthandler comes before Python's text, Python's text is left
-        out. In this case, the main thread was executing C code, and Python could write its text only after this code had
-        ended.
+        out. While the main thread executes C code, Python cannot write its text. Python writes its text after the end of the
+        C code, so Python's text shows a later moment than faulthandler's stack.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]

@@ -1,8 +1,10 @@
 """Finds the ranks that keep other ranks waiting in a collective, from the stacks of all ranks at one moment. Pure.
 
-A rank that waits in a collective is the victim of a rank that is not in this collective. A rank is blamed only if another
-rank perhaps waits in a collective. A blamed rank certainly was in no collective, or certainly was in a different collective
-from the majority of the ranks.
+A rank that waits in a collective is the victim of a rank that is not in this collective. If it is certain that no rank waits
+in a collective, `find_stragglers` and `find_cause_of_silence` blame no rank. Otherwise, the ranks that certainly were in no
+collective are blamed. If all ranks are in collectives, the majority decides: if three of four ranks are in `all_reduce` and
+one rank is in `broadcast`, the rank in `broadcast` is blamed. A rank without stacks counts as a rank in no collective if its
+process cannot run (BLOCKED_STATES).
 """
 
 import re
@@ -29,7 +31,7 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks for which the other ranks wait, or an empty set if it is not certain which ranks these are."""
+    """Return the ranks that keep other ranks waiting in a collective. If in doubt, return an empty set."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -42,11 +44,11 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks to blame for the silence of ranks, or an empty set if it is not certain which ranks are to blame.
+    """Return the ranks that caused the silence of the ranks in `silent`. If in doubt, return an empty set.
 
     This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, this function looks
-    among all running ranks. The second search takes place only if silent ranks are known to wait in a collective, and all of
-    these ranks wait in the same collective.
+    among all running ranks. The search among all running ranks takes place only if the stacks show silent ranks in exactly
+    one collective.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -67,7 +69,10 @@ def is_in_collective(observed: RankObservations) -> bool:
 
 
 def get_stacks_or_state(observed: RankObservations) -> str:
-    """Return the rank's stacks, or the reason why the rank wrote no stacks, or an empty text if neither is known."""
+    """Return the rank's stacks, if the rank has written stacks.
+
+    If the rank has written no stacks, return the reason, such as "starting". If the reason is unknown, return an empty text.
+    """
     return observed.stacks or describe_blocked_process(observed) or ("" if observed.was_ready else "starting")
 
 

@@ -1,14 +1,14 @@
 """The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
 All heartbeats of running ranks are read at the same time. The first reading is due when half of `heartbeat_timeout` has
-passed since the start of the call. A heartbeat is late when it is older than half of `heartbeat_timeout`. Each further
-reading is due at the earliest time at which a heartbeat can be late. While the heartbeat of a rank is late, all heartbeats
+passed since the start of the call. A heartbeat is late when it is older than half of `heartbeat_timeout`. After a reading,
+the next reading is due when the oldest of the heartbeats becomes late. While the heartbeat of a rank is late, all heartbeats
 are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
-as failed only if it is also silent at the second reading. A rank that was suspended and continues sends a heartbeat before
-the second reading. If a rank hangs, the ranks that wait for it send no heartbeat either, so they are silent at both
-readings, too.
+as failed only if it is also silent at the second reading. If a suspended rank continues, the rank has time to send a
+heartbeat before the second reading. If a rank hangs, the ranks that wait for this rank also send no heartbeat. So all these
+ranks are silent at both readings.
 
 The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat.
 """

@@ -12,10 +12,11 @@ Guarantees:
   for the limits of the call and for heartbeats. The stage AWAITING_DECISION has no deadline, because the user code that
   decides about a restart can take any time. The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline.
   The stage AWAITING_ROOT_CAUSE has a deadline except while a debugger's prompt is open.
-- In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, all ranks stay alive if the
-  other ranks return or raise an exception within ROOT_CAUSE_WAIT_SECONDS after the first failure.
+- In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the machine waits at most
+  ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank has returned or raised an exception by then, all ranks stay
+  alive.
 - In one call, the machine asks a rank for its stacks at most once, and stops, kills and abandons a rank at most once.
-- No report of a rank is lost.
+- If a rank reports a failure before the machine stops the ranks, the result of the call contains this failure.
 """
 
 import math
@@ -145,7 +146,7 @@ class StateMachine:
 
     @property
     def interrupt_cause(self) -> m.InterruptCause:
-        """The cause of the first interrupt of the call, which has no meaning if `signum` is None."""
+        """The cause of the first interrupt of the call. If the call was not interrupted, the value has no meaning."""
         return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def are_limits_active(self) -> bool:
@@ -251,7 +252,7 @@ class StateMachine:
     # --- starting calls and generations
 
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
-        """Move ranks of a WorkerGroup to another state machine. Before the call, all ranks of both machines must be idle."""
+        """Move ranks of a WorkerGroup to another state machine. No rank of the two state machines may have a call."""
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
         other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at

@@ -55,10 +55,11 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-In a WorkerGroup, the ranks of each running call have their own state machine, and all ranks without a call share another
-state machine.
+In a WorkerGroup, each running call has its own state machine for the ranks of this call. One more state machine is for all
+ranks that have no call.
 
-The event Resumed moves every deadline to a later time, except the times of a Lease. Resumed does not change the stage.
+The event Resumed moves the deadlines of the state machine to a later time. Resumed does not move the times of a Lease,
+because the other nodes were not suspended. Resumed does not change the stage.
 
 In a job of several nodes, the machine begins in the stage AWAITING_DECISION and has no ranks yet, because all nodes decide
 together which ranks start.
@@ -145,7 +146,11 @@ class Failing(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Failed(RankEvent):
-    """The rank has reported a failure. A failure is secondary if it only shows that another rank was lost."""
+    """The rank has reported a failure.
+
+    The failure is secondary if another rank may have caused this failure. For example, the rank has lost the connection to
+    another rank.
+    """
 
     is_secondary: bool = False
 
@@ -199,7 +204,7 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The watcher has received the signal `signum`, or another `cause` has the same effect as this signal."""
+    """The run or the call is interrupted. Whatever the `cause`, the machine acts as if the signal `signum` had come."""
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -232,7 +237,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Another state machine has stopped or lost its ranks, so this state machine must stop its ranks, too."""
+    """The state machine must stop its ranks, because ranks of another state machine were lost or stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,17 +262,17 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """Other nodes have ended the attempt, or this node has had no contact with them for too long."""
+    """On several nodes, the ranks of this node must stop, for example because the leader has ended the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivesMismatched:
-    """Ranks have called different collectives with the same sequence number, so the call can never end."""
+    """The call can never end, because ranks wait in a collective that can never succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """How long a node of a job may keep its ranks without contact with the other nodes.
+    """The times at which a node must stop and kill its ranks if it has no more contact with the other nodes.
 
     Each contact with the other nodes renews the lease. When the lease has run out, the other nodes go on without this node.
     """

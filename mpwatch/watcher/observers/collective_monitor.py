@@ -5,10 +5,12 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch ends the call only if two successive checks find this mismatch. The second check is necessary because a collective
-may succeed although its ranks use different data types. The module measures how long a rank waits in a collective: from the
-first check to the last check that found the rank waiting. The measured time does not include the time for which the program
-was stopped or a debugger's prompt was open.
+A mismatch ends the call only if two successive checks find this mismatch. One check is not enough, because some collectives
+succeed even if the ranks use different data types.
+
+The module also measures how long ranks have waited in a collective. The measured time begins with the first check that finds
+the ranks waiting, and ends with the latest check. The measured time does not grow while the program is suspended, or while a
+debugger's prompt is open.
 
 On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
 leader node compares the collectives of the ranks of all nodes. If a rank has called no collective for `stall_after` seconds,
@@ -184,7 +186,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute the length of each wait in a collective: the time from the first to the last check that found the wait."""
+        """For each collective in which ranks wait, compute the time since the first check that found the ranks waiting."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -226,7 +228,8 @@ class CollectiveMonitor:
     def _is_final(self, stall: CollectiveVerdict) -> bool:
         """Return whether this collective can never end, because a rank that must call it has returned.
 
-        In a WorkerGroup, return True only if the main thread of a rank certainly waits in the collective. If no main thread
-        waits, the collective may be asynchronous, and a later call of the WorkerGroup can complete it.
+        In a WorkerGroup, the next call can complete an asynchronous collective. There is no next call while the main thread
+        of a rank waits in the collective. So in a WorkerGroup, return True only if the main thread of a rank certainly waits
+        in the collective.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

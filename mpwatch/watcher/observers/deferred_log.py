@@ -1,8 +1,8 @@
 """A queue of log records: the watcher thread and the output thread add records, and the caller's thread logs them.
 
 A logging handler is user code, which may wait for a lock. Because a logging handler runs only in the caller's thread, it
-never delays the watcher thread or the output thread. An exception that a logging handler raises is ignored.
-KeyboardInterrupt and exceptions of signal handlers are not ignored.
+never delays the watcher thread or the output thread. KeyboardInterrupt and exceptions of signal handlers end the run. Every
+other exception that a logging handler raises is ignored.
 """
 
 import logging

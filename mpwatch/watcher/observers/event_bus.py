@@ -103,8 +103,8 @@ class EventBus:
     def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
         """Publish that the run has ended, and pass all queued events to the observers.
 
-        If an exception interrupts this method, the caller calls it a second time. The second call does not publish the event
-        RunEnded again, and dispatches the events that are still queued.
+        If an exception interrupts this method, the caller calls it a second time. The event RunEnded is never published
+        twice. In the second call, the observers get the events that are still in the queue.
         """
         if self._has_started and not self._has_ended:
             if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call

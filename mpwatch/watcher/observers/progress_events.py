@@ -1,7 +1,7 @@
 """Publish the progress reports of running ranks for the observers that want them. Runs in the caller's thread.
 
-A ViewDriver updates ProgressEvents in the same way as it updates a live view. For each update, the ViewDriver requests the
-statuses of the ranks from the watcher thread.
+A ViewDriver calls `ProgressEvents.show` at regular intervals, as it calls `show` of a live view. For each update, the
+ViewDriver requests the statuses of the ranks from the watcher thread.
 """
 
 from collections.abc import Sequence

@@ -4,9 +4,9 @@
                                       `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-The state machine, too, asks the ranks for stacks and collectives before it stops them, and the CollectiveMonitor asks the
-ranks for collectives. If several requests wait for an answer of the same rank, one answer of this rank is enough for all of
-them.
+Before the state machine stops the ranks, it also asks the ranks for stacks and collectives. The CollectiveMonitor also asks
+the ranks for collectives. If several requests wait for an answer of the same rank, one answer of this rank is enough for all
+of them.
 """
 
 import time
@@ -125,7 +125,7 @@ class StackRequests:
             handle.stack_parser.end_dump()
 
     def _answer(self) -> None:
-        """Answer all requests. The answers do not contain stacks or collectives that a rank has not sent."""
+        """Answer all requests with the stacks and collectives that the ranks have sent so far."""
         for handle in list(self._asked):
             self._take(handle)
         self._asked_for_collectives.clear()

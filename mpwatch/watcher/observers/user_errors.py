@@ -1,4 +1,4 @@
-"""Ignores exceptions that observers, views and logging handlers raise, unless such an exception has to end the run."""
+"""Ignores exceptions of user code, such as a logging handler. KeyboardInterrupt is not ignored, because it ends the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -120,8 +120,8 @@ class ViewDriver:
         """Close the view, because the call is over or an exception has ended the call.
 
         If an exception such as KeyboardInterrupt has interrupted `close`, the BlockingCall calls `close` again. The second
-        call of `close` closes the view once more, because the terminal must be restored. Later calls of `close` do not close
-        the view, because the view may raise an exception each time it is closed.
+        call of `close` tries again to close the view, because the view may not have restored the terminal yet. The third and
+        later calls of `close` do not try again, because the view may raise an exception at every try.
         """
         view = self._view
         self._close_count += 1

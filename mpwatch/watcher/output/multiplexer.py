@@ -5,10 +5,12 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-A call begins without a mode if several ranks can be shown and `is_line_mode` is False. Until a mode begins, output is held
-back for at most HOLD_SECONDS. If a second rank prints before HOLD_SECONDS have passed, line mode begins. If only one rank
-prints during HOLD_SECONDS, passthrough mode begins. As soon as a second rank prints, passthrough mode changes to line mode.
-Line mode stays until the end of the call.
+If `is_line_mode` is True, the call begins in line mode. If `is_line_mode` is False and only one rank can be shown, the call
+begins in passthrough mode. If `is_line_mode` is False and several ranks can be shown, the call begins without a mode.
+
+Until a mode begins, output is held back for at most HOLD_SECONDS. If a second rank prints before HOLD_SECONDS have passed,
+line mode begins. If only one rank prints during HOLD_SECONDS, passthrough mode begins. As soon as a second rank prints,
+passthrough mode changes to line mode. Line mode stays until the end of the call.
 
 In line mode, LineAssembler keeps only the latest update of a progress bar. Every SHOW_SECONDS, the latest update of a
 progress bar is shown as a separate line if the update is new. The last update of a progress bar is shown when its line ends
@@ -45,7 +47,7 @@ class RankStream:
     def feed(self, data: bytes, now: float) -> bytes:
         """Add bytes, and return the lines that are now complete.
 
-        Leave out a line if its whole text was already shown before its newline came.
+        If the whole text of an unfinished line was already shown, do not return this line again when its newline comes.
         """
         lines, shown = self.assembler.feed(data), self.shown
         if lines:
@@ -55,7 +57,10 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the unfinished line with a newline, or empty bytes if the line has not changed since it was last shown."""
+        """Return the present text of the unfinished line, with a newline.
+
+        Return empty bytes if the line has no text, or if the same text was already shown.
+        """
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
@@ -127,7 +132,8 @@ class OutputMultiplexer:
     def take_pending(self) -> list[tuple[str, bytes]]:
         """Return the output that has to be written now, and remove it from this object.
 
-        Each element of the list is a pair: "stdout" or "stderr", and the bytes for this stream of the caller.
+        Each element of the list is a pair: the name of a stream of the caller, and bytes to write to this stream. An example
+        is ("stdout", b"epoch 1").
         """
         pending, self._pending = self._pending, []
         return pending
@@ -156,7 +162,8 @@ class OutputMultiplexer:
     def _change_to_line_mode(self) -> None:
         """Begin line mode, because a second rank prints.
 
-        If the first rank's current line was shown only in part, the whole line is shown again when it is complete.
+        The first rank may have printed only the first part of a line. A newline ends this part. When the first rank prints
+        the rest of the line, the whole line is shown.
         """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:

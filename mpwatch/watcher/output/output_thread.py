@@ -39,8 +39,8 @@ class OutputThread:
 
     Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. Other threads post
     `hold`, `start_call`, `add_pipes` and `end_pipes` as jobs, which the output thread runs. After `stop_when_drained`, the
-    output thread ends and releases its resources by itself. The output thread does not wait for a call of `close`, because
-    Ctrl-C can prevent this call. The constructor raises LaunchError.
+    output thread ends and releases its resources, even if Ctrl-C prevents the call of `close`. The constructor raises
+    LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -86,7 +86,11 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """Set whether pipes are read and output is written only in jobs, such as the job of `drain_all`."""
+        """Set whether output is held.
+
+        While output is held, the output thread reads pipes and writes output only in jobs. For example, `drain_all` posts a
+        job that reads all pipes and writes all output.
+        """
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
@@ -108,10 +112,10 @@ class OutputThread:
         return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ended ranks for which the job `end_pipes` was posted.
+        """Wait until the output thread has drained the pipes of all ended ranks.
 
         The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done. Do
-        not write unfinished lines of ranks that still run.
+        not write unfinished lines of ranks that still run. Return False if the wait takes longer than `timeout` seconds.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -134,8 +138,8 @@ class OutputThread:
     def close(self) -> None:
         """End the output thread and release its resources.
 
-        Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams. Do not wait if the last wait for the
-        reader reached its time limit.
+        Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams. If the latest wait of `drain_all` or
+        `drain_ended_ranks` took longer than its `timeout`, do not wait for the reader.
         """
         if self._thread is None:
             self._release()
@@ -245,8 +249,8 @@ class OutputThread:
     def _wait_for_batch(self) -> None:
         """After a small read, wait BATCH_SECONDS for more output. If a job comes, end the wait and run the job.
 
-        Without this wait, a rank that prints line by line would wake the output thread for each line. Each wake-up would
-        cost the rank more time than the printing of the line.
+        If the output thread did not wait, each line that a rank prints would wake the output thread. Waking the output
+        thread takes the rank more time than printing the line.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -290,7 +294,7 @@ class OutputThread:
     def _stop_polling(self, pipe: OutputPipe) -> None:
         """Stop polling a pipe that all writers have closed.
 
-        Keep the OutputPipe, because the interpreter's startup output may still have to be written to the log file.
+        The log file stays open, because `end_pipes` can later write the interpreter's startup output to the log file.
         """
         if pipe.is_polled:
             pipe.is_polled = False

@@ -18,7 +18,7 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 class StdioFds:
     """The descriptors that become the stdout and stderr of one rank.
 
-    If `stdout` or `stderr` is None, the rank inherits this descriptor from the caller.
+    If `stdout` is None, the rank inherits the caller's stdout. If `stderr` is None, the rank inherits the caller's stderr.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,10 @@ class StdioFds:
         return (self.stdout, self.stderr) != (None, None)
 
     def append_to_stderr_file(self, startup_output: bytes) -> None:
-        """If stderr is a file, append `startup_output` to this file, because the interpreter wrote it to a pipe instead."""
+        """If the rank's stderr is a file, append `startup_output` to this file.
+
+        The rank's interpreter wrote `startup_output` to the stack pipe, and not to the file (stack_dumps.py).
+        """
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.
             with suppress(OSError), open(self.stderr_tail.direct_file, "ab") as file:

@@ -11,8 +11,8 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-If the watcher does not have to read a stream, the rank writes it directly to its log file or the caller's descriptor
-(StreamRoute in log_spec.py).
+The watcher does not read every stream. If the watcher does not read a stream, the rank writes the stream directly to a log
+file, to the caller's descriptor or to /dev/null (StreamRoute in log_spec.py).
 
 Owners:
     RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
@@ -47,7 +47,7 @@ class RankOutput:
     """The output of all ranks of one watcher thread.
 
     The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`, and the caller's thread calls the other
-    methods. If the caller never closes a WorkerGroup, the watcher thread calls `close`.
+    methods. If Python deletes a WorkerGroup that was not closed, the watcher thread calls `close`.
 
     Args:
         spec: where the output goes.
@@ -111,9 +111,10 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """Set whether output is held, which means that it is written only in `drain_all` and after the end of a rank.
+        """Set whether output is held.
 
-        Output is held while a debugger's prompt is open.
+        Output is held while a debugger's prompt is open. While output is held, the output thread writes output only when it
+        runs a job. For example, `drain_all` and `end_rank` give jobs to the output thread.
 
         While output is held, a rank has to wait if its pipe is full.
         """
@@ -137,7 +138,7 @@ class RankOutput:
 
     @property
     def is_reader_stalled(self) -> bool:
-        """Whether the last wait for the reader of the caller's streams reached its time limit."""
+        """Whether the latest wait of `drain_all` or `drain_ended_ranks` took longer than its `timeout`."""
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:

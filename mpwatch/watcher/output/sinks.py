@@ -31,7 +31,8 @@ class Sink(Protocol):
     def write(self, data: bytes) -> bool:
         """Write all data.
 
-        Return False if `stop_fd` ended the wait for the reader. Raises any exception that the stream raises.
+        If the reader is slow, wait for the reader. If `stop_fd` becomes readable while this method waits, return False.
+        Raises any exception that the stream raises.
         """
 
     def flush(self) -> None:
@@ -69,8 +70,8 @@ class _FileSink:
 
     The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
     to be atomic. A write ends at the end of a line, unless the line is too long for one write. A pipe guarantees that a
-    write of at most PIPE_BUF bytes is atomic. If the pipe is empty, a write may be longer than PIPE_BUF, because an empty
-    pipe accepts more bytes in one piece.
+    write of at most PIPE_BUF bytes is atomic. If the pipe is empty, mpwatch also writes more than PIPE_BUF bytes at once,
+    because an empty pipe has room for all these bytes.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -111,14 +112,15 @@ class _FileSink:
             return 0
 
     def _wait_for_room(self) -> bool:
-        """Wait until the reader has made room for more bytes. Return False if `stop_fd` ended the wait."""
+        """Wait until the reader has made room for more bytes. If `stop_fd` becomes readable first, return False."""
         return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
     """Return a new descriptor for the file behind `fd`.
 
-    Also return whether a write to the new descriptor can block, and the largest number of bytes for one write.
+    The second returned value says whether a write to the new descriptor can block. The third returned value is a number of
+    bytes. mpwatch treats a write of at most this number of bytes as atomic.
 
     The blocking mode of the caller's descriptor is not changed, because other processes may share the open file. If the
     system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.

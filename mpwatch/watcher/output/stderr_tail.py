@@ -46,9 +46,10 @@ class StderrTail:
 
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
-    """Return the end of the file: at most TAIL_BYTES, and no bytes before `offset`.
+    """Read the part of the file that begins at `offset`. Return the last TAIL_BYTES bytes of this part.
 
-    Also return whether the file has more than TAIL_BYTES bytes after `offset`.
+    If the part has fewer bytes, return the whole part. The second returned value says whether the part has more than
+    TAIL_BYTES bytes.
     """
     with suppress(OSError), open(path, "rb") as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)

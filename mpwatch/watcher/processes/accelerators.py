@@ -37,7 +37,10 @@ def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
 
 
 def read_torch_builds() -> set[str]:
-    """Return the kinds of GPU that the installed torch was built for. Return {"cuda"} if these kinds are unknown."""
+    """Return the kinds of GPU that the installed torch was built for.
+
+    If mpwatch cannot read torch/version.py, return {"cuda"}.
+    """
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:

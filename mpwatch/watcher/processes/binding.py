@@ -65,8 +65,8 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - If the cores cannot be divided equally, some ranks get one extra core. If the machine has only one kind of core, the
-      extra cores are distributed so that as few ranks as possible span two NUMA nodes.
+    - If the cores cannot be divided equally, some ranks get one extra core. If all cores are of one kind, mpwatch
+      distributes the extra cores with one aim: as few ranks as possible use cores of two packages or two NUMA nodes.
     - On a hybrid processor, which has several kinds of cores, each rank gets its share of each kind.
 
     Raises ValueError if there are fewer CPUs than ranks.
@@ -157,8 +157,9 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return how many cores or CPUs a rank has if the ranks divide shared cores or CPUs equally. Return at least 1.
+    """Return how many cores (or CPUs) the rank has for itself. Return at least 1.
 
-    `users[n]` is the number of cores or CPUs that are each used by n ranks.
+    If several ranks share cores, these ranks divide the cores equally. For example, if `users` is {1: 4, 2: 6}, the rank
+    uses 4 cores alone and shares 6 cores with one other rank. In this example, the result is 4 + 6 // 2 = 7.
     """
     return max(1, sum(count // ranks for ranks, count in users.items()))

@@ -42,7 +42,9 @@ class CollectiveSockets:
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
-        """Use a socket whose descriptor the rank has sent, and own this descriptor from now on. Raises OSError.
+        """Start to use a socket that the rank has sent as a descriptor. Raises OSError.
+
+        From now on, this CollectiveSockets object owns the descriptor `fd`, and will close `fd`.
 
         Args:
             selector: calls `on_readable` when an answer, or the stack of a crash, has come.
@@ -62,9 +64,9 @@ class CollectiveSockets:
         selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
-        """Ask the rank for its collectives, unless an earlier request still waits for its answer.
+        """Ask the rank for its collectives. Return False if the rank cannot be asked.
 
-        Return False if the rank cannot be asked.
+        If the rank has not answered the previous request yet, send no second request.
         """
         if self._requests is None:
             return False
@@ -103,7 +105,8 @@ class CollectiveSockets:
     def hold_crash(self) -> bool:
         """Make a crashing rank wait until `read_crash` is called.
 
-        Return False if the rank is not crashing, is already waiting, or cannot be asked for its collectives.
+        `hold_crash` also asks the rank for its collectives. If mpwatch cannot ask the rank, the rank does not wait. The same
+        rank waits at most once. Return True if this call of `hold_crash` has made the rank wait.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False

@@ -21,8 +21,9 @@ points:
 Guarantee: mpwatch kills the process group of a dead rank before it reaps the rank. Until a rank is reaped, no other process
 can get the rank's pid.
 
-This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
-docstring of os_support/cpython_private.py says what would break if multiprocessing did not call these three methods.
+This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. If a
+new version of CPython does not call one of these three methods, a part of mpwatch breaks. The docstring of
+os_support/cpython_private.py describes for each method what breaks.
 """
 
 import errno
@@ -69,8 +70,8 @@ POLL_SECONDS = 0.001
 class RankPopen(Popen):
     """The child process of one rank: its pid, sentinel, signals, exit code and reaping.
 
-    `start` makes a RankPopen. Any thread of the calling program may call multiprocessing's methods `poll`, `wait`,
-    `terminate`, `kill` and `close`, but only the watcher thread calls the other methods.
+    `start` makes a RankPopen. Any thread of the calling program may call the methods of multiprocessing: `poll`, `wait`,
+    `terminate`, `kill` and `close`. Only the watcher thread calls the methods that mpwatch adds, such as `reap`.
 
     Attributes:
         name: the name of the multiprocessing.Process.
@@ -205,8 +206,8 @@ class RankPopen(Popen):
     def read_exit_code(self) -> int | None:
         """Return the exit code of a rank whose sentinel is readable, or None if the code is unknown.
 
-        The exit code is unknown if a debugger of the rank delays the code for more than DEBUGGER_SECONDS. The exit code is
-        also unknown if the calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
+        If a debugger delays the exit code for more than DEBUGGER_SECONDS, the exit code is unknown. The exit code is also
+        unknown if the calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while (code := self.poll()) is None and time.monotonic() < deadline:
@@ -274,7 +275,9 @@ class RankPopen(Popen):
     def _wait_for_status(self) -> tuple[int, int]:
         """Return the pid and the status that waitpid returns for a dead rank.
 
-        The method has to wait only if a debugger traces the rank, or if the sentinel is not a pidfd.
+        Usually, waitpid returns the status at once. A debugger of the rank can delay the status. If the sentinel is a pipe,
+        the status can also be late, because the pipe closes shortly before the rank is dead. Wait at most DEBUGGER_SECONDS
+        for the status.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
@@ -354,7 +357,10 @@ def _get_resource_tracker_fd() -> Any:
 
 
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
-    """Return the data that spawn first sends to a child, without the entries for `__main__` and the start method."""
+    """Return the preparation data: the dict that spawn sends to a child before the Process object.
+
+    mpwatch leaves out the entries for `__main__` and for the start method.
+    """
     original_dir = get_original_dir()
     return {
         "name": process.name,

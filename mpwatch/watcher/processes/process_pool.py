@@ -182,8 +182,8 @@ class ProcessPool:
     def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
         """Send a rank its call. Before the rank's first call, also send the startup output of its interpreter.
 
-        The rank writes its startup output to its own stderr, because this write may block and the watcher must not block.
-        Raises LaunchError.
+        The rank, not the watcher, writes the startup output to the rank's stderr. A write to the rank's stderr can block,
+        and the watcher must not block. Raises LaunchError.
         """
         try:
             if handle.stack_parser.startup_output:
@@ -207,7 +207,7 @@ class ProcessPool:
     def interrupt_call(self, handle: RankHandle, number: int) -> None:
         """Send SIGINT to the rank, to interrupt the call with this number.
 
-        If the rank receives this signal during a different call, the rank ignores it.
+        SIGINT can reach the rank between two calls. If the rank's next call has another number, the rank ignores the SIGINT.
         """
         record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], number)
         handle.process.send_signal(signal.SIGINT)

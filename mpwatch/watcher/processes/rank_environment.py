@@ -8,7 +8,8 @@ the same name in an earlier part. Part 5 replaces none.
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
-4. With visible_devices="own", the variables that list visible GPUs, unless the user's `env` already lists only one GPU.
+4. With visible_devices="own", the variables that list visible GPUs, such as CUDA_VISIBLE_DEVICES. If the user's `env`
+   already lists at most one GPU, part 4 is empty.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 
@@ -77,7 +78,7 @@ def reserve_port() -> socket.socket:
 
 
 def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
-    """Return the Workers of these ranks, in a run on a single node."""
+    """Return a Worker for each rank in `ranks`. The run has only one node."""
     nprocs = spec.nprocs
     assert isinstance(nprocs, int)  # GroupSpec has resolved what the user passed
     return [

@@ -101,10 +101,10 @@ class RankHandle:
         self._register(self.process.sentinel, on_exit)
 
     def can_be_called_directly(self) -> bool:
-        """Return whether the caller's thread can call the rank without the watcher thread.
+        """Return whether the caller's thread itself can send a call to the rank, without help of the watcher thread.
 
-        Return False if the channel is closed. Also return False if the rank's interpreter printed output while it started,
-        and the watcher has not yet sent this output to the rank.
+        Return False if the channel is closed. If the rank's interpreter printed output while it started, return False until
+        the watcher has sent this output to the rank.
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
@@ -156,7 +156,7 @@ class RankHandle:
         self.send_frame(encode_frame(kind), fds)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message of at most a few thousand bytes, and these descriptors. Raises OSError.
+        """Send a message and the descriptors in `fds`. A message has at most a few thousand bytes. Raises OSError.
 
         The method never blocks, because the channel's buffer is empty when a message is sent, and has room for the whole
         message. A message to a dead rank is dropped.
@@ -209,7 +209,7 @@ class RankHandle:
         return messages
 
     def _add_received(self, messages: list[Message], data: bytes, files: list[int], *, is_cut: bool) -> None:
-        """Append to `messages` each message whose last bytes are in `data`.
+        """Add `data` to the received bytes, and append each message that is now complete to `messages`.
 
         If `data` is empty, the rank has closed its end of the channel.
         """
@@ -248,7 +248,8 @@ class RankHandle:
     def on_ready(self, body: bytes) -> None:
         """Record that the rank is ready.
 
-        Until a rank is ready, its stderr is the stack pipe. A rank that is ready writes only stacks to the stack pipe.
+        Until a rank is ready, its stderr is the stack pipe. When the rank is ready, it writes nothing but stacks to the
+        stack pipe.
         """
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
@@ -272,8 +273,8 @@ class RankHandle:
         While a rank's main thread runs C code, only faulthandler can write its stack, because Python cannot run a signal
         handler. Do nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
         code. This method sends the signal directly to the main thread, because faulthandler writes the stack of the thread
-        that gets the signal. A signal that is sent to the whole process could reach another thread while PYTHON_DUMP_SIGNAL
-        is pending in the main thread.
+        that gets the signal. If a signal is sent to a whole process, the kernel chooses the thread that gets the signal.
+        While PYTHON_DUMP_SIGNAL is pending in the main thread, the kernel may choose another thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -281,7 +282,7 @@ class RankHandle:
             self.process.send_signal_to_main_thread(NATIVE_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
-        """Return whether the rank can write stacks when it gets this signal.
+        """Return whether the signal `signum` can make the rank write its stacks.
 
         A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
         end of the stack pipe must not write stacks, because the number of the closed descriptor may now belong to another

@@ -4,12 +4,12 @@
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
-- If `wait` got every descriptor, each call of `wait` would register all descriptors again, even if only one of them is
-  ready.
+- If mpwatch passed all descriptors to `wait`, each call of `wait` would register all descriptors again.
 - The selector uses a set of descriptors in the kernel (epoll). The kernel lists ready descriptors in the order in which they
   became ready. If one rank dies and another rank then sends a message, the kernel lists the death first, even if the watcher
   reads both much later. If a descriptor becomes ready again before the watcher reads it, the descriptor keeps its old place
-  in the kernel's list. So the place of a descriptor can be too early, but never too late.
+  in the kernel's list. So the kernel can list a new event of a descriptor before older events of other descriptors, but
+  never after newer events.
 """
 
 import selectors
@@ -40,7 +40,8 @@ class Selector(Generic[T]):
     def remove(self, fd: int) -> None:
         """Remove a descriptor. Call this method before the descriptor is closed.
 
-        If a descriptor is closed before it is removed, it stays in the kernel's set while a forked process has a copy of it.
+        Without a call of `remove`, a closed descriptor stays in the kernel's set as long as a forked process has a copy of
+        the descriptor.
         """
         self._selector.unregister(fd)
 

@@ -9,9 +9,9 @@ A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm
     strategy file_system: create and open, set the size, map, count its users in its first bytes, close.
         The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
 
-mpwatch need not remove other kinds of files from /dev/shm. After the death of a process, multiprocessing's resource tracker
-removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork context has no
-name in /dev/shm, so the kernel frees the semaphore when the last process that uses it ends.
+mpwatch need not remove files of multiprocessing from /dev/shm. After the death of a process, multiprocessing's resource
+tracker removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork
+context has no name in /dev/shm, so the kernel frees the semaphore when the last process that uses it ends.
 
 `remove_left_files` removes a file only if all five conditions hold:
 
@@ -22,12 +22,12 @@ name in /dev/shm, so the kernel frees the semaphore when the last process that u
 4. no process of this machine has opened or mapped the file (`is_used_elsewhere`)
 5. the file's count of users is 0
 
-Conditions 1 to 3 show which process made a file, unless another process has the same pid. Another process can have the
-same pid if it starts later, or if it runs in another container that shares /dev/shm. Even if two processes have the same
-pid, conditions 4 and 5 ensure that mpwatch removes no file that a process still needs. With torch's strategy
-file_descriptor, only the process that makes a file opens the file by name. This process keeps the file open until it unlinks
-the file. With torch's strategy file_system, each file contains a count of its users, which is above 0 while the file is in
-use.
+Conditions 1 to 3 use the pid in the file's name to find the process that made the file. Two processes can have the same pid,
+one after the other. Two processes in different containers that share /dev/shm can even have the same pid at the same time.
+Even if two processes have the same pid, conditions 4 and 5 ensure that mpwatch removes no file that a process still needs.
+With torch's strategy file_descriptor, a process opens by name only the files that it makes itself. The process keeps each
+file open until it unlinks the file. With torch's strategy file_system, each file contains a count of its users, which is
+above 0 while the file is in use.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.

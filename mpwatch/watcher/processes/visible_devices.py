@@ -8,8 +8,8 @@ The driver of each vendor reads variables that list the devices to use:
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
 For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
-one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. mpwatch leaves only one
-entry in the list of this variable. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or
+one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. The new value of the
+variable has only one entry. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or
 HIP_VISIBLE_DEVICES (for ROCm). For GPUs of Intel, the caller has to set a list of devices, because only the driver library
 Level Zero can count these GPUs.
 
@@ -170,7 +170,7 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
     """Return the GPU that an entry in a list of devices stands for, or None if this GPU is unknown.
 
-    An entry can be the beginning of a GPU's name. The GPU is unknown if the names of several GPUs begin with the entry.
+    An entry can be the beginning of a GPU's name. If an entry is the beginning of several GPUs' names, return None.
     """
     if entry.isdecimal():
         return numbered[int(entry)] if int(entry) < len(numbered) else None

@@ -27,9 +27,9 @@ def merge_results(
     """Merge the results of all restart groups into the result of the run.
 
     Without `keep_going`, the result has return values only if all ranks have returned. The earliest of all restart groups'
-    root causes is the root cause of the run. If a restart group has failed, but this failure did not end the run,
-    `restartable_groups` contains the lowest rank of the group. The root cause of a group in `restartable_groups` counts only
-    if no group outside `restartable_groups` has a root cause.
+    root causes is the root cause of the run. `restartable_groups` contains the lowest rank of each failed restart group that
+    mpwatch may restart. For the root cause of the run, `merge_results` first looks at the groups outside
+    `restartable_groups`. If the groups outside `restartable_groups` have no root cause, `merge_results` looks at all groups.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:

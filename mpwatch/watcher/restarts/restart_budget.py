@@ -17,7 +17,7 @@ NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """The facts about a failed attempt that decide whether the ranks are restarted."""
+    """Facts about a failed attempt. RestartBudget uses these facts to decide whether the ranks are restarted."""
 
     cause: ProcessFailure | None
     """The root cause."""

@@ -97,8 +97,8 @@ class RestartGroup:
     def read_machine(self) -> None:
         """Copy the present state of the state machine to attributes of this object.
 
-        To find changes, the event loop compares these attributes before and after it calls this method. `due_at` is the
-        state machine's deadline, or infinity if the state machine has no deadline.
+        To find out what has changed, the event loop compares the values of the attributes before and after a call of
+        `read_machine`. `due_at` is the state machine's deadline, or infinity if the state machine has no deadline.
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
@@ -221,8 +221,8 @@ class RestartGroup:
     def _publish_call_started(self) -> None:
         """Publish the event CallStarted once for each call.
 
-        In a run of several nodes, the call begins before this node knows its ranks. CallStarted is then published when these
-        ranks are first started.
+        In a run of several nodes, the call begins before this node knows its ranks. Each of these nodes publishes
+        CallStarted when the ranks of the node are started for the first time.
         """
         if self.setups and self._run_started_at < math.inf and not self._has_published_call:
             self._has_published_call = True

@@ -167,7 +167,7 @@ class RunController(Generic[T]):
         return sum(observations.attempt for observations in latest)
 
     def _is_start_counted(self, attempt: int) -> bool:
-        """Return whether the restart policy counts the start of this attempt as a restart."""
+        """Return whether the start of the attempt uses up one of the restarts that the policy allows."""
         return attempt > 0
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
@@ -205,7 +205,7 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose return values are not in the result, but would be in it with keep_going=True.
+        """Return the ranks whose return values mpwatch drops because keep_going=True is not set.
 
         Return () if keep_going=True is already set, or is not allowed in this run.
         """
@@ -214,7 +214,7 @@ class RunController(Generic[T]):
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
 
     def end_with_error(self, error: BaseException) -> None:
-        """Publish that the run has ended with an error that is not the failure of a rank.
+        """Publish that an error, and not the failure of a rank, has ended the run.
 
         The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before the error, the
         error gets a note about their failures.

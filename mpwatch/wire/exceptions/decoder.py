@@ -101,7 +101,7 @@ def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None]
 def _order_members_first(nodes: list[ExceptionNode]) -> list[int]:
     """Return the numbers of the nodes in the order in which the exceptions must be created.
 
-    The members of an exception group come before the group, because the group's constructor needs its members.
+    Put the members of an exception group before the group itself, because the group's constructor needs the members.
     """
     order: list[int] = []
     waiting = [(number, False) for number in range(len(nodes))]
@@ -179,8 +179,8 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
     """Create a stand-in: an exception with the same text and a new class.
 
-    The new class has the name of the original class, and the same builtin base classes. Because of these base classes,
-    `except ValueError` also catches the stand-in of a ValueError.
+    The new class has the name of the original class, and the same builtin base classes. If the original exception is a
+    ValueError, for example, `except ValueError` also catches the stand-in.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}

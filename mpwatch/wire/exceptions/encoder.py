@@ -4,7 +4,8 @@ This module runs in the rank, and in any process that pickles a ProcessFailure.
 
 Exceptions are the nodes of a graph, because an exception refers to its cause, to its context and, if it is a group, to its
 members. `ExceptionEncoder` makes a list of an exception and all exceptions that it refers to, and encodes this list in three
-messages. Each of the three messages refers to an exception by the exception's index in the list.
+messages. The three messages contain the exceptions in the same order. In the message `plain`, a node refers to its cause,
+for example, by the index of the cause.
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
@@ -142,7 +143,8 @@ def _get_class_name(cls: type, name: str) -> str:
 def _find_builtin_bases(cls: type) -> list[str]:
     """Return the names of the nearest builtin exceptions from which this class is derived.
 
-    For a subclass of KeyError, for example, the list contains only KeyError, not LookupError or Exception.
+    For a subclass of KeyError, for example, return `["KeyError"]`. Leave out LookupError and Exception, because they are
+    base classes of KeyError.
     """
     found: list[type] = []
     for base in cls.__mro__:
@@ -176,9 +178,10 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Return a pickle of the whole exception, and pickles of attributes that this pickle lacks, such as slots.
+    """Pickle the whole exception, and add the pickles of the attributes that are lost when the exception is unpickled.
 
-    Return None if the exception cannot be rebuilt from these pickles.
+    The default `__reduce__` of an exception, for example, does not pickle slots. Return None if the exception cannot be
+    rebuilt from these pickles.
     """
     data = _try_pickle(error)
     if data is None:
@@ -208,7 +211,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Stand for the value of a missing attribute. No real attribute has this function as its value."""
+    """Mark a missing attribute: `getattr(error, name, _missing)` returns this function if the attribute is missing."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -1,8 +1,8 @@
 """Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
 
 The text of a variable comes from `repr`, which runs code of the variable's class. The number and the length of the texts are
-limited. A daemon thread makes the texts, because `repr` can hang. The rank waits at most LIMIT_SECONDS for this daemon
-thread. A fixed text replaces each text that is not ready after LIMIT_SECONDS.
+limited. A daemon thread makes the texts, because `repr` can hang. The rank waits at most LIMIT_SECONDS for the texts of all
+local variables. A fixed text replaces each text that is not ready after LIMIT_SECONDS.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _read_program_on_stdin() -> str:
 def _contains(text: str, wanted: list[CodeType]) -> bool:
     """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
 
-    Return False if Python began to read the program in the middle of the file on stdin.
+    For example, return False if a shell has read the first lines of the file on stdin, and Python has run only the rest.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

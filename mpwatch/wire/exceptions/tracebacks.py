@@ -1,12 +1,13 @@
-"""Send the frames of a traceback as plain values, and rebuild real frames from them, with tblib.
+"""Convert the frames of a traceback to builtin values in the rank, and rebuild the frames in the watcher.
 
     in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
 A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`:
-the function's qualified name, the function's first line, and the position of the expression that raised the exception. By
-itself, tblib would nest the dictionary of each entry in the dictionary of the previous entry. This module makes a separate
-dictionary for each entry, because the traceback of a RecursionError is too deep for nested dictionaries.
+the function's qualified name, the function's first line, and the position of the expression that raised the exception. From
+a whole traceback, tblib makes nested dictionaries: the dictionary of each entry contains the dictionary of the next entry.
+This module makes a separate dictionary for each entry, because the traceback of a RecursionError is too deep for nested
+dictionaries.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
 object. For each frame of the rank, `build_traceback` compiles a stub, which is a code object with the same file, function,
@@ -14,8 +15,7 @@ lines and columns. A stub begins at the function's first line, and its only stat
 rank's frame. When `build_traceback` runs a stub, the exception of the stub has a traceback with a new frame, which looks
 like the rank's frame. The new frame has the local variables that are stored in the `Frame`. If the rank's frame had the
 variable `__tracebackhide__ = True`, the new frame also has this variable, so pytest and IPython hide the new frame. With the
-option `capture_locals`, the new frame also has the other variables of the rank's frame, with their values as text
-(local_variables.py).
+option `capture_locals`, the new frame also shows the local variables of the rank's frame as text (local_variables.py).
 """
 
 from __future__ import annotations

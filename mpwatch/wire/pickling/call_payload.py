@@ -6,8 +6,8 @@
 
 The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each further section,
 called a part, contains one rank's values of the arguments that differ between ranks. A rank loads only the first section of
-the bundle and its own part. An object that the first section contains is not pickled again in a part. A part never refers to
-an object of another part, because a rank loads only its own part.
+the bundle and its own part. If an object is in the first section and in a part, only the first section contains the object's
+pickle. A part never refers to an object of another part, because a rank loads only its own part.
 
 A rank does not import the caller's `__main__`. So the functions and classes of the caller's `__main__` are pickled by value,
 that is, with their code (pickler.py). The rank adds the functions and classes of the caller's `__main__` to its own module
@@ -105,7 +105,7 @@ class Payload:
         return [*([] if file is None else [file.fileno()]), *self._fds]
 
     def duplicate_fd(self, fd: int) -> int:
-        """Duplicate this descriptor for the ranks, and return the index of the duplicate among all duplicates.
+        """Duplicate this descriptor for the ranks, and return the index of the duplicate in the list `_fds`.
 
         A duplicate is necessary, because the caller can close the original descriptor before the last rank has started.
         """
@@ -240,7 +240,11 @@ def _collect_reducers() -> dict[type, Any]:
 
 
 def _can_try_plain_pickler(fn: object) -> bool:
-    """Return whether `PlainPickler` might be able to pickle a call of this function."""
+    """Return whether `pack` tries `PlainPickler` for a call of this function.
+
+    Return False if the function is defined in `__main__`. Also return False if the user has told cloudpickle to pickle the
+    functions of some modules by value (`register_pickle_by_value`).
+    """
     if getattr(fn, "__module__", None) == "__main__":
         return False
     cloudpickle = sys.modules.get("cloudpickle")
@@ -375,7 +379,10 @@ def _load_section(unpickler: pickle.Unpickler) -> Any:
 
 
 def is_unpacking(thread: threading.Thread) -> bool:
-    """Return whether this thread of a rank is unpacking a call, or was started while the rank unpacked a call."""
+    """Return whether a rank is unpacking a call in this thread.
+
+    Also return True if this thread was started while the rank unpacked a call, for example by an imported module.
+    """
     if thread in _threads_of_imports:
         return True
     return _earlier_threads is not None and (thread is threading.main_thread() or thread not in _earlier_threads)

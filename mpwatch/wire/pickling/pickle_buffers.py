@@ -74,7 +74,7 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether pickle must write this buffer into the pickle.
+        """Return True for a small buffer, so that pickle writes the buffer itself.
 
         Return False for a large buffer, because the bundle keeps large buffers and writes them after the pickles.
 
@@ -178,8 +178,9 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, so that `OpenBundle` can read the bundle. Raises OSError.
 
-    If the bundle has no large buffers, the bundle is mapped by the module mmap, because `map_private` may have to import
-    ctypes. A bundle that is mapped by the module mmap keeps a descriptor open until the bundle is unpickled.
+    If the bundle has no large buffers, `map_bundle` uses the module mmap instead of `map_private`, because `map_private`
+    imports ctypes if Python is older than 3.13. A bundle without large buffers keeps a descriptor open until the bundle is
+    unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -189,8 +190,8 @@ def map_bundle(fd: int) -> memoryview:
 class OpenBundle:
     """A bundle from which an unpickler reads, for example `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
 
-    The unpickler first loads the common pickles, which are for all receivers. After a call of `open_part`, the same
-    unpickler loads the pickles of one part. Raises ValueError if the data are not a bundle.
+    The unpickler first loads the common pickles, which are for all receivers. After the call `open_part(number)`, the same
+    unpickler loads the pickles of the part with this number. Raises ValueError if the data are not a bundle.
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:
@@ -221,7 +222,7 @@ class OpenBundle:
     def open_part(self, number: int) -> None:
         """Make the unpickler read this part next.
 
-        Before this call, the unpickler must have loaded all common pickles, but no part.
+        Call `open_part` only once, after the unpickler has loaded all common pickles.
         """
         position, first_buffer = self._parts[number]
         self.stream.seek(position)
@@ -252,7 +253,7 @@ class BundleReader:
         return bytes(self._take(size))
 
     def readinto(self, target: memoryview) -> int:
-        """Fill this memory with the next bytes.
+        """Copy the next bytes into `target`.
 
         Return the number of bytes read, which is less than the size of `target` only at the end of the data.
         """
@@ -290,9 +291,9 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 
 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
-    """The `dispatch_table` of a pickler, which is filled when the pickler looks up a class for the first time.
+    """The `dispatch_table` of a pickler. The table is filled when the pickler looks up a class for the first time.
 
-    For most calls, pickle looks up no class, so `collect` is never called.
+    If only functions, strings and lists are pickled, for example, pickle looks up no class, and `collect` is not called.
 
     Args:
         collect: the function that returns the reducers.

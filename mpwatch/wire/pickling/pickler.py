@@ -60,7 +60,8 @@ class _ClassPickler(cloudpickle.Pickler):
 def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
     """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
 
-    If the other program sends a class back, this program gets its original class object.
+    If the other program sends back a class that came from this program, this program gets the same class object again, not
+    a copy.
 
     Args:
         value: the value to pickle.
@@ -105,10 +106,11 @@ def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
 
 
 class CallPickler(_ClassPickler):
-    """Pickles functions and classes of `__main__` by value, each of them once.
+    """Pickles functions and classes of `__main__` by value.
 
-    After pickling, `main_definitions` contains the functions and classes that were pickled by value and have a name in
-    `__main__`. `codes` contains the code objects of all functions that were pickled by value.
+    If CallPickler pickles a function or class that has a name in `__main__`, CallPickler adds the function or class to
+    `main_definitions`. For a nested class `Outer.Inner`, CallPickler adds `Outer`. `codes` contains the code objects of all
+    functions that were pickled by value.
 
     Args:
         bundle: the bundle that receives the pickle.
@@ -193,7 +195,7 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
 class _MainGlobals(dict[str, Any]):
     """Makes functions of the caller's `__main__` use the global variables of the rank's `__main__`.
 
-    Without this class, cloudpickle would create separate global variables in the rank for functions of `__main__`.
+    Without _MainGlobals, cloudpickle would create a new dict in the rank for the global variables of these functions.
     """
 
     def __reduce__(self) -> Any:

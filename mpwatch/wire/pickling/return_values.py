@@ -58,7 +58,7 @@ def probe(value: Any) -> None:
 def open_value(bundle: bytes | memoryview) -> tuple[str, pickle.Unpickler]:
     """Return the name of the value's type, and an unpickler whose `load` rebuilds the value. The watcher calls this.
 
-    The unpickler's `load` runs code of the value's classes, and raises what this code raises.
+    The unpickler's `load` can run user code, for example a method `__setstate__`, so `load` can raise any exception.
     """
     opened = OpenBundle(bundle)
     unpickler = _AnswerUnpickler(opened.stream, buffers=opened.buffers)
@@ -82,7 +82,10 @@ def dumps(part: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Unpickle a part of an exception. `loads` runs code of the part's classes, and raises what this code raises."""
+    """Unpickle a part of an exception.
+
+    `loads` can run user code, for example a method `__setstate__`, so `loads` can raise any exception.
+    """
     import io
 
     return _AnswerUnpickler(io.BytesIO(data)).load()

@@ -4,7 +4,8 @@ For each tensor that torch pickles as a view of its storage, torch creates a new
 module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because the memory
 is pickled only once, tied weights stay tied, and a slice stays a view of its tensor.
 
-This module imports torch, so other modules import this module only if torch is loaded, or if a tensor is unpickled.
+Because this module imports torch, other modules import this module only if torch is already loaded. Unpickling a tensor can
+also import this module.
 """
 
 import ctypes
