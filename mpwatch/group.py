@@ -23,7 +23,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.persistent_ranks import OnStart, PersistentRanks
+from mpwatch.watcher.persistent_ranks import CLOSED, OnStart, PersistentRanks
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
 if TYPE_CHECKING:
@@ -463,7 +463,7 @@ class WorkerGroup:
     def _check_open(self) -> None:
         __tracebackhide__ = True
         if self._is_closed:
-            raise RuntimeError("this WorkerGroup is closed; make another one")
+            raise RuntimeError(CLOSED)
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,35 @@ def test_close_cancels_calls_that_wait_and_lets_others_end():
         group.submit(functions.rank)
 
 
+class PickledAfterClose:
+    """An object whose pickling ends when its group has no ranks any more."""
+
+    is_pickling = threading.Event()
+    group = None
+
+    def __reduce__(self):
+        self.is_pickling.set()
+        deadline = time.monotonic() + 60
+        while self.group._ranks.has_ranks and time.monotonic() < deadline:
+            os.sched_yield()
+        return str, ()
+
+
+@pytest.mark.parametrize("by", ["cancel", "close"])
+def test_a_call_that_is_cancelled_while_it_is_pickled_starts_no_ranks_after_close(by, caplog):
+    argument = PickledAfterClose()
+    argument.is_pickling.clear()
+    argument.group = WorkerGroup(1)
+    handle = argument.group.submit(len, (argument,))
+    assert argument.is_pickling.wait(60)
+    assert by == "close" or handle.cancel()
+    argument.group.close()
+    handle._thread.join(60)
+    assert handle.cancelled()
+    assert not argument.group._ranks.has_ranks
+    assert not caplog.messages
+
+
 def test_a_block_that_raises_stops_the_calls():
     with pytest.raises(ZeroDivisionError), WorkerGroup(2) as group:
         running, waiting = submit_waiting(group, [0]), group.submit(functions.rank)

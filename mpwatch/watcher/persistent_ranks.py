@@ -55,6 +55,7 @@ BeginCall = Callable[[WatcherThread], BlockingCall | None]  # see PersistentRank
 
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
 CALL_ABORTED = "the last call was aborted"
+CLOSED = "this WorkerGroup is closed; make another one"
 ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
 
 
@@ -76,7 +77,7 @@ class PersistentRanks:
         self._loss_reasons: dict[int, str] = {}  # the same with scope="worker", for ranks that were lost in a call
         self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
         self._joined: tuple[WatcherThread, int] | None = None  # whose ranks have made which process group
-        self._is_at_exit = False
+        self._start_refusal = ""  # why no ranks may be started any more; empty: they may be started
         self._lock = threading.RLock()  # to replace the watcher thread, and to begin and end calls
         self._blocking_calls: WeakSet[BlockingCall] = WeakSet()  # that may not be over
         self.workers: tuple[Worker, ...] = ()
@@ -149,7 +150,14 @@ class PersistentRanks:
         if threading.current_thread() is threading.main_thread():
             check_signal_options(self._spec)
         started_at = time.monotonic()
-        begin = partial(self._begin, on_start=on_start, has_view=has_view and on_start is None)
+        has_begun = False
+
+        def begin(watcher_thread: WatcherThread) -> BlockingCall | None:
+            nonlocal has_begun
+            blocking_call = self._begin(watcher_thread, on_start=on_start, has_view=has_view and on_start is None)
+            has_begun |= blocking_call is not None
+            return blocking_call
+
         spec, version = self._spec, self._process_group_version
         backend = spec.backend if ranks is None else None  # some ranks alone can neither make nor destroy a process group
         payload = pack_call(Call(fn, args, kwargs, backend, version, backend_timeout=spec.backend_timeout))
@@ -172,16 +180,17 @@ class PersistentRanks:
             with self._lock:
                 if ranks is None and has_succeeded:
                     self._joined = (blocking_call.watcher_thread, version)
-                elif ranks is None:
+                elif ranks is None and has_begun:
                     self._process_group_version = version + 1
         blocking_call.deliver_signals(result)
         return result
 
     def close(self) -> None:
-        """End the ranks, and wait for their end.
+        """End the ranks, and wait for their end. After this method, no call can start ranks.
 
         After the end of the ranks, the calling program's signal handlers get the signals that came during the wait.
         """
+        self._refuse_starts(CLOSED)
         if self._watcher_thread is not None and (blocking_call := self._begin(self._watcher_thread)) is not None:
             self._execute(blocking_call, Shutdown(), until=lambda: False)
             blocking_call.raise_error()
@@ -227,9 +236,9 @@ class PersistentRanks:
     def shut_down_at_exit(self) -> None:
         """End the ranks when the calling program ends, and wait for their end. Call no observers, and show no live view.
 
-        After this method, a new call cannot start ranks.
+        After this method, no call can start ranks.
         """
-        self._is_at_exit = True
+        self._refuse_starts(ENDED_AT_EXIT)
         watcher_thread = self._watcher_thread
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
@@ -244,6 +253,11 @@ class PersistentRanks:
         publish = self._event_bus.publish_run_ended
         run_until_handler_raises(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
 
+    def _refuse_starts(self, reason: str) -> None:
+        """Start no ranks from now on. The thread of a cancelled call may still run, and could start ranks."""
+        with self._lock:
+            self._start_refusal = reason
+
     def _make_watcher_thread(self) -> WatcherThread:
         with self._lock:
             current = self._watcher_thread
@@ -252,8 +266,8 @@ class PersistentRanks:
             return self._make_new_watcher_thread()
 
     def _make_new_watcher_thread(self) -> WatcherThread:
-        if self._is_at_exit:
-            raise RuntimeError(ENDED_AT_EXIT)
+        if self._start_refusal:
+            raise RuntimeError(self._start_refusal)
         if self._restart_count >= 0:
             log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
         restart_count = max((worker.restart_count for worker in self.workers), default=-1) + 1
@@ -276,9 +290,9 @@ class PersistentRanks:
 
         If all ranks are lost, the watcher thread has already ended. An ended watcher thread starts no rank.
         """
-        if self._is_at_exit:
-            raise RuntimeError(ENDED_AT_EXIT)
         with open_standard_descriptors(), self._lock:
+            if self._start_refusal:
+                raise RuntimeError(self._start_refusal)
             if self._watcher_thread is not watcher_thread:  # all ranks were lost, and another call has closed it
                 return
             counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -347,7 +361,7 @@ class PersistentRanks:
 
     def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
         """Return the ranks that have ended with this call and that a later call can restart."""
-        if self._is_at_exit:
+        if self._start_refusal:
             return ()
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 

@@ -415,6 +415,7 @@ def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride)
     stride = choose(stride, chaos_stride)
     program = Path(__file__).parent / "exception_at_any_bytecode.py"
     done = python("-W", "ignore", str(program), what, "1", str(stride), timeout=None)
-    (line,) = done.stdout.splitlines()
+    *leaks, line = done.stdout.splitlines()
+    assert not leaks, done.stdout + done.stderr
     thrown, of = (int(word) for word in line.split() if word.isdigit())
     assert thrown > 0.5 * (of // stride), line  # a run that is done sooner than the first one has fewer places

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -60,6 +61,28 @@ def test_the_process_group_is_kept_and_replaced_after_a_failure():
         assert str(caught.value.__cause__) == "the others wait"
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [1, 1]
+
+
+class PickledAfterCancel:
+    """An object whose pickling ends when its call was cancelled."""
+
+    is_pickling, is_cancelled = threading.Event(), threading.Event()
+
+    def __reduce__(self):
+        self.is_pickling.set()
+        assert self.is_cancelled.wait(60)
+        return str, ()
+
+
+def test_a_call_that_is_cancelled_while_it_is_pickled_keeps_the_process_group():
+    with WorkerGroup(2, backend="gloo") as group:
+        assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
+        handle = group.submit(len, (PickledAfterCancel(),))
+        assert PickledAfterCancel.is_pickling.wait(60)
+        assert handle.cancel()
+        PickledAfterCancel.is_cancelled.set()
+        handle._thread.join(60)
+        assert list(group.run(sum_over_ranks, (2,))) == [(6, True)] * 2
 
 
 def get_process_group_size():
