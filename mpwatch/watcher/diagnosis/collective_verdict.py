@@ -421,8 +421,8 @@ def _find_absent(
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
     """Return the collectives of `keys` that are blocked only by one another.
 
-    For example, if rank 0 waits in collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B. If
-    an absent rank of a collective waits in no collective of the result, the result leaves out the collective.
+    For example, if rank 0 waits in collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B.
+    Every rank that is absent from a returned collective waits in another returned collective.
     """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}

@@ -7,8 +7,8 @@ selector returns descriptors in the order in which they became ready. So two lim
 - If the watcher notices a death and then reads a message in the same wake-up, the death is earlier than the time stamp of
   the message.
 
-If a death causes an exception in another rank, the death usually gets the earlier time. Without the second limit, a death
-that the watcher notices late would get the later time.
+If the death of a rank causes an exception in another rank, the death usually gets an earlier time than the exception, even
+if the watcher notices the death late.
 
 A message can arrive much later than its time stamp. The time of a death is never earlier than the first signal that the
 watcher sent to the dead rank. A rank that the watcher killed must not look like the first failure.

@@ -172,10 +172,11 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
     """Return True if the rank died by itself, or False if the watcher caused the death.
 
-    If a rank died before the watcher began to stop the ranks, the rank died by itself. If a rank died later, only two causes
-    count: a crash, and a SIGKILL that the watcher did not send. SIGTERM does not count, because some schedulers send SIGTERM
-    both to the calling program and to the ranks. Until the watcher sends its first signal to the rank, SIGTERM and exits
-    count too, unless the run was interrupted.
+    If a rank died before the watcher began to stop the ranks, the rank died by itself. If a rank died while the watcher
+    stopped the ranks, the rank died by itself in two cases: it crashed, or it got a SIGKILL that the watcher did not send.
+    If the watcher had not yet sent a signal to the rank and no signal has interrupted the run, the rank also died by itself.
+    When a signal interrupts the run, the cause is not certain, because some schedulers send SIGTERM to the program and to
+    the ranks.
     """
     if is_before_stop(attempt, at):
         return True

@@ -78,9 +78,9 @@ class RankObservations:
     def add_collectives(self, answer: RankCollectives) -> None:
         """Store the rank's collectives.
 
-        If the earlier report of the rank already contains all calls of `answer`, keep the earlier report. While a rank waits
-        in a collective, its report can name the source line of the call. After the collective has failed, a new report does
-        not name the source line any more.
+        If `answer` contains no call that is missing in the earlier report of the rank, keep the earlier report. While a rank
+        waits in a collective, its report can name the source line of the call. After the collective has failed, a new report
+        does not name the source line any more.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
