@@ -178,7 +178,10 @@ def throw_at(what, at):
 
 
 def wait_for_dropped_groups():
-    """Wait for a group that was not fully created or closed: the garbage collector deletes it, and then its ranks exit."""
+    """Wait for a group that was not fully created or closed: the garbage collector deletes it, and then its ranks exit.
+
+    Also wait for the threads of cancelled calls, for which `close` does not wait.
+    """
     collect_garbage()
     for thread in threading.enumerate():
         if thread.name.startswith("mpwatch"):
@@ -200,6 +203,7 @@ def main(what, first, stride):
     what()
     with Thrower(0) as counter:
         what()
+    wait_for_dropped_groups()
     thrown, before = 0, read_process_state()
     for at in range(first, counter.count, stride):
         where = throw_at(what, at)
