@@ -172,6 +172,23 @@ def test_ctrl_c_during_the_start_leaves_no_rank():
     assert len(children()) == 1  # the resource tracker
 
 
+def test_a_group_whose_start_a_handled_signal_has_ended_can_be_called():
+    """The handler raises nothing, so the group exists. Its ranks were ended, and the next call starts them."""
+    received = []
+
+    def send_signal(event):
+        if event.name == "run_started":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
+    try:
+        with WorkerGroup(2, on_event=send_signal) as group:
+            assert received == [signal.SIGTERM]
+            assert list(group.run(functions.rank)) == [0, 1]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def forget_a_group():
     group = WorkerGroup(1)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")

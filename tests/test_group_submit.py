@@ -296,6 +296,30 @@ def test_a_call_that_is_cancelled_while_it_is_pickled_starts_no_ranks_after_clos
     assert not caplog.messages
 
 
+def test_a_call_that_is_cancelled_while_it_restarts_the_ranks_starts_none():
+    """`env` is called while the ranks are prepared. Here it ends when the group is being closed."""
+    events, is_preparing = [], threading.Event()
+
+    def wait_for_close(worker):
+        if worker.restart_count:
+            is_preparing.set()
+            deadline = time.monotonic() + 60
+            while not group._ranks._start_refusal and time.monotonic() < deadline:
+                os.sched_yield()
+        return {}
+
+    group = WorkerGroup(1, env=wait_for_close, on_event=lambda event: events.append(event.name))
+    with pytest.raises(RunFailedError, match="exit code 3"):
+        group.run(os._exit, (3,))
+    events.clear()
+    handle = group.submit(functions.rank)
+    assert is_preparing.wait(60)
+    group.close()
+    assert handle.cancelled()
+    assert not group._ranks.has_ranks
+    assert "worker_started" not in events
+
+
 def test_a_block_that_raises_stops_the_calls():
     with pytest.raises(ZeroDivisionError), WorkerGroup(2) as group:
         running, waiting = submit_waiting(group, [0]), group.submit(functions.rank)

@@ -107,7 +107,7 @@ class PersistentRanks:
             assert blocking_call is not None  # there is no other call
             self._execute(blocking_call, None, until=watcher_thread.has_started_ranks)
         if blocking_call.signals.received or blocking_call.signals.handler_error is not None:
-            self.close()
+            self._end_ranks()
         blocking_call.raise_error()
         blocking_call.signals.deliver_received()
 
@@ -142,20 +142,20 @@ class PersistentRanks:
         With the option `backend`, a call of only some ranks needs torch's process group. If the loss of a rank has ended
         torch's process group, a call of only some ranks returns None. See `lacks_process_group`.
 
-        Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If a
-        signal came during the call and the calling program's handler raises an exception, this method raises the same
-        exception.
+        Raises LaunchError. Raises RuntimeError if ranks have to be started after `close`, or when the program ends. Raises
+        ValueError if mpwatch cannot install its handler for a signal that an option names. If a signal came during the call
+        and the calling program's handler raises an exception, this method raises the same exception.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
             check_signal_options(self._spec)
         started_at = time.monotonic()
-        has_begun = False
+        may_reach_ranks = False
 
         def begin(watcher_thread: WatcherThread) -> BlockingCall | None:
-            nonlocal has_begun
+            nonlocal may_reach_ranks
             blocking_call = self._begin(watcher_thread, on_start=on_start, has_view=has_view and on_start is None)
-            has_begun |= blocking_call is not None
+            may_reach_ranks |= blocking_call is not None
             return blocking_call
 
         spec, version = self._spec, self._process_group_version
@@ -180,21 +180,18 @@ class PersistentRanks:
             with self._lock:
                 if ranks is None and has_succeeded:
                     self._joined = (blocking_call.watcher_thread, version)
-                elif ranks is None and has_begun:
+                elif ranks is None and may_reach_ranks:
                     self._process_group_version = version + 1
         blocking_call.deliver_signals(result)
         return result
 
     def close(self) -> None:
-        """End the ranks, and wait for their end. After this method, no call can start ranks.
+        """End the ranks, and wait for their end. From the begin of this method, no call can start ranks.
 
         After the end of the ranks, the calling program's signal handlers get the signals that came during the wait.
         """
-        self._refuse_starts(CLOSED)
-        if self._watcher_thread is not None and (blocking_call := self._begin(self._watcher_thread)) is not None:
-            self._execute(blocking_call, Shutdown(), until=lambda: False)
-            blocking_call.raise_error()
-            blocking_call.signals.deliver_received()
+        self._start_refusal = CLOSED
+        self._end_ranks()
 
     def take_stacks(self) -> Stacks:
         """Return the present stacks of all ranks. Return an empty Stacks object if there are no ranks.
@@ -236,9 +233,9 @@ class PersistentRanks:
     def shut_down_at_exit(self) -> None:
         """End the ranks when the calling program ends, and wait for their end. Call no observers, and show no live view.
 
-        After this method, no call can start ranks.
+        From the begin of this method, no call can start ranks.
         """
-        self._refuse_starts(ENDED_AT_EXIT)
+        self._start_refusal = ENDED_AT_EXIT  # without the lock, which another thread holds while it runs code of the user
         watcher_thread = self._watcher_thread
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
@@ -253,10 +250,21 @@ class PersistentRanks:
         publish = self._event_bus.publish_run_ended
         run_until_handler_raises(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
 
-    def _refuse_starts(self, reason: str) -> None:
-        """Start no ranks from now on. The thread of a cancelled call may still run, and could start ranks."""
-        with self._lock:
-            self._start_refusal = reason
+    def _end_ranks(self) -> None:
+        with self._lock:  # a call that was cancelled may be making a watcher thread
+            watcher_thread = self._watcher_thread
+        if watcher_thread is not None and (blocking_call := self._begin(watcher_thread)) is not None:
+            self._execute(blocking_call, Shutdown(), until=lambda: False)
+            blocking_call.raise_error()
+            blocking_call.signals.deliver_received()
+
+    def _check_start(self) -> None:
+        """Raise RuntimeError if no ranks may be started any more.
+
+        The thread of a call that was cancelled may still run after `close`.
+        """
+        if self._start_refusal:
+            raise RuntimeError(self._start_refusal)
 
     def _make_watcher_thread(self) -> WatcherThread:
         with self._lock:
@@ -266,8 +274,7 @@ class PersistentRanks:
             return self._make_new_watcher_thread()
 
     def _make_new_watcher_thread(self) -> WatcherThread:
-        if self._start_refusal:
-            raise RuntimeError(self._start_refusal)
+        self._check_start()
         if self._restart_count >= 0:
             log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
         restart_count = max((worker.restart_count for worker in self.workers), default=-1) + 1
@@ -275,6 +282,7 @@ class PersistentRanks:
         try:
             watcher_thread.prepare()
             watcher_thread.output.use_current_streams()
+            self._check_start()  # again: `prepare` runs code of the user, such as `env`
         except BaseException:
             watcher_thread.close()
             raise
@@ -290,9 +298,8 @@ class PersistentRanks:
 
         If all ranks are lost, the watcher thread has already ended. An ended watcher thread starts no rank.
         """
+        self._check_start()
         with open_standard_descriptors(), self._lock:
-            if self._start_refusal:
-                raise RuntimeError(self._start_refusal)
             if self._watcher_thread is not watcher_thread:  # all ranks were lost, and another call has closed it
                 return
             counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -459,8 +466,8 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    If a call has a timeout, the result is the time until this timeout. If there is no timeout, the result is infinity. For a
-    Shutdown, the result is 0 after a wait for a slow reader has reached its time limit.
+    If a call has a timeout, the result is the time until this timeout. If there is no timeout, the result is infinity. If
+    mpwatch has already waited in vain for a slow reader, the result for a Shutdown is 0.
 
     If the result is shorter than LAST_DRAIN_SECONDS, `BlockingCall.drain_timeout` replaces the result by LAST_DRAIN_SECONDS.
     """

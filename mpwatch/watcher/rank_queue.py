@@ -70,8 +70,9 @@ class RankQueue:
             first: a ticket for all ranks. It comes before all tickets that have not been granted.
         """
         with self._lock:
-            ticket.on_grant = None
-            ticket.is_granted.clear()
+            if not ticket.has_left:  # the call may have been cancelled
+                ticket.on_grant = None
+                ticket.is_granted.clear()
             for queue in self._queues:
                 head = _get_first(queue)
                 queue[first] = None

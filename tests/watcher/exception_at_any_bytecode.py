@@ -23,7 +23,6 @@ from functools import cache
 from multiprocessing import resource_tracker
 
 import mpwatch
-from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher import run as quick_calls
 from support import failing, functions
 from support.continuer import continued
@@ -180,17 +179,24 @@ def throw_at(what, at):
 def wait_for_dropped_groups():
     """Wait for a group that was not fully created or closed: the garbage collector deletes it, and then its ranks exit.
 
-    Also wait for the threads of cancelled calls, for which `close` does not wait.
+    Also wait for the threads of calls, for which `close` does not always wait. Such a thread refers to its group, so the
+    garbage collector cannot delete the group before the thread has ended.
     """
-    collect_garbage()
-    for thread in threading.enumerate():
-        if thread.name.startswith("mpwatch"):
-            thread.join(10.0)
-            wait_for_thread_exit(thread.native_id, 10.0)
     deadline = time.monotonic() + 10.0
-    while len(os.listdir("/proc/self/task")) > threading.active_count() and time.monotonic() < deadline:
-        os.sched_yield()  # a thread is still ending
+    while has_threads() and time.monotonic() < deadline:
+        collect_garbage()
+        for thread in list_threads():
+            thread.join(0.01)
     collect_garbage()  # objects that the threads held
+
+
+def list_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mpwatch")]
+
+
+def has_threads():
+    """Return whether mpwatch has a thread in this process. In the kernel, a thread ends a bit later than in Python."""
+    return bool(list_threads()) or len(os.listdir("/proc/self/task")) > threading.active_count()
 
 
 def collect_garbage():

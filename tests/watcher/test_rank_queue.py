@@ -67,6 +67,17 @@ def test_a_thread_that_waits_for_a_ticket_that_leaves():
     assert first.wait()
 
 
+def test_a_call_that_has_left_may_step_back():
+    """Another thread has cancelled the call. It must not wait for ever."""
+    queue = RankQueue(2)
+    cancelled, all_ranks = enter(queue, 0), Ticket(range(2))
+    queue.leave(cancelled)
+    queue.step_back(cancelled, all_ranks)
+    assert cancelled.is_granted.is_set()
+    assert not cancelled.wait()
+    assert granted(all_ranks) == [True]
+
+
 def test_a_signal_handler_may_cancel_a_call():
     queue = RankQueue(1)
     first, second = enter(queue, 0), enter(queue, 0)
