@@ -95,7 +95,7 @@ class _Node:
 
     @property
     def is_over(self) -> bool:
-        """Whether the node is lost, or the driver has received the outcome and all messages of the node."""
+        """True if the node is lost, or if the driver has received everything that the node sends."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
     @property

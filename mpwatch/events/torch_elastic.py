@@ -83,9 +83,9 @@ class TorchElasticEvents:
     - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no
       event FAILED is recorded for a failure that is followed by a restart.
     - At the end of the run, one event with source AGENT is recorded. In torch, the AGENT event describes the agent. Here,
-      the AGENT event describes the watcher. If the run was interrupted, the AGENT event is FAILED. If the run failed without
-      a failure of this node's ranks, the AGENT event is FAILED, too. In all other cases, the AGENT event is SUCCEEDED. A
-      failed rank of this node does not make the AGENT event FAILED, because the AGENT event does not describe ranks.
+      the AGENT event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the run
+      failed although no rank of this node failed. In all other cases, the AGENT event is SUCCEEDED. A failed rank of this
+      node does not make the AGENT event FAILED, because the AGENT event does not describe ranks.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 

@@ -82,7 +82,7 @@ class ScrollRegion:
     def mark_released(self) -> None:
         """Record that no rows are reserved. Call this method after you have written the text that `release` returned.
 
-        `release` itself records nothing. If its caller fails to write the text, the rows are still reserved.
+        `release` itself records nothing, because the rows stay reserved if you cannot write the text.
         """
         self._reserved = None
 

@@ -12,10 +12,10 @@
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
 When an attempt fails, the following rules determine the root cause. If ranks failed independently of other nodes, the root
-cause is the independent failure that reached the leader first. If wrong collectives or events on other nodes may have caused
-all failures, the leader compares the collectives of all ranks (job_verdict.py). If the comparison of the collectives finds
-no cause, the leader looks for missing ranks. A missing rank has probably kept ranks of other nodes waiting. A lost node is
-the root cause only if no rank failed independently of the lost node.
+cause is the independent failure that reached the leader first. If events on other nodes may have caused all failures, or if
+ranks have called wrong collectives, the leader compares the collectives of all ranks (job_verdict.py). If the comparison of
+the collectives finds no cause, the leader looks for missing ranks. A missing rank has probably kept ranks of other nodes
+waiting. A lost node is the root cause only if no rank failed independently of the lost node.
 """
 
 import math
@@ -252,7 +252,7 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
     """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures.
 
     If the comparison finds no rank to blame, return the summary unchanged. The reports are not compared in three cases: a
-    node was lost, a node's outcome is TIMED_OUT or ABORTED, or the attempt was stopped for waiting nodes.
+    node was lost, a node's outcome is TIMED_OUT or ABORTED, or the attempt was stopped because new nodes want to join.
     """
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
@@ -291,8 +291,8 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
     """Return a summary that blames the ranks for which ranks of other nodes have waited.
 
-    If a node failed independently of other nodes (`_victim_level` 0), return the summary unchanged. If no node failed
-    because its ranks waited for ranks of other nodes, also return the summary unchanged.
+    Missing ranks are blamed only if ranks failed because they waited for ranks of other nodes. If a node failed
+    independently of other nodes (`_victim_level` 0), return the summary unchanged.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]

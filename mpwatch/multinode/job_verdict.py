@@ -123,8 +123,8 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict explains all failures of the job, and therefore names the root cause.
 
-    If a rank is only late, the collective can still succeed. For a collective that can still succeed, return True only if
-    the verdict is complete (`is_complete`) and ranks failed because they waited for other nodes.
+    If a rank is only late, the collective can still succeed. If a collective can still succeed, its verdict must meet two
+    conditions: the verdict is complete (`is_complete`), and ranks have timed out in a wait for ranks of other nodes.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)

@@ -300,7 +300,7 @@ class Leader:
     def extend_deadlines(self, seconds: float) -> None:
         """Extend all deadlines by `seconds`.
 
-        Call this method if the leader did not read the store for so many seconds, and therefore saw no heartbeats.
+        Call this method if the leader did not read the store for `seconds` seconds, and therefore saw no heartbeats.
         """
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds

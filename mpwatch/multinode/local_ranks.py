@@ -116,7 +116,7 @@ class LocalRanks:
         self._commands.post(StopAfter(action.after_step, action.cause))
 
     def renew_lease(self, since: float) -> None:
-        """Extend the lease, so that the ranks may run for a part of `node_timeout` after the time `since`.
+        """Extend the lease of the ranks. The new lease begins at `since`, and is shorter than `node_timeout`.
 
         Call this method after each heartbeat of this node. `since` is the time of the heartbeat. If the lease is not
         renewed, the watcher thread stops the ranks before the other nodes can count this node as lost.

@@ -97,9 +97,9 @@ class DirectCalls:
 
     @property
     def due_at(self) -> float:
-        """The time at which the watcher thread withdraws the offers if no direct call is made before this time.
+        """The time at which the watcher thread withdraws the offers, in seconds of CLOCK_MONOTONIC.
 
-        The time is in seconds of CLOCK_MONOTONIC.
+        Each direct call moves this time to a later time.
         """
         return self._last_call_at + IDLE_SECONDS
 

@@ -12,8 +12,8 @@ During a run no handler raises an exception in the caller's thread:
   stops the run. When a signal of `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal acts like
   SIGTERM.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it.
-  SIGQUIT also asks for the stacks if the calling program ignores SIGQUIT. A shell without job control starts programs in the
-  background (`&`) with SIGQUIT ignored.
+  Even a program that ignores SIGQUIT prints the stacks. A shell without job control makes programs in the background (`&`)
+  ignore SIGQUIT.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.

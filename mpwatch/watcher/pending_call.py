@@ -76,9 +76,9 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. A right is a channel in a list. One list
-    has the channels over which the thread may still send. One list has the channels over which the thread may still receive.
-    A single call into C code takes the channel from the list, sends or receives the message, and records the message. To
+    The caller's thread needs a right for each message that it sends or receives. There are two lists of channels: channels
+    over which the thread may still send, and channels over which it may still receive. Each entry of a list is one right. A
+    single call into C code takes the channel from the list, sends or receives the message, and records the message. To
     prevent the caller's thread from sending or receiving more messages, the watcher thread takes all remaining rights from
     the lists.
 
@@ -232,7 +232,7 @@ class PendingCall:
     def is_over(self) -> bool:
         """Return True in two cases: the call has ended, or the call cannot begin because ranks were lost.
 
-        If the call ends all ranks of a WorkerGroup without scope="worker", `is_over` returns False.
+        Without scope="worker", a failed call can end all ranks of the WorkerGroup. After such a call, return False.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 

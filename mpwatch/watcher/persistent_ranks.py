@@ -186,7 +186,7 @@ class PersistentRanks:
         return result
 
     def close(self) -> None:
-        """End the ranks, and wait for their end. From the begin of this method, no call can start ranks.
+        """End the ranks, and wait for their end. Once this method has begun, no call can start ranks.
 
         After the end of the ranks, the calling program's signal handlers get the signals that came during the wait.
         """
@@ -233,9 +233,9 @@ class PersistentRanks:
     def shut_down_at_exit(self) -> None:
         """End the ranks when the calling program ends, and wait for their end. Call no observers, and show no live view.
 
-        From the begin of this method, no call can start ranks.
+        Once this method has begun, no call can start ranks.
         """
-        self._start_refusal = ENDED_AT_EXIT  # without the lock, which another thread holds while it runs code of the user
+        self._start_refusal = ENDED_AT_EXIT  # without the lock, which another thread holds while it runs the user's code
         watcher_thread = self._watcher_thread
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
@@ -282,7 +282,7 @@ class PersistentRanks:
         try:
             watcher_thread.prepare()
             watcher_thread.output.use_current_streams()
-            self._check_start()  # again: `prepare` runs code of the user, such as `env`
+            self._check_start()  # again: `prepare` calls functions of the user, such as `env`
         except BaseException:
             watcher_thread.close()
             raise
@@ -467,7 +467,7 @@ def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
     If a call has a timeout, the result is the time until this timeout. If there is no timeout, the result is infinity. If
-    mpwatch has already waited in vain for a slow reader, the result for a Shutdown is 0.
+    an earlier wait for a slow reader has reached its time limit, the result for a Shutdown is 0.
 
     If the result is shorter than LAST_DRAIN_SECONDS, `BlockingCall.drain_timeout` replaces the result by LAST_DRAIN_SECONDS.
     """

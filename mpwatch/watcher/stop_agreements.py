@@ -57,7 +57,7 @@ class StopAgreements:
     def begin(self, group: RestartGroup, cause: str) -> None:
         """Make each rank of a group wait at its next call of `should_stop`.
 
-        HOLD_SECONDS after `begin`, the event loop reads the last step that each rank has passed.
+        When HOLD_SECONDS have passed, the event loop reads the last step that each rank has passed.
         """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()

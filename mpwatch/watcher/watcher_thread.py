@@ -252,8 +252,8 @@ class WatcherThread:
         """Return the debugger's console.
 
         Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
-        thread can open the debugger's prompts. While the main thread runs a call, the main thread also opens the prompts for
-        ranks that execute calls of other threads.
+        thread can open the debugger's prompts. While the main thread makes a call, other threads may make calls, too. The
+        main thread then opens the prompts of all ranks, even of ranks that another thread has called.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None

@@ -410,7 +410,7 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 
 
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
-    """Destroy the torch process group of the option `backend`. Ignore exceptions, because the group might already be broken.
+    """Destroy the torch process group that mpwatch has made. Ignore exceptions, because the group might already be broken.
 
     A group that is not kept for later calls is destroyed when the rank has sent its return value. When a rank destroys the
     group, other ranks that still wait for this rank fail at once. The rank sends its return value before it destroys the

@@ -49,7 +49,7 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store `nextitem`, because the ranks keep each fixture whose scope includes the next test.
+    """Store `nextitem`, the next test. The ranks keep each fixture whose scope includes the next test.
 
     If the option `--pdb` is set and a marked test fails, the debugger opens in a rank, and not in pytest's own process.
     """

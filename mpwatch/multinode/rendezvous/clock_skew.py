@@ -77,8 +77,8 @@ class LocalClockBackend(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Convert the local times in the state back to the original times, and write the state to the store.
 
-        An original time is a time that another node has written. If torch has changed a local time, `set_state` writes the
-        changed time.
+        An original time is a time that another node has written. If torch has replaced a time by a new one, `set_state`
+        writes the new time.
         """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:

@@ -354,7 +354,7 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Return whether at least one other node has not left the latest round yet. Call this method after `leave`."""
+        """Return whether the latest round still has other nodes. Call this method after `leave`."""
         return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:

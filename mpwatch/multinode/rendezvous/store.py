@@ -1,4 +1,4 @@
-"""Connections to torch's store (`TCPStore`) that end if the store does not answer.
+"""Connections to torch's store (`TCPStore`). If the store does not answer, the connection is closed.
 
 torch's C++ client waits for an answer without limit, even if the network does not work any more. This module sets options
 of the connection's socket, so that the kernel ends the connection if no answer comes. If a node cannot leave the rendezvous

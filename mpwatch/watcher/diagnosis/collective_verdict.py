@@ -422,7 +422,7 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
     """Return the collectives of `keys` that are blocked only by one another.
 
     For example, if rank 0 waits in collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B.
-    Every rank that is absent from a returned collective waits in another returned collective.
+    A collective belongs to the result only if each of its absent ranks waits in a collective of the result.
     """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}

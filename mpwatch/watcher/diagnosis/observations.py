@@ -138,7 +138,7 @@ class AttemptObservations:
 
     @property
     def unused_heartbeat_timeout(self) -> float | None:
-        """The option `heartbeat_timeout`, or None if at least one rank has sent a heartbeat or a report."""
+        """The option `heartbeat_timeout` if no rank has used it, or None if a rank has sent a heartbeat or a report."""
         beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 

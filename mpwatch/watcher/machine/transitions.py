@@ -262,7 +262,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """On several nodes, the ranks of this node must stop, for example because the leader has ended the attempt."""
+    """This node must stop its ranks, for example because the leader of a job of several nodes has ended the attempt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class LineAssembler:
         self._unfinished = b""  # the line without a newline so far
 
     def feed(self, data: bytes) -> bytes:
-        """Add bytes that the rank has written to the stream.
+        """Take bytes that the rank has written to its stdout or stderr.
 
         Return the lines that are now complete, each with its newline.
         """

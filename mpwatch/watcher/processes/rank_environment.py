@@ -8,8 +8,8 @@ the same name in an earlier part. Part 5 replaces none.
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
-4. With visible_devices="own", the variables that list visible GPUs, such as CUDA_VISIBLE_DEVICES. If the user's `env`
-   already lists at most one GPU, part 4 is empty.
+4. Variables that list visible GPUs, such as CUDA_VISIBLE_DEVICES. mpwatch sets these variables only with the option
+   visible_devices="own". If the user's `env` already lists at most one GPU, mpwatch sets none of these variables.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 

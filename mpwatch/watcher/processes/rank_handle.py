@@ -103,8 +103,8 @@ class RankHandle:
     def can_be_called_directly(self) -> bool:
         """Return whether the caller's thread itself can send a call to the rank, without help of the watcher thread.
 
-        Return False if the channel is closed. If the rank's interpreter printed output while it started, return False until
-        the watcher has sent this output to the rank.
+        Return False if the channel is closed. An interpreter can print output before the rank is ready. The watcher sends
+        this output back to the rank. Until the watcher has sent it, return False.
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 

@@ -8,8 +8,7 @@
 - The selector uses a set of descriptors in the kernel (epoll). The kernel lists ready descriptors in the order in which they
   became ready. If one rank dies and another rank then sends a message, the kernel lists the death first, even if the watcher
   reads both much later. If a descriptor becomes ready again before the watcher reads it, the descriptor keeps its old place
-  in the kernel's list. So the kernel can list a new event of a descriptor before older events of other descriptors, but
-  never after newer events.
+  in the kernel's list. So an event can come too early in the kernel's list, but never too late.
 """
 
 import selectors

@@ -25,7 +25,7 @@ context has no name in /dev/shm, so the kernel frees the semaphore when the last
 Conditions 1 to 3 use the pid in the file's name to find the process that made the file. Two processes can have the same pid,
 one after the other. Two processes in different containers that share /dev/shm can even have the same pid at the same time.
 Even if two processes have the same pid, conditions 4 and 5 ensure that mpwatch removes no file that a process still needs.
-With torch's strategy file_descriptor, a process opens by name only the files that it makes itself. The process keeps each
+With torch's strategy file_descriptor, only the process that makes a file uses the name of the file. This process keeps the
 file open until it unlinks the file. With torch's strategy file_system, each file contains a count of its users, which is
 above 0 while the file is in use.
 

@@ -211,7 +211,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Mark a missing attribute: `getattr(error, name, _missing)` returns this function if the attribute is missing."""
+    """Stand for a missing attribute, as the default value in `getattr(error, name, _missing)`."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -94,7 +94,8 @@ def _read_program_on_stdin() -> str:
 def _contains(text: str, wanted: list[CodeType]) -> bool:
     """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
 
-    For example, return False if a shell has read the first lines of the file on stdin, and Python has run only the rest.
+    A shell can read the first lines of a file from stdin, and then start Python, which runs only the rest of the file. In
+    this case, return False.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

@@ -4,9 +4,9 @@ This module runs in the caller's process or in a rank, after an object could not
 to the parts of the object, as pickle does. If a part cannot be pickled, the search continues with the parts of this part.
 The search ends at an object whose parts can all be pickled.
 
-Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. An object
-in a cycle may fail only because another object in the cycle fails. So the search reports an object in a cycle only if it
-finds no object outside a cycle that fails.
+Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If one
+object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers an object that is in no
+cycle. If all objects that cannot be pickled are in cycles, the search reports one of these objects.
 """
 
 import functools
