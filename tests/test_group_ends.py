@@ -172,7 +172,7 @@ def test_ctrl_c_during_the_start_leaves_no_rank():
     assert len(children()) == 1  # the resource tracker
 
 
-def test_a_group_whose_start_a_handled_signal_has_ended_can_be_called():
+def test_a_group_whose_start_a_handled_signal_has_ended_can_be_called(caplog):
     """The handler raises nothing, so the group exists. Its ranks were ended, and the next call starts them."""
     received = []
 
@@ -187,6 +187,7 @@ def test_a_group_whose_start_a_handled_signal_has_ended_can_be_called():
             assert list(group.run(functions.rank)) == [0, 1]
     finally:
         signal.signal(signal.SIGTERM, previous)
+    assert caplog.messages == ["all ranks are restarted: a signal interrupted the start of the ranks"]
 
 
 def forget_a_group():

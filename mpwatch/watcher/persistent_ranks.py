@@ -55,6 +55,7 @@ BeginCall = Callable[[WatcherThread], BlockingCall | None]  # see PersistentRank
 
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
 CALL_ABORTED = "the last call was aborted"
+START_INTERRUPTED = "a signal interrupted the start of the ranks"
 CLOSED = "this WorkerGroup is closed; make another one"
 ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
 
@@ -63,8 +64,8 @@ class PersistentRanks:
     """The ranks of one WorkerGroup.
 
     The caller must ensure two conditions: calls that run at the same time use different ranks, and no call runs during
-    `start` or `close`. Any thread may read `state` and `workers`. While a call with a live view runs, a new call
-    has no live view.
+    `start` or `close`. Only the thread of a cancelled call may still run during `close`, and starts no ranks then. Any
+    thread may read `state` and `workers`. While a call with a live view runs, a new call has no live view.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -78,7 +79,8 @@ class PersistentRanks:
         self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
         self._joined: tuple[WatcherThread, int] | None = None  # whose ranks have made which process group
         self._start_refusal = ""  # why no ranks may be started any more; empty: they may be started
-        self._lock = threading.RLock()  # to replace the watcher thread, and to begin and end calls
+        # To replace the watcher thread, and to begin and end calls. A thread also holds it while it calls the user's `env`.
+        self._lock = threading.RLock()
         self._blocking_calls: WeakSet[BlockingCall] = WeakSet()  # that may not be over
         self.workers: tuple[Worker, ...] = ()
 
@@ -108,6 +110,7 @@ class PersistentRanks:
             self._execute(blocking_call, None, until=watcher_thread.has_started_ranks)
         if blocking_call.signals.received or blocking_call.signals.handler_error is not None:
             self._end_ranks()
+            self._restart_reason = START_INTERRUPTED  # the group stays if the handler of the signal raises no exception
         blocking_call.raise_error()
         blocking_call.signals.deliver_received()
 
@@ -142,7 +145,7 @@ class PersistentRanks:
         With the option `backend`, a call of only some ranks needs torch's process group. If the loss of a rank has ended
         torch's process group, a call of only some ranks returns None. See `lacks_process_group`.
 
-        Raises LaunchError. Raises RuntimeError if ranks have to be started after `close`, or when the program ends. Raises
+        Raises LaunchError. Raises RuntimeError if ranks must be started, but `close` was called or the program ends. Raises
         ValueError if mpwatch cannot install its handler for a signal that an option names. If a signal came during the call
         and the calling program's handler raises an exception, this method raises the same exception.
         """
@@ -235,7 +238,7 @@ class PersistentRanks:
 
         Once this method has begun, no call can start ranks.
         """
-        self._start_refusal = ENDED_AT_EXIT  # without the lock, which another thread holds while it runs the user's code
+        self._start_refusal = ENDED_AT_EXIT
         watcher_thread = self._watcher_thread
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
@@ -259,9 +262,9 @@ class PersistentRanks:
             blocking_call.signals.deliver_received()
 
     def _check_start(self) -> None:
-        """Raise RuntimeError if no ranks may be started any more.
+        """Raise RuntimeError after the begin of `close` or of `shut_down_at_exit`.
 
-        The thread of a call that was cancelled may still run after `close`.
+        The thread of a call that was cancelled can still run at that time.
         """
         if self._start_refusal:
             raise RuntimeError(self._start_refusal)

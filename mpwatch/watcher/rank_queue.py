@@ -66,7 +66,8 @@ class RankQueue:
         """Take back the grant of `ticket`, and put `first` before `ticket` in all queues.
 
         Args:
-            ticket: a ticket that was granted. A thread waits for it afterwards.
+            ticket: a ticket that was granted. A thread waits for it afterwards. If the ticket has left the queues, this wait
+                ends at once.
             first: a ticket for all ranks. It comes before all tickets that have not been granted.
         """
         with self._lock:

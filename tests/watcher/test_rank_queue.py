@@ -68,7 +68,7 @@ def test_a_thread_that_waits_for_a_ticket_that_leaves():
 
 
 def test_a_call_that_has_left_may_step_back():
-    """Another thread has cancelled the call. It must not wait for ever."""
+    """Another thread has cancelled the call. The thread of the call must not wait for ever."""
     queue = RankQueue(2)
     cancelled, all_ranks = enter(queue, 0), Ticket(range(2))
     queue.leave(cancelled)
