@@ -320,8 +320,7 @@ class CallHandle(_Handle[T]):
         call. If `stop` has ended the call, `result()` raises RunFailedError. If `stop` has cancelled the call, `result()`
         raises concurrent.futures.CancelledError.
 
-        If an observer (`on_event`) of the group calls `stop`, the method only requests the end of this call, and returns
-        immediately.
+        If an observer (`on_event`) of the group calls `stop`, `stop` does not wait for the end of the group's call.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the group.

@@ -42,8 +42,8 @@ def format_location(stacks: str) -> str:
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If user
     code was running outside the user's function, for example during an import, the phrase ends with the place in the user
-    code, as in ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase gives the
-    reason, or is empty if the reason is unknown.
+    code, as in ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase says why
+    there is none. If this reason is unknown, the phrase is empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:

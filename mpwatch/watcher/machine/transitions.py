@@ -360,7 +360,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event is not legal in the present phase of the rank, or in the present stage of the run."""
+    """Is raised if an event is not legal in the present phase of the rank, or in the present stage of the run."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

@@ -15,7 +15,7 @@ log = logging.getLogger("mpwatch")
 
 
 class DeferredLog:
-    """The queue of log records. The function `wake` makes the caller's thread call `emit`."""
+    """The queue of log records. The function `wake` wakes up the caller's thread, which then calls `emit`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
