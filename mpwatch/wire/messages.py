@@ -63,8 +63,8 @@ class Message:
     """A received message.
 
     `stamp` is the time in the header of the message. If the content of the message came in a file, `file` is the content of
-    this file, and the body is empty. If the watcher could not read this file, the attribute `file` is an OSError. `fd` is the
-    descriptor that came with a message of the kind DEBUGGER or COLLECTIVES. The receiver of the message must close `fd`.
+    this file, and the body is empty. If the watcher could not read this file, the attribute `file` is an OSError. `fd` is
+    the descriptor that came with a message of the kind DEBUGGER or COLLECTIVES. The receiver of the message must close `fd`.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
