@@ -1,7 +1,7 @@
 """Run a Python function on N processes, and watch these processes. See `run` and `main`.
 
-This module has the public names of mpwatch. mpwatch loads the module of a public name when a program first uses this name.
-Late loading saves time in every rank, because a rank imports mpwatch before it calls its function.
+mpwatch imports the module of a public name when a program first uses this name. Late imports save time, because each rank
+imports mpwatch before it calls its function.
 """
 
 from importlib import import_module

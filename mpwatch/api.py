@@ -1,7 +1,6 @@
 """`run`, `submit` and `main` make a WorkerSpec from their options, and start the run that this WorkerSpec describes.
 
-`run` starts the process of a rank through these layers: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
-`EventLoop` and `ProcessPool`. ARCHITECTURE.md shows these layers.
+ARCHITECTURE.md shows the layers between `run` and the process of a rank.
 """
 
 import sys
@@ -65,29 +64,30 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of the calling process. When the first rank fails, mpwatch stops the other ranks. When
-    `run` returns or raises an exception, every rank is dead and reaped, and no other process is left in the Unix process
-    groups of the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks
-    until SIGCONT resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other
-    time limits.
+    `run` returns or raises an exception, every rank is dead and reaped. No other process is left in the Unix process groups
+    of the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks until
+    SIGCONT resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time
+    limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
-            closure, partial, bound method or callable object. `__main__` is not imported again, and needs no guard.
+            closure, partial, bound method or callable object. The ranks do not import `__main__` again, so a script needs no
+            `__main__` guard.
         nprocs: number of ranks. "gpu" means one rank for each GPU. "cpu" means one rank for each CPU that this process may
             use. "auto" means "gpu" if there is a GPU, and otherwise "cpu".
         args: positional arguments, the same for every rank, except those that are a `PerRank`. A rank learns its identity
             from `current_worker()`, from the environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or from torch.distributed.
         kwargs: keyword arguments.
         backend: backend of torch.distributed, such as "gloo" or "nccl". "auto" means nccl if there are GPUs, and otherwise
-            gloo. The default process group is made before fn is called, and destroyed after the call. None means that no
-            process group is made.
+            gloo. Each rank makes the default process group before it calls fn, and destroys it after the call. None means
+            that the ranks make no process group.
         env: extra environment variables for the ranks, or a function that returns them for a Worker.
         timeout: limit for the whole run in seconds, restarts included. None means no limit.
-        heartbeat_timeout: the longest time in seconds without a call of `mpwatch.heartbeat()` or `mpwatch.report()`, from
-            the first such call of the rank on. A rank that exceeds this limit has failed (FailureKind.HANG). None means no
-            limit.
-        grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank that has returned has the same time
-            to exit.
+        heartbeat_timeout: the longest time in seconds without a call of `mpwatch.heartbeat()` or `mpwatch.report()`. The
+            limit holds from the rank's first such call on. A rank that exceeds this limit has failed (FailureKind.HANG).
+            None means no limit.
+        grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank whose function has returned has the
+            same time to exit.
         start_timeout: limit in seconds for the start of an interpreter. A rank that exceeds this limit has failed
             (FailureKind.START).
         max_restarts: how many times all ranks are restarted after a failure. It is a short form of
@@ -102,7 +102,7 @@ def run(
         role: name of this kind of worker.
         logs: where stdout and stderr of the ranks go. See LogSpec. None means that they go to the caller's stdout and
             stderr. In a notebook, None means that the output is captured and shown in the calling cell.
-        on_event: a function or several functions, which are called in this thread with each `mpwatch.Event`. A function that
+        on_event: a function or several functions. `run` calls them in this thread with each `mpwatch.Event`. A function that
             raises an exception gets no more events. A KeyboardInterrupt from a function ends the run. While a function runs,
             signals are deferred, except a second Ctrl-C.
         progress: live view of the `report()` calls of the ranks. None shows the view in a terminal or a notebook, from the
@@ -112,8 +112,9 @@ def run(
             call, with the number of its own ranks as `nprocs`. None means that the run uses only this machine.
         capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
             (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
-            The rank calls `repr` for the variables, for at most one second. A text has 2,000 characters at most, and a frame
-            100 variables. False is the default because variables can contain secrets. The texts are not sent to other nodes.
+            The rank calls `repr` for the variables, for at most one second. A text has at most 2,000 characters, and a frame
+            has at most 100 variables. False is the default because variables can contain secrets. The texts are not sent to
+            other nodes.
         post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
             any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
             variables of rank N. When you leave the prompt (`q`), the run fails as without this option. Without a terminal or
@@ -127,25 +128,26 @@ def run(
         stop_signals: signals to this process that ask all ranks to save and return, such as (signal.SIGUSR1,
             signal.SIGTERM). After such a signal, `mpwatch.should_stop(step)` becomes True on all ranks at the same step, and
             `result.stopped_at` is that step. The run succeeds, and the signal does nothing else in this process. If the same
-            signal comes again, the ranks are stopped as by SIGTERM (with SIGINT as by Ctrl-C), and the signal then has its
-            usual effect on this process. After the first signal, other signals of this option change nothing. `run` must be
-            called in the main thread, since Python runs signal handlers there. The ranks ignore these signals, except
-            SIGTERM and SIGINT, because some schedulers send the signals to all processes. In a job of several nodes, a
-            signal to one node is a request to the ranks of all nodes, if the nodes have already joined one another.
-            `mpwatch.request_stop()` also requests a stop. Ranks that fail after the request are not restarted.
+            signal comes again, mpwatch stops the ranks as after SIGTERM (as after Ctrl-C if the signal is SIGINT). The
+            signal then has its usual effect on this process. After the first signal, the other signals of this option have
+            no effect. `run` must be called in the main thread, since Python runs signal handlers there. The ranks ignore
+            these signals, except SIGTERM and SIGINT, because some schedulers send the signals to all processes. In a job of
+            several nodes, a signal to one node requests a stop of the ranks of all nodes, if the nodes have already joined
+            one another. `mpwatch.request_stop()` also requests a stop. Ranks that fail after the request are not restarted.
         stop_after: seconds from the start of the run until mpwatch requests such a stop. None means never.
         stop_timeout: seconds from the request to stop until all ranks must have returned. After that the ranks are stopped.
-            If a signal requested the stop, they are stopped as by a second signal. Otherwise they are stopped as by
-            `timeout`. None means no limit.
+            If a signal requested the stop, the ranks are stopped as after a second signal. Otherwise the ranks are stopped
+            as after `timeout`. None means no limit.
         bind: the CPUs on which each rank runs, from the start of its interpreter. "cores" splits the CPUs that this process
             may use evenly among the ranks of this machine, if possible as whole physical cores. "numa" gives a rank all
             allowed CPUs of the NUMA node of its GPU. Without a GPU, each rank gets its share of the NUMA nodes. A function
-            gets a Worker, and returns the numbers of the CPUs for this rank. The option needs Linux. Unless you have set
-            these variables, OMP_NUM_THREADS is then the number of cores of the rank, and TORCHINDUCTOR_COMPILE_THREADS is
-            the number of its CPUs, at most 32. The numbers are divided among ranks that are bound to the same CPUs. None
-            means that ranks run on all CPUs that this process may use.
-        visible_devices: "own" means that each rank sees only one GPU. It is the GPU whose number is the local rank, among
-            the GPUs that this process sees. In the rank this GPU is device 0, so call `torch.cuda.set_device(0)`. LOCAL_RANK
+            gets a Worker, and returns the numbers of the CPUs for this rank. The option needs Linux. With this option,
+            mpwatch sets OMP_NUM_THREADS to the number of cores of the rank, and TORCHINDUCTOR_COMPILE_THREADS to the number
+            of its CPUs, at most 32. If you have set one of these variables, mpwatch does not change this variable. If ranks
+            are bound to the same CPUs, the numbers are divided among these ranks. None means that ranks run on all CPUs that
+            this process may use.
+        visible_devices: "own" means that each rank sees only one GPU. The local rank is the number of this GPU among the
+            GPUs that this process sees. In the rank this GPU is device 0, so call `torch.cuda.set_device(0)`. LOCAL_RANK
             stays the same. Code may fail if it copies directly from the GPU of another rank, or shares CUDA tensors with
             another rank. If `env` lists several devices, each rank sees one of these devices. If `env` lists one device,
             each rank sees that device. None means that each rank sees all GPUs.
@@ -153,7 +155,7 @@ def run(
             fn gets such a signal if the rank has a handler for the signal. If the rank has no handler, a warning names the
             rank. If this program has a handler for the signal, that handler is called, too. Without a handler, the signal
             does not end this program during the run. With this option, `run` must be called in the main thread.
-        check: False means that `run` returns the result of a failed run instead of raising an error.
+        check: False means that `run` returns the result of a failed run, and raises no RunFailedError.
 
     Returns:
         A RunResult with the return values by rank. `result[3]` is the value of rank 3, and iteration yields the values in
@@ -224,9 +226,9 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     """Start a run in a new thread, and return at once, without waiting for the run.
 
     The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
-    the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. When the program ends, it does
-    not wait for submitted runs. At the end of the program, mpwatch sends SIGTERM to the ranks of submitted runs. A rank that
-    has not exited after `grace_period` gets SIGKILL.
+    the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. A program that ends does not
+    wait for submitted runs. At the end of the program, mpwatch sends SIGTERM to the ranks of submitted runs. A rank that has
+    not exited after `grace_period` gets SIGKILL.
 
     Args:
         fn: see `run`.
@@ -247,7 +249,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
 
 
 def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
-    """Start a run as `submit` does, and show it in the live view that `make_view` returns.
+    """Start a run as `submit` does, and show the run in the live view that `make_view` returns.
 
     If `make_view` is None, the option `progress` decides which live view is shown.
     """

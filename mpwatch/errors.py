@@ -1,10 +1,10 @@
-"""The exceptions that mpwatch raises. Two errors have different classes if a caller can react to them in different ways.
+"""The exceptions that mpwatch raises.
 
     MpwatchError <-- LaunchError
                  <-- RunFailedError <-- RunTimeoutError
                                     <-- ItemFailedError
 
-A RunFailedError makes its text from its attribute `result`, each time that a program calls `str(error)`.
+Two errors have different classes if a caller can react to them in different ways.
 """
 
 from types import TracebackType
@@ -54,7 +54,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def verdict(self) -> str:
-        """The first line of the report, which says which rank failed first and why, or what else ended the run."""
+        """The first line of the report. The line says which rank failed first and why, or what else ended the run."""
         return format_verdict(self.result)
 
     @property
@@ -74,8 +74,8 @@ class RunFailedError(MpwatchError):
     def exit_code(self) -> int:
         """The exit status for a program that ends because of this error.
 
-        This is the `exit_code` of `root_cause`, the failure of the rank that failed first. If `root_cause` is None, the exit
-        status is 1.
+        The exit status is the `exit_code` of `root_cause`, the failure of the rank that failed first. If `root_cause` is
+        None, the exit status is 1.
         """
         return self.root_cause.exit_code if self.root_cause else 1
 
@@ -88,8 +88,7 @@ class RunFailedError(MpwatchError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
 
-        The rank's exception is the `__cause__` of a RunFailedError. IPython shows the traceback of a `__cause__` first, with
-        the frames of the rank.
+        IPython shows the frames of the rank before these lines, with the traceback of the error's `__cause__`.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -144,8 +143,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython the traceback of this error ends with the frames of the rank's exception. `%debug` opens at the last frame of
-    a traceback, so it opens at the line where the rank raised the exception.
+    In IPython, the traceback of the error ends with the frames of the rank's exception, because `%debug` opens at the last
+    frame of a traceback.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:

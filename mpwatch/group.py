@@ -45,7 +45,7 @@ class WorkerGroup:
 
     While the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends this process and the ranks until SIGCONT resumes them.
     The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits. Between calls,
-    Ctrl-Z suspends this process, and not the ranks.
+    Ctrl-Z suspends only this process.
 
     A group can be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
     order in which they were made. Several threads can call `run` and `submit` at the same time. Calls that use different
@@ -53,12 +53,12 @@ class WorkerGroup:
 
     Args:
         nprocs: number of ranks. Like all options, it means the same as for `mpwatch.run`.
-        backend: backend of torch.distributed. The default process group is made before the first call and kept. After a
-            failed call a new process group is made, since the ranks may be in different collectives.
+        backend: backend of torch.distributed. The ranks make the default process group before the first call, and keep it.
+            After a failed call the ranks make a new process group, because they may be in different collectives.
         env: extra environment variables for the ranks, or a function that returns them for a Worker.
         timeout: limit for each call in seconds, unless `run` sets another limit. None means no limit.
-        heartbeat_timeout: the longest time in seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, from
-            the first such call of the rank on. None means no limit.
+        heartbeat_timeout: the longest time in seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call of the
+            group. The limit holds from the rank's first heartbeat or report on. None means no limit.
         grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank has the same time to answer after
             Ctrl-C, and to exit after `close`.
         start_timeout: limit in seconds for the start of an interpreter.
@@ -70,8 +70,8 @@ class WorkerGroup:
         progress: live view of each call, as for `mpwatch.run`.
         capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
             (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
-            The rank calls `repr` for the variables, for at most one second. A text has 2,000 characters at most, and a frame
-            100 variables. False is the default because variables can contain secrets.
+            The rank calls `repr` for the variables, for at most one second. A text has at most 2,000 characters, and a frame
+            has at most 100 variables. False is the default because variables can contain secrets.
         post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
             any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
             variables of rank N. When you leave the prompt (`q`), the call fails as without this option. Without a terminal
@@ -87,8 +87,8 @@ class WorkerGroup:
             the group does not handle these signals.
         stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None means no limit.
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
-            on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
-            import raises, the first call fails with that exception.
+            on. For example, the first call then does not wait for `import torch`, which takes a second of CPU time on each
+            rank. If an import raises, the first call fails with that exception.
         bind: the CPUs on which each rank runs: "cores", "numa", or a function that returns the CPUs for a Worker, as for
             `mpwatch.run`.
         visible_devices: "own" means that each rank sees only one GPU, as device 0, as for `mpwatch.run`.
@@ -98,7 +98,7 @@ class WorkerGroup:
             need this value. With "worker", the loss of a rank ends its call and stops the other ranks of that call. All
             other ranks go on. The next call that needs a lost rank restarts that rank. "worker" cannot be combined with
             `backend`.
-        check: False means that `run` returns the result of a failed call instead of raising an error.
+        check: False means that `run` returns the result of a failed call, and raises no RunFailedError.
 
     Raises:
         LaunchError: the ranks could not be started, and no rank is left.
@@ -188,12 +188,12 @@ class WorkerGroup:
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises an exception, the other ranks of the call have one second to finish. If the other ranks of the call
-        finish within one second after the exception, all ranks stay alive. If a rank of the call still runs the function one
-        second after the exception, mpwatch stops all ranks of the group, and all running calls of the group end. All ranks
-        are also stopped if a rank hangs, or if a rank dies during a call or between two calls. If all ranks were stopped,
-        the next call restarts the ranks, and mpwatch logs a warning that says why. Restarted ranks have an empty
-        `current_worker().state`. With scope="worker", only the ranks of the failed call are stopped and restarted.
+        If a rank raises an exception, the other ranks of the call have one second to finish. If these ranks finish in time,
+        all ranks stay alive. If a rank does not finish in time, mpwatch stops all ranks of the group, and all running calls
+        of the group end. All ranks are also stopped if a rank hangs, or if a rank dies during a call or between two calls.
+        If all ranks were stopped, the next call restarts the ranks, and mpwatch logs a warning that says why. Restarted
+        ranks have an empty `current_worker().state`. With scope="worker", only the ranks of the failed call are stopped and
+        restarted.
 
         Args:
             fn: see `mpwatch.run`.
@@ -215,8 +215,8 @@ class WorkerGroup:
                 not be restarted.
             TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
             RuntimeError: the group is closed, or belongs to another process. Or the call is made within a call of the group.
-            KeyboardInterrupt: the user pressed Ctrl-C. The ranks received SIGINT, too. They stay alive if all of them answer
-                it within grace_period.
+            KeyboardInterrupt: the user pressed Ctrl-C. The ranks received SIGINT, too. The ranks stay alive if all of them
+                answer SIGINT within grace_period.
         """
         __tracebackhide__ = True  # as in mpwatch.run
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
@@ -234,9 +234,9 @@ class WorkerGroup:
         """Queue a call, and return at once. A new thread makes the call as soon as the call's ranks are free.
 
         Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
-        mpwatch calls the `on_event` functions of the group in the thread of a running call. If several calls run, mpwatch
-        can call the `on_event` functions in the thread of any of these calls. A submitted call has no live view, and Ctrl-C
-        does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for submitted calls.
+        mpwatch calls the `on_event` functions of the group in the thread of any running call. A submitted call has no live
+        view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for
+        submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -380,12 +380,12 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
-        All ranks make the process group in an extra call. If several calls need the process group, the first of these calls
-        makes the process group, and the other calls wait. If `_make_process_group` fails to make the process group, return
-        the RunResult of the failure. Otherwise, return None: the process group exists, or another call has tried to make it.
+        If several calls need the process group, the first of these calls makes the process group, and the other calls wait.
+        If the method fails to make the process group, return the RunResult of the failure. Otherwise return None: the
+        process group exists, or another call has tried to make it.
 
-        `ticket` is the ticket of `call`. `ticket` must be granted before `_make_process_group` begins. While all ranks make
-        the process group, `ticket` is not granted. When `_make_process_group` returns, `ticket` is granted again.
+        `ticket`, the ticket of `call`, must be granted when the method begins. `ticket` is not granted while all ranks make
+        the process group, and is granted again when the method returns.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -426,10 +426,7 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until no other call uses these ranks.
-
-        When the ranks are free, call `action` with the ticket of this call, and return what `action` returns.
-        """
+        """Wait until no other call uses these ranks. Then call `action` with the ticket of this call."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -491,8 +488,8 @@ class _LockOfThread(threading.local):
 def do_nothing() -> None:
     """Return at once.
 
-    In a call of all ranks, each rank joins torch's process group before it calls the function. A call of `do_nothing` in all
-    ranks creates the process group, and has no other effect.
+    A call of `do_nothing` in all ranks makes torch's process group, because each rank joins the process group before it
+    calls the function.
     """
 
 

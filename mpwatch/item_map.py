@@ -135,8 +135,8 @@ def map(
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
-    A rank gets the next items as soon as the rank is free. The ranks are started at the first call of `next` on the
-    iterator, and stopped when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so
+    A rank gets the next items as soon as the rank is free. mpwatch starts the ranks at the first call of `next` on the
+    iterator, and stops them when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so
     `fn` can load a model once and keep the model there. Do not keep a model in the object `fn` itself, because the rank gets
     a new copy of `fn` after an item has failed.
 
@@ -162,18 +162,18 @@ def map(
             yielded are dropped.
         chunksize: number of items that are sent to a rank together, 256 at most. None means 1 at first, and later the number
             of items that take about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
-        buffersize: with ordered=True, the number of items that may be in work or wait to be yielded. The item whose value is
-            yielded next is counted, too. So this option limits how many later values are kept while an item is slow. If it
-            is less than `nprocs`, some ranks have nothing to do. None means 256 for each rank.
+        buffersize: with ordered=True, the maximum number of items that are in work, or whose values wait to be yielded. So
+            this option limits how many later values are kept while an item is slow. If it is less than `nprocs`, some ranks
+            have nothing to do. None means 256 for each rank.
         max_restarts: how many times an item is tried again after it has failed. None means 0.
         restart_policy: a RestartPolicy also sets delays and `retry_if` for the new tries. It applies to each item
             separately. `scope`, `keep_going`, `reset_after` and `max_no_progress` have no effect.
         progress: progress bar of the items. None shows the bar in a terminal or a notebook, after one second. True shows the
-            bar everywhere, from the start. Without a terminal, lines on stderr replace it. False shows no bar. The bar has a
-            total if `items` has a length.
+            bar everywhere, from the start. Without a terminal, lines on stderr replace the bar. False shows no bar. The bar
+            has a total if `items` has a length.
         options: the other options of WorkerGroup, except `backend`, `timeout`, `scope` and other options that make no sense
-            here. The limit for an item is `heartbeat_timeout`. Each item begins with a heartbeat, and `fn` may send more
-            heartbeats. The time to pickle the value counts, too.
+            here. The time limit for an item is `heartbeat_timeout`, which includes the time to pickle the value. Each item
+            begins with a heartbeat, and `fn` may send more heartbeats.
 
     Yields:
         The values, or with ordered=False the pairs of index and value.
@@ -239,7 +239,7 @@ class _Chunk:
     left: int
     """How many of these items have no value yet."""
     began_at: float
-    """When the rank could begin: when the items were sent, or later, when the rank had finished the chunk before."""
+    """When the rank could begin: when the items were sent, or when it had finished the previous chunk, if that was later."""
 
 
 class _Feed:
@@ -437,9 +437,9 @@ class ItemMap:
                     self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
-        """If a rank is idle, take back the items that other ranks have not begun, and put these items into the queue.
+        """If a rank is idle, put the items that other ranks have not begun back into the queue.
 
-        Return whether any items were put back into the queue.
+        Return whether there were any such items.
         """
         if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
             return False
@@ -465,10 +465,7 @@ class ItemMap:
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
     def _note_end(self, feed: _Feed, handle: Any) -> None:
-        """Record that a rank's call of `serve_items` has ended.
-
-        `_note_end` can run in any thread, and wakes up the thread that waits for values.
-        """
+        """Record that a rank's call of `serve_items` has ended. Any thread may call this method."""
         self._ended.append((feed, handle))
         self._wakeup.wake()
 
@@ -501,11 +498,9 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Handle the items of a message that cannot be sent.
+        """Handle the items of a message that cannot be sent: let a single item fail, or send several items one by one later.
 
-        If the message has several items, put the items back into the queue. Later messages contain only one of these items
-        each. If the message has only one item and `keep_going` is set, the item fails. If the message has only one item and
-        `keep_going` is not set, raise `error`.
+        Raises `error` if there is only one item and `keep_going` is not set.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
@@ -593,7 +588,7 @@ class ItemMap:
         return feed.tasks.popleft()[1]
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
-        """Unpickle the value of an item, and return the value. If the value cannot be unpickled, return an ItemFailure."""
+        """Return the unpickled value of an item, or an ItemFailure if the value cannot be unpickled."""
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -612,8 +607,7 @@ class ItemMap:
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Return the ItemFailure of an item that failed with this error.
 
-        Use `_fail_without_call` if an item fails, but no call of `serve_items` fails. For example, the caller cannot
-        unpickle the value of the item.
+        Use this method if no call of `serve_items` has failed, for example if the caller cannot unpickle the value.
         """
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
@@ -634,11 +628,7 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
-        """Handle the end of a call of `serve_items`, and return the new values and ItemFailures.
-
-        Take back the items that the rank had not begun, and put them into the queue. An item fails if the rank has begun the
-        item and has not sent its value.
-        """
+        """Handle the end of a call of `serve_items`, and return the new values and ItemFailures."""
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
         unbegun = feed.take_back()
@@ -672,7 +662,7 @@ class ItemMap:
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return the ItemFailure of a failed item, or [] if the item will be tried again. Or raise ItemFailedError."""
+        """Return the ItemFailure of a failed item, or [] if the item will be tried again. Can raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, time.monotonic())
         text = _format_item(task.item)

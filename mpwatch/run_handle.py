@@ -1,7 +1,4 @@
-"""`RunHandle` is the future of a run, and `CallHandle` is the future of a call of a WorkerGroup.
-
-Each handle has its own thread, which executes the run or the call.
-"""
+"""`RunHandle` is the future of a run, and `CallHandle` is the future of a call of a WorkerGroup."""
 
 import os
 import signal
@@ -34,8 +31,7 @@ class _Handle(Future[RunResult[T]]):
     """The base class of RunHandle and CallHandle: a future that executes a run or a call in its own thread.
 
     Args:
-        execute: runs the call in the new thread. Its argument is a function, which it must call with each object that waits
-            for the ranks.
+        execute: runs the call in the new thread. Its argument is a function, which it must call with each new BlockingCall.
         check: whether `result` raises an error after a failure.
         name: name of the thread.
     """
@@ -53,7 +49,7 @@ class _Handle(Future[RunResult[T]]):
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
     def interrupt(self, signum: int = signal.SIGINT, cause: InterruptCause = InterruptCause.STOP) -> None:
-        """Begin to stop the call, and do not wait for its end. `cause` says why the call is stopped."""
+        """Begin to stop the call, and do not wait for its end."""
         with self._lock:
             self._interrupt = self._interrupt or (signum, cause)
             if (call := self._call) is not None:
@@ -73,10 +69,7 @@ class _Handle(Future[RunResult[T]]):
         self.ask_to_stop("request_stop() of its handle")
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save their state and return. `cause` says what has requested the stop.
-
-        Return False if the call is over.
-        """
+        """Ask the ranks to save their state and return. Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call, is_ending = self._call, self._is_ending  # in this order
@@ -345,7 +338,7 @@ class CallHandle(_Handle[T]):
     def _start(self) -> None:
         """Start the thread of the call. The queue calls this method when all ranks that the call needs are free.
 
-        If the thread was already started, do nothing.
+        The queue can call this method again, or in two threads at the same time.
         """
         with self._start_lock:
             # a signal handler may come here while the thread is being started

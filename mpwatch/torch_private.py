@@ -1,14 +1,12 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
 The comment or docstring of each name says which versions of torch have the name, and what breaks without the name. In the
-comments, "it goes" means that a new version of torch no longer has the name. The information about the names comes from the
-source code of four versions of torch: 2.4, 2.6, 2.9 and 2.13.
+comments, "it goes" means that a new version of torch no longer has the name. The source of this information is the source
+code of four versions of torch: 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
-`wire/pickling/torch_storages.py` and in `worker/collectives.py`. The module torch_storages.py is imported when data that can
-contain a tensor is pickled or unpickled. The module collectives.py is imported when a rank makes a process group. The import
-of `torch.distributed.elastic.rendezvous` loads the entry points of other packages. To avoid needless loading of entry
-points, this module imports the names of torch's rendezvous only when they are first used.
+`wire/pickling/torch_storages.py` and in `worker/collectives.py`. The import of `torch.distributed.elastic.rendezvous` loads
+the entry points of other packages. So this module imports the names of torch's rendezvous only when they are first used.
 """
 
 import os
@@ -126,10 +124,9 @@ else:
 def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
-    The versions of torch that write times in UTC import the name `timezone` in their module dynamic_rendezvous. If a new
-    version of torch writes times in UTC but does not import `timezone`, this function wrongly returns None. If
-    `state_timezone` returns a wrong value, mpwatch refuses each rendezvous state, and no node can join. torch 2.6, 2.9 and
-    2.13 import `timezone`, and torch 2.4 writes times without a timezone.
+    torch 2.6, 2.9 and 2.13 write times in UTC, and import the name `timezone` in their module dynamic_rendezvous. torch 2.4
+    writes times without a timezone. If this function returns a wrong value, mpwatch refuses each rendezvous state, and no
+    node can join.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
@@ -137,10 +134,10 @@ def state_timezone() -> tzinfo | None:
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
     """Allow this node to become the first node of the next rendezvous round, even if it was not the first node before.
 
-    mpwatch itself needs neither `_bootstrap_store_info` nor `_shared_tcp_store_server`. torch 2.9 keeps
-    `_bootstrap_store_info` from the earlier round. If this node becomes the first node of a later round, torch 2.9 raises
-    AssertionError because `_shared_tcp_store_server` is None. torch 2.13 replaces the old `_bootstrap_store_info`, and
-    raises no AssertionError. torch 2.4 does not have `_bootstrap_store_info`.
+    torch 2.9 keeps `_bootstrap_store_info` from the earlier round. If this node becomes the first node of a later round,
+    torch 2.9 raises AssertionError because `_shared_tcp_store_server` is None. torch 2.13 replaces the old
+    `_bootstrap_store_info`, and raises no AssertionError. torch 2.4 does not have `_bootstrap_store_info`. mpwatch also
+    works without `_bootstrap_store_info` and `_shared_tcp_store_server`.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -149,9 +146,9 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
 
-    If `_stop_heartbeats` is missing, the other nodes may notice with a delay that this node has left. The returned thread is
-    `_keep_alive_timer._thread`. Without `_keep_alive_timer` and `_thread`, mpwatch cannot wait until the heartbeat thread
-    has ended. torch 2.4, 2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
+    If `_stop_heartbeats` is missing, the other nodes may notice late that this node has left. Without `_keep_alive_timer`
+    and `_thread`, mpwatch cannot wait until the heartbeat thread has ended. torch 2.4, 2.6, 2.9 and 2.13 have
+    `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread
@@ -166,8 +163,8 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
     `_op_executor` or `_RendezvousExitOp` is missing, the other nodes wait until the heartbeat of this node expires. torch
     2.4, 2.6, 2.9 and 2.13 have `_op_executor` and `_RendezvousExitOp`.
 
-    Raises RendezvousTimeoutError if the removal takes longer than `seconds`. If the rendezvous backend raises an exception,
-    this function raises the same exception.
+    Raises RendezvousTimeoutError if the removal takes longer than `seconds`. Also raises the exceptions of the rendezvous
+    backend.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
@@ -180,7 +177,7 @@ def read_flight_recorder() -> list[dict[str, Any]]:
     """Return the collectives of this process that torch's flight recorder has recorded.
 
     The collectives of each backend are in the order of the calls. The returned records have no stacks. To make stacks,
-    torch would import torch._inductor, which takes a second or more.
+    torch imports torch._inductor, which takes a second or more.
 
     `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
     `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch has only the stacks of the ranks to find the cause of a hang. torch 2.13
@@ -238,8 +235,8 @@ def get_group_name(group: Any) -> str:
 def describe_world() -> tuple[str, int]:
     """Return two values: a text that names the default process group's store, and the rank of this process in that group.
 
-    All members of the default process group have the same text. The text does not contain the prefix with which a group uses
-    its store. If two default process groups use the same store, `describe_world` returns the same text for both groups.
+    All members of the default process group get the same text. Two default process groups that use the same store have the
+    same text.
 
     This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
     store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two default process
@@ -256,7 +253,7 @@ def describe_world() -> tuple[str, int]:
 def is_of_torch(code: CodeType) -> bool:
     """Return whether `code` is a part of torch that can wait in a collective.
 
-    The result is False for code of torch.utils, because DataLoaders wait in this code for data.
+    The result is False for code of torch.utils, because DataLoaders wait for data in this code.
     """
     folder = os.path.dirname(torch.__file__) + os.sep
     return code.co_filename.startswith(folder) and not code.co_filename.startswith(os.path.join(folder, "utils", ""))

@@ -11,7 +11,7 @@ The integrations with Ray, Dask and SLURM use this package.
          --------------------------- TCP: stop ------------->
     future <------------------------ the engine -------------  NodeOutcome: the node's RunResult, or an error
 
-An engine is an object that starts a function on each node of a job: see `Engine`. `ThreadEngine` is an example of an engine.
+An engine is an object that starts a function on each node of a job: see `Engine`.
 
 Guarantees:
 

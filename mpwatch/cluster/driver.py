@@ -1,20 +1,17 @@
 """`Driver` starts the nodes of a job, replaces lost nodes, and waits until the job is over.
 
-The driver runs in the program that has called `run`.
-
     threads of NodeLinks       put what nodes send into the queue of messages (links.py)
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **joined** the job when it has met the other nodes in a rendezvous. A node starts its ranks when it has joined the
-job. A node that starts too late to meet the other nodes does not join the job. A node that has not joined waits for other
-nodes, for at most `join_timeout` seconds. As soon as one node has ended, the driver stops each connected node that has not
-joined.
+A node has **joined** the job when it has met the other nodes in a rendezvous. Then the node starts its ranks. A node that
+has not joined waits for other nodes, for at most `join_timeout` seconds. As soon as one node has ended, the driver stops
+each connected node that has not joined.
 
 Guarantees:
 
 - The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
-- As long as no node has ended, the driver does not limit how long the ranks run.
+- Until a node has ended, the driver does not limit how long the ranks run.
 - The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
 - When a node has ended, the driver waits without limit for the node's outcome, because it takes time to send a large
   outcome.
@@ -46,11 +43,12 @@ from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
-from mpwatch.events.types import CallStarted, Event, RendezvousCompleted
+from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
 from mpwatch.options.rendezvous import LAST_CALL_OPTION
 from mpwatch.options.spec import Observer
 from mpwatch.results.failure import summarize_exception
 from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.event_bus import receives_progress
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
@@ -69,19 +67,19 @@ class _Node:
     connection: Connection | None = None
     """None until the node has connected."""
     has_ended: bool = False
-    """Whether it has said that its outcome follows."""
+    """Whether the node has announced its outcome."""
     is_link_closed: bool = False
-    """Whether all that it has sent was received."""
+    """Whether the driver has received everything that the node has sent."""
     group_rank: int | None = None
-    """Its number in the latest round of the rendezvous. None: it has not joined."""
+    """The number of the node in the latest round of the rendezvous. None if the node has not joined."""
     ranks: tuple[int, ...] = ()
-    """Its ranks in that round."""
+    """The ranks of the node in the latest round."""
     is_stopped: bool = False
-    """Whether the driver has stopped it."""
+    """Whether the driver has stopped the node."""
     outcome: "mpwatch.RunResult[Any] | Exception | None" = None
-    """None until it has ended."""
+    """None until the driver knows the outcome."""
     is_lost: bool = False
-    """Whether the engine has lost or cancelled it, or it has left the job."""
+    """Whether the engine has lost or cancelled the node, or the node has left the job."""
 
     @property
     def has_begun(self) -> bool:
@@ -122,13 +120,13 @@ class _Node:
 
 
 class Driver:
-    """Starts the nodes of a job and waits until the job is over. `run` is called once.
+    """Starts the nodes of a job and waits until the job is over. Call `run` only once.
 
     Args:
         engine: starts the nodes.
-        links: the connections to the nodes. The message that a call has ended is put into the same queue as their messages.
+        links: the connections to the nodes.
         view: the live view.
-        logs: where shown lines are written.
+        logs: where the driver writes the shown lines.
         observers: called with each event of each node.
         queue_timeout: seconds to wait until a node has connected. None means no limit.
 
@@ -177,9 +175,8 @@ class Driver:
 
         If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
 
-        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and ignores errors that nodes have
-        returned. `run` then merges the results that nodes have returned. If no node has returned a result, `run` returns
-        None.
+        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and ignores the errors of nodes.
+        `run` then merges the results of the nodes, or returns None if no node has returned a result.
         """
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
@@ -205,10 +202,7 @@ class Driver:
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
-        """Wait until the cluster has room for the minimum number of nodes. Raises LaunchError.
-
-        Do not wait if the engine has no method `describe_wait`.
-        """
+        """Wait until the cluster has room for the minimum number of nodes. Raises LaunchError."""
         while what := self._describe_wait():
             now = time.monotonic()
             if now >= wait.deadline:
@@ -230,7 +224,7 @@ class Driver:
             log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
-        """Wait for the next message or the next deadline, and handle this message or deadline."""
+        """Wait for the next message or deadline, and handle it."""
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
         seconds = min(due_at - time.monotonic(), self._view.seconds_to_next_update(), period)
@@ -255,7 +249,7 @@ class Driver:
     def _is_over(self) -> bool:
         """Return whether the driver can stop waiting for the nodes.
 
-        When the job is ending, the driver waits until each connected node is lost, is given up, or has sent everything.
+        A node that has not connected does not delay the end of the job.
         """
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
@@ -303,10 +297,7 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """If at least the minimum number of nodes has connected, log that these nodes wait for more nodes.
-
-        If the cluster has no room for more nodes, let the job begin with the nodes that have connected.
-        """
+        """Log that the connected nodes wait for more nodes. If the cluster has no room for more nodes, let the job begin."""
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
         least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
@@ -357,7 +348,7 @@ class Driver:
         self._expect_end()
 
     def _handle_loss(self, node: _Node, error: BaseException) -> None:
-        """If the job goes on after the loss of this node, make the engine start a new node in the place of the lost node."""
+        """Handle the loss of a node. If the job goes on, make the engine start a new node in the place of the lost node."""
         node.is_lost = True
         if node.connection is not None:
             shut_down(node.connection)  # this ends a node that the engine has lost although it is alive
@@ -406,10 +397,7 @@ class Driver:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
 
     def _expect_end(self) -> None:
-        """When one node has ended, set a deadline by which the other nodes must end.
-
-        Stop connected nodes that have not joined the job.
-        """
+        """Set a deadline for the other nodes after one node has ended. Stop connected nodes that have not joined."""
         if self._is_stopping:
             return
         self._deadline = min(self._deadline, time.monotonic() + self._end_seconds)
@@ -490,6 +478,8 @@ class Driver:
 
     def _call_observers(self, event: Event) -> None:
         for observer in tuple(self._observers):
+            if isinstance(event, Progressed) and not receives_progress(observer):
+                continue
             try:
                 observer(event)
             except ENDS_RUN:
@@ -527,8 +517,7 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 def _summarize(error: BaseException) -> str:
     """Return a text of one line that describes an engine's error.
 
-    If the error has an attribute `cause` that is an exception, describe this exception. For example, Ray reports an
-    exception of a task as a RayTaskError. The `cause` of the RayTaskError is the exception of the task.
+    For example, Ray reports an exception of a task as a RayTaskError, whose `cause` is the exception of the task.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):
@@ -538,7 +527,7 @@ def _summarize(error: BaseException) -> str:
 
 
 def _find_end_of_traceback(text: str) -> list[str]:
-    """Return the lines after the traceback in the text of an error. Return [] if the text contains no traceback.
+    """Return the lines after the traceback in the text of an error, or [] if the text contains no traceback.
 
     For example, the text of Ray's RuntimeEnvSetupError contains a traceback first, and then the reason.
     """

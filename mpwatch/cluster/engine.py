@@ -41,7 +41,7 @@ class Engine(Protocol):
 
         Args:
             call: what the node does.
-            number: the number of the node, from 0. A node that takes the place of a lost one has the next number.
+            number: the number of the node, from 0. A new node that replaces a lost node has the next number.
         """
 
     def cancel(self, number: int) -> None:
@@ -58,10 +58,9 @@ class Engine(Protocol):
 class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    A node can return objects of classes that the driver's program defines. In the driver, these objects have the original
-    classes, so `isinstance` works. cloudpickle gives an identifier to each class that it pickles by value, and recognizes
-    the class by this identifier. A NodeOutcome keeps large arrays outside its pickle, so that an engine need not copy these
-    arrays.
+    A node can return objects of classes that the driver's program defines. In the driver, `isinstance` works with these
+    objects, because cloudpickle recognizes a class that it has pickled by value. A NodeOutcome keeps large arrays outside
+    its pickle, so that an engine need not copy these arrays.
     """
 
     data: bytes

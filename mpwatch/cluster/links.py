@@ -1,6 +1,6 @@
 """`NodeLinks` is the driver's side of the links, the TCP connections between driver and nodes.
 
-The code for the node's side of a link is in node.py.
+The node's side of a link is in node.py.
 
 thread "mpwatch driver"    accepts the connections of nodes
 one more for each node     puts what the node sends into the queue of messages
@@ -28,16 +28,17 @@ class NodeLinks:
     """The TCP connections between the driver and all nodes of one job.
 
     Args:
-        address: of the driver.
-        key: the secret of the links. A program that does not know it is no node.
-        on_statuses: called with the number of a node and the statuses of its ranks, in the thread of the node.
+        address: the address of the driver.
+        key: the secret of the links, which each node knows.
+        on_statuses: called with the number of a node and the statuses of its ranks, in the thread that reads from this node.
 
     Raises LaunchError if the driver cannot listen at the address.
 
     Attributes:
-        address: where it listens, with the port.
+        address: the address at which the driver listens, with the port.
         messages: the kind of each message, the number of the node, and the content. The first message of a node is "hello"
-            with its hostname and connection. The last one is "closed" with the connection, which the reader releases.
+            with its hostname and connection. The last message is "closed" with the connection, which the reader must pass to
+            `release`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class NodeLinks:
     def acknowledge_output(self, number: int) -> None:
         """Allow a node to send one more message with output.
 
-        When the driver takes a message with output of a node from the queue, the driver calls `acknowledge_output`.
+        Call this method for each message with output that you take from the queue.
         """
         self._output_slots[number].release()
 
@@ -77,10 +78,7 @@ class NodeLinks:
             connection.close()
 
     def close(self) -> None:
-        """Close the connections to all nodes, and wait until the threads of NodeLinks have ended.
-
-        Wait at most CLOSE_SECONDS for each thread.
-        """
+        """Close all connections, and wait until the threads have ended, at most CLOSE_SECONDS for each thread."""
         self._closed.set()
         with suppress(OSError):
             Client(self.address).close()  # this wakes the thread that accepts

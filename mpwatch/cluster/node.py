@@ -37,10 +37,10 @@ class NodeSpec:
     """The function and the options of `mpwatch.submit`, pickled by cloudpickle."""
     rendezvous: Mapping[str, Any]
     find_address: Callable[[], str] | None
-    """Returns the address of the node. None: mpwatch finds it out."""
+    """Returns the address of the node. None means that mpwatch finds the address."""
     log_options: Mapping[str, Any]
     view_period: float | None
-    """Seconds between two statuses of the ranks. None: the driver shows no view."""
+    """Seconds between two statuses of the ranks. None means that the driver shows no view."""
     wants_progress: bool
     """Whether an observer of the driver wants the event Progressed."""
     version: str = str(mpwatch.__version__)
@@ -48,7 +48,7 @@ class NodeSpec:
 
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
-    """Run the ranks of this node, and return their results. The engine calls `run_node` on each node."""
+    """Run the ranks of this node, and return their results."""
     with _connect(spec) as connection:
         link = _DriverLink(connection)
         link.send("hello", (spec.number, platform.node()))
@@ -142,10 +142,7 @@ class _DriverLink:
 
 
 class _LinkStream:
-    """A stream on a node, which sends the text of the ranks to the driver.
-
-    The driver writes the text that it gets from a node to the stdout or stderr of the job.
-    """
+    """A stream on a node, which sends the text of the ranks to the driver."""
 
     def __init__(self, link: _DriverLink, stream: str) -> None:
         self._link = link

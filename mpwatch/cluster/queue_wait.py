@@ -1,7 +1,7 @@
 """`QueueWait` measures how long a job waits until the cluster starts the first node of the job. Pure.
 
-A job can wait for days in the queue of a cluster. By default there is no limit for the time that a job waits in the queue.
-Warnings say what the job waits for: after 10 seconds, and each time that the waiting time has doubled.
+A job can wait for days in the queue of a cluster. Warnings say what the job waits for: after 10 seconds, and each time that
+the waiting time has doubled.
 """
 
 import math
@@ -12,14 +12,14 @@ FIRST_REPORT_SECONDS = 10.0
 
 
 class QueueWait:
-    """One wait.
+    """One wait of a job in the queue of the cluster.
 
     Args:
         timeout: the option `queue_timeout`. None means no limit.
         now: when the wait begins, in seconds of CLOCK_MONOTONIC.
 
     Attributes:
-        deadline: when it ends.
+        deadline: when the wait ends, or math.inf without a timeout.
         report_at: when the next report is due.
     """
 

@@ -1,9 +1,8 @@
 """`JobRestarts` decides whether a job goes on with new nodes after all its nodes were lost. Pure.
 
-While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. If
-all nodes are lost, the driver decides whether new nodes restart the ranks. The driver and the nodes follow the same
-RestartPolicy. The driver learns from the events of the nodes which attempts the job has made. New nodes get the
-RestartHistory of the job, which contains the number of restarts so far.
+While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. The
+driver learns from the events of the nodes which attempts the job has made. New nodes get the RestartHistory of the job,
+which contains the number of restarts so far.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,8 @@ class JobRestarts:
         run_id: name of the job.
 
     Attributes:
-        not_restarted: why there was no restart after the loss of all nodes. It is empty before that, and if the policy
-            allows no restarts.
+        not_restarted: why the ranks were not restarted after the loss of all nodes. Empty before this loss, and if the
+            policy allows no restarts.
     """
 
     def __init__(self, policy: mpwatch.RestartPolicy, run_id: str) -> None:
@@ -48,7 +47,7 @@ class JobRestarts:
     def handle_event(self, event: Event) -> None:
         """Record from an event that an attempt has begun or ended, or that the ranks must not be restarted any more.
 
-        Every node sends an event when an attempt ends. `handle_event` records the end only from the first of these events.
+        Every node sends an event when an attempt ends. Only the first of these events ends the attempt.
         """
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
@@ -67,10 +66,10 @@ class JobRestarts:
     def lose_all(
         self, losses: Sequence[mpwatch.ProcessFailure], time: float, monotonic: float
     ) -> tuple[RestartHistory, Restarting] | None:
-        """Decide whether new nodes restart the ranks when all nodes are lost.
+        """Decide whether new nodes restart the ranks after the loss of all nodes.
 
-        If new nodes restart the ranks, return the RestartHistory for these nodes, and the Restarting event that the driver
-        publishes. Return None if the ranks are not restarted.
+        Return the RestartHistory for the new nodes, and the Restarting event that the driver must publish. Return None if
+        the ranks are not restarted.
 
         Args:
             losses: a failure for each rank of the lost nodes, in the order in which the nodes were lost.
@@ -109,10 +108,7 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Return `result` with all attempts of the job.
-
-        The attempts of lost nodes are missing in `result`, because the new nodes do not know these attempts.
-        """
+        """Return `result` with all attempts of the job, because new nodes do not know the attempts of lost nodes."""
         if not self._has_lost_all:
             return result
         attempts = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}

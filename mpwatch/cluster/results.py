@@ -50,19 +50,18 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
     """Return the `reason` of the job's result, chosen from the reasons of the nodes.
 
-    After one node has ended, the driver may stop other nodes, for example a node that does not end in time. If the driver
-    has stopped a node, the node's reason says only that `stop()` was called. Prefer the reason of a node that the driver has
-    not stopped.
+    Prefer the reason of a node that the driver has not stopped. The reason of a stopped node says only that `stop()` was
+    called.
     """
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """If ranks of lost nodes are missing in a successful result, return a failed result instead.
+    """Return a failed result if ranks of lost nodes are missing in a successful result.
 
-    The driver can lose a node after the ranks of this node have returned, and before the node has sent its outcome. When
-    the ranks of all nodes have returned, the remaining nodes no longer report the loss of a node.
+    The driver can lose a node after the ranks of this node have returned, and before the node has sent its outcome. When the
+    ranks of all nodes have returned, the remaining nodes no longer report the loss of a node.
     """
     known = {worker.rank for worker in result.workers}
     missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}

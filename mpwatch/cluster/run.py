@@ -19,6 +19,7 @@ from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
 from mpwatch.options.spec import Observers
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.results.report import format_report, format_signal
+from mpwatch.watcher.observers.event_bus import receives_progress
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
@@ -61,11 +62,11 @@ def run(
     """Run a function on the ranks of several nodes, and return the results of all ranks.
 
     Args:
-        engine: starts the nodes. `run` closes it.
+        engine: starts the nodes. `run` closes the engine.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
-        on_event: a function or several functions. They are called with each event of each node, in this thread.
+        on_event: a function or several functions. `run` calls them with each event of each node, in this thread.
         logs: where the output of the ranks goes, see `mpwatch.LogSpec`. The calling program writes the shown lines. By
             default they begin with the number of the node and the rank, "[{node}:{rank}] ". `dir` is a folder on each node.
             None means that all lines are shown.
@@ -75,12 +76,12 @@ def run(
         queue_timeout: seconds that the job may wait until its first node has started and has connected to this program. The
             same limit applies to the first new node if all nodes are lost. None means no limit. Warnings say what the job
             waits for.
-        join_timeout: seconds that a node which has begun waits for the other nodes.
+        join_timeout: seconds that a node which has started waits for the other nodes.
         node_timeout: seconds without a sign of life after which a node is lost.
-        last_call_timeout: seconds to wait for more nodes after the smallest number of nodes has joined. None means 30 s. If
+        last_call_timeout: seconds to wait for more nodes after the minimum number of nodes has joined. None means 30 s. If
             the engine knows that the cluster has no room for more nodes now, None means that the job begins at once. More
             nodes may join later.
-        check: whether a failed job raises an exception. If it is False, `run` returns the result of the failed job.
+        check: whether a failed job raises an exception. False means that `run` returns the result of the failed job.
         options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
             `forward_signals`.
 
@@ -89,7 +90,8 @@ def run(
         LaunchError: the nodes could not be started in time, or have not met in time. Or fn or its arguments cannot be
             pickled.
         TypeError, ValueError: an option is not valid.
-        KeyboardInterrupt: Ctrl-C. All ranks were stopped as by `mpwatch.run`. Its note says where each rank was.
+        KeyboardInterrupt: the user pressed Ctrl-C. All ranks were stopped as by `mpwatch.run`. The note of the exception
+            says where each rank was.
     """
     __tracebackhide__ = True  # see mpwatch.run
     if isinstance(engine, type) or not all(callable(getattr(engine, name, None)) for name in ENGINE_METHODS):
@@ -138,7 +140,7 @@ def run(
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
-            wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
+            wants_progress=any(map(receives_progress, spec.observers)),
         )
         driver = Driver(engine, links, view, shown, spec.observers, queue_timeout=queue_timeout)
         result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
@@ -160,11 +162,7 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise the KeyboardInterrupt of Ctrl-C again.
-
-    If the job was stopped, a note of the KeyboardInterrupt says what happened to the ranks. If the job had failed, the
-    `__cause__` of the KeyboardInterrupt is a RunFailedError.
-    """
+    """Raise the KeyboardInterrupt again. If ranks were stopped or have failed, its note or its `__cause__` says so."""
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

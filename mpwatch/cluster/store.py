@@ -33,8 +33,7 @@ class JobStore:
     def write_history(self, history: RestartHistory) -> None:
         """Let new nodes continue from this RestartHistory.
 
-        Each node sends its RestartHistory to the leader of the nodes. The leader uses the RestartHistory with the most
-        attempts.
+        The leader of the nodes uses the RestartHistory with the most attempts that a node has sent.
         """
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
@@ -47,8 +46,5 @@ class JobStore:
         self._store.set(EXPECTED_NODES_KEY, self._signed_json.encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(count))))
 
     def close(self) -> None:
-        """End the store's server by deleting this object's references to the server.
-
-        The server ends even if a traceback keeps the JobStore object alive.
-        """
+        """Delete the references to the server, which ends the server even if a traceback keeps this object alive."""
         self._store = self._server = None

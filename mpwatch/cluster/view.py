@@ -1,7 +1,4 @@
-"""Shows the ranks of all nodes in the live view of the driver's program.
-
-Each node sends the statuses of its ranks to the driver.
-"""
+"""Shows the ranks of all nodes in the live view of the driver's program."""
 
 import logging
 import math

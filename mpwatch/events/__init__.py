@@ -1,6 +1,7 @@
 """Events of a run, and observers of events. See `on_event` of `mpwatch.run`.
 
-`import mpwatch.events` loads the classes of events. The class of an observer is loaded when a program first uses this class.
+`import mpwatch.events` imports the classes of events. The module of an observer is imported when a program first uses the
+observer.
 """
 
 from importlib import import_module

@@ -1,11 +1,11 @@
 """`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A viewer such as Perfetto shows each run as one process. The process of a run has one lane (a "thread") for the states of the
-run, and one lane for each rank.
+A viewer shows each run as a process. The process has one lane (a "thread") for the states of the run, and one lane for each
+rank.
 
-If collectives of a rank were recorded, the rank has a second lane, which shows these collectives. If the rank was waiting
-in a collective when the collectives were recorded, this collective is shown as a span. A completed collective is shown as a
-mark at the time of its call, because torch's flight recorder does not record when the collective ended.
+If collectives of a rank were recorded, a second lane of the rank shows them. A collective in which the rank was waiting is a
+span. A completed collective is a mark at the time of its call, because torch's flight recorder does not record when the
+collective ended.
 """
 
 import os
@@ -82,10 +82,7 @@ class _TraceBuilder:
         self._zero = zero
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the trace entries: names of lanes first, then spans and marks.
-
-        An outer span comes before the spans inside it.
-        """
+        """Yield the trace entries. An outer span comes before the spans inside it."""
         started = self._run.started
         what = (started.fn or "WorkerGroup") + f" on {started.hostname}" if started is not None else "run"
         yield self._metadata("process_name", GROUP_LANE, {"name": to_json(f"{what} ({self._run.run_id})")})

@@ -1,9 +1,8 @@
 """`LogEvents` observes every run, and logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
 
-A restart is logged with the level WARNING, because the ranks lose what they have in memory. Events of the whole run have the
-level INFO, and events of single ranks have the level DEBUG. The INFO line at the end of a failed run contains the verdict,
-which says which rank failed first and why. The report of a failed run is not logged, because the caller gets the report in
-an exception.
+A restart has the level WARNING, because the ranks lose what they have in memory. Other events of the whole run have the
+level INFO. Events of single ranks have the level DEBUG, except HeartbeatLate. The report of a failed run is not logged,
+because the caller gets the report in an exception.
 """
 
 import logging
@@ -36,10 +35,10 @@ ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish
 
 
 class LogEvents:
-    """Log events. If a logging handler raises an exception, LogEvents gets no more events of this run."""
+    """An observer that logs events. If a logging handler raises an exception, LogEvents gets no more events of this run."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether the present log level lets events of this kind be logged."""
+        """Return whether events of this kind are logged at the present log level."""
         return kind in LINES and log.isEnabledFor(LINES[kind][0])
 
     def __call__(self, event: Event) -> None:

@@ -1,9 +1,7 @@
 """Builds timelines of runs from events. A timeline shows when each rank started, ran a function, was restarted and exited.
 
-All code in this module is pure: it does no input or output. The module chrome_trace.py writes the timelines to a file. The
-order in which events arrive can differ from the order of their times. Some events can be missing, for example if the caller
-has kept only some of the events. A timeline is consistent even if events are missing: the spans of a rank follow one
-another, and a call is inside the span of its process.
+All code in this module is pure: it does no input or output. A caller can pass only some events of a run, and the times of
+the events can be out of order. Even then, the spans of a rank do not overlap, and a call is inside the span of its process.
 """
 
 import math
@@ -40,9 +38,9 @@ class CallSpan:
     name: str
     start: float
     end: float | None = None
-    """It is None if it is not known. Then the call is shown until the next call or the end of the process."""
+    """None if the end is not known. Then the call is shown until the next call or the end of the process."""
     outcome: str = ""
-    """One of OUTCOMES. It is empty if it is not known."""
+    """A value of OUTCOMES, or an empty text if the outcome is not known."""
 
 
 @dataclass(kw_only=True)
@@ -70,14 +68,14 @@ class Lane:
     """Name of the call that begins when the rank is ready. The name is empty if no call begins at that time."""
 
     def find_process(self, event: Event) -> ProcessSpan | None:
-        """Return the process to which an event belongs. Return None if no earlier event of the same process is known."""
+        """Return the process to which an event belongs, or None if no earlier event of this process is known."""
         processes = [block for block in self.blocks if isinstance(block, ProcessSpan)]
         return next((process for process in reversed(processes) if process.attempt == event.attempt), None)
 
     def find_or_add_process(self, event: Event) -> ProcessSpan:
         """Return the process to which an event belongs.
 
-        If no earlier event of the same process is known, add a process that has started before all known events.
+        If no earlier event of this process is known, add a process that has started before all known events.
         """
         process = self.find_process(event)
         if process is None:
@@ -91,7 +89,7 @@ class Lane:
             last.end = at
 
     def spans(self, start: float, until: float) -> Iterator[tuple[ProcessSpan | Restarting, float, float]]:
-        """Yield each process and each wait for a restart, with its start and end. They do not overlap."""
+        """Yield each process and each wait for a restart, with start and end. The yielded spans do not overlap."""
         for block, following in zip_longest(self.blocks, self.blocks[1:]):
             start = max(start, _start_of(block))
             limit = until if following is None else min(until, _start_of(following))
@@ -186,7 +184,7 @@ class Timeline:
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """Build one timeline for each run. The timelines are in the order of the first events of their runs."""
+    """Build one timeline for each run, in the order of the first events of the runs."""
     found: dict[str, Timeline] = {}
     for event in events:
         timeline = found.setdefault(event.run_id, Timeline(run_id=event.run_id, until=event.monotonic))
@@ -198,8 +196,8 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
 def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
     """Yield each call of a process, and the start and end of this call.
 
-    `start` is the time at which the process is ready for calls, and `end` is the time at which the process ends. The yielded
-    calls do not overlap.
+    The yielded calls do not overlap. `start` is the time at which the process is ready for calls, and `end` is the time at
+    which it ends.
     """
     for call, following in zip_longest(process.calls, process.calls[1:]):
         start = min(max(start, call.start), end)

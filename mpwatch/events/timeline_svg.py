@@ -4,10 +4,9 @@
     rank 0       ░░██████████████  ┄┄┄ ░░████████████   succeeded, restarted once
     rank 1       ░░██████████████✕ ┄┄┄ ░░████████████   succeeded, restarted once
 
-A notebook shows the drawing of a timeline below the table of a result. The HTML of `RunResult.to_html` contains this
-drawing, too. The drawing needs no style sheet, no script and no font. The text of the drawing has the colour of the text
-around the drawing. The colours of the bars are visible on a white and on a black background. All code in this module is
-pure: it does no input or output.
+The drawing is below the table of a result, in a notebook and in the HTML of `RunResult.to_html`. The drawing needs no style
+sheet, script or font. The text has the colour of the text around the drawing, and the bars are visible on a white and on a
+black background. All code in this module is pure: it does no input or output.
 """
 
 import math
@@ -37,7 +36,7 @@ LEGEND = ("start-up", "succeeded", "failed", "stopped", "unfinished")
 
 
 def draw_timelines(events: Sequence[Event]) -> str:
-    """Return the text of one SVG element for each run that has events of ranks. Return "" if no run has events of ranks."""
+    """Return the text of one SVG element for each run that has events of ranks. The text is empty without such a run."""
     return "".join(_Picture(timeline).draw() for timeline in timelines(events) if timeline.lanes)
 
 
@@ -140,11 +139,7 @@ class _Picture:
 
 
 def _choose_ranks(run: Timeline) -> list[int]:
-    """Return the ranks to draw, at most MAX_ROWS.
-
-    If a run has more than MAX_ROWS ranks, choose ranks in this order: ranks that failed first in an attempt, other ranks
-    that failed, and ranks that did not fail.
-    """
+    """Return the ranks to draw, at most MAX_ROWS. Failed ranks have priority, and among them the ranks that failed first."""
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])
 
@@ -184,7 +179,7 @@ def _draw_legend(y: float, outcomes: set[str]) -> Iterator[str]:
 
 
 def _choose_step(seconds: float) -> float:
-    """Return the number of seconds between two marks on the time axis: 1, 2 or 5 times a power of ten, such as 0.2 or 50."""
+    """Return the seconds between two marks on the time axis: 1, 2 or 5 times a power of ten, such as 0.2 or 50."""
     least = seconds / MAX_TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -15,9 +15,8 @@ TEXT_LIMIT = 1000  # characters of the repr of an object that has no JSON equiva
 def to_json(value: Any) -> Any:
     """Convert a value to data for JSON.
 
-    An enum becomes its name, and an exception becomes the name of its type. A dataclass becomes a dict, and a NumPy number
-    becomes a Python number. A number that JSON cannot represent, such as infinity, becomes a text. An object for which JSON
-    has no equivalent becomes the text of its `repr`.
+    A number that JSON cannot represent, such as infinity, becomes a text. An object for which JSON has no equivalent becomes
+    the text of its `repr`.
     """
     try:
         return _to_json(value)

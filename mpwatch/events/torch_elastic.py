@@ -1,7 +1,6 @@
 """`TorchElasticEvents` is an observer that records events and metrics through the handlers of torch.distributed.elastic.
 
-The observer is called in the thread that has called `mpwatch.run`. torch is imported when an instance of
-`TorchElasticEvents` is made.
+The constructor of `TorchElasticEvents` imports torch.
 """
 
 import json
@@ -38,10 +37,10 @@ class _RunState:
 
     started: RunStarted
     met: RendezvousCompleted | None = None
-    """The latest rendezvous of a job of several nodes. It is None before the first rendezvous, and on a single node."""
+    """The latest rendezvous of a job of several nodes. None before the first rendezvous, and on a single node."""
     restarts: int = 0
     restarts_left: dict[int, int] = field(default_factory=dict)
-    """The number of restarts left, by rank. It contains only ranks that were restarted."""
+    """The number of restarts left, by rank. A rank without an entry was not restarted."""
     pids: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Event] = field(default_factory=dict)
     """The outcome of the function in the current attempt, by rank."""
@@ -82,10 +81,10 @@ class TorchElasticEvents:
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
     - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no
       event FAILED is recorded for a failure that is followed by a restart.
-    - At the end of the run, one event with source AGENT is recorded. In torch, the AGENT event describes the agent. Here,
-      the AGENT event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the run
-      failed although no rank of this node failed. In all other cases, the AGENT event is SUCCEEDED. A failed rank of this
-      node does not make the AGENT event FAILED, because the AGENT event does not describe ranks.
+    - At the end of the run, one event with source AGENT is recorded. In torch, this event describes the agent. Here, this
+      event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the run failed
+      although no rank of this node failed. In all other cases, the AGENT event is SUCCEEDED. A failed rank of this node does
+      not make the AGENT event FAILED, because the AGENT event does not describe ranks.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 

@@ -1,7 +1,7 @@
 """The events of a run. Each kind of event is a frozen dataclass.
 
-The watcher makes events and passes them to observers. The field `time` of an event is computed from the event's field
-`monotonic`. The times of a run therefore do not jump when somebody sets the system clock.
+The field `time` of an event is computed from the field `monotonic`. The times of a run therefore do not jump when a user
+sets the system clock.
 
 ARCHITECTURE.md says how to add an event.
 """
@@ -123,8 +123,8 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    A call causes one CallStarted for all ranks of the call. With scope="worker", a call causes one CallStarted for each of
-    its ranks. If restarted ranks call the function again, there is no further CallStarted.
+    A call has one CallStarted for all of its ranks. Only with scope="worker", a call has one CallStarted for each of its
+    ranks. If restarted ranks call the function again, there is no new CallStarted.
     """
 
 
@@ -154,8 +154,8 @@ class Progressed(Event):
     `time` of a Progressed event is the time of the report. `result.events` does not contain Progressed events.
 
     Attributes:
-        step: number of steps done. It is None if the rank has not reported it.
-        total: number of all steps. It is None if the rank has not reported it.
+        step: number of steps done, or None if the rank has not reported this number.
+        total: number of all steps, or None if the rank has not reported this number.
         metrics: the other numbers, by name.
     """
 
@@ -168,8 +168,8 @@ class Progressed(Event):
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
-    A rank can have a WorkerSucceeded and later a WorkerFailed. For example, the function has returned in the rank, and then
-    the rank is killed while other ranks still run the function.
+    A rank can have a WorkerSucceeded and later a WorkerFailed. For example, the rank is killed after its function has
+    returned, while other ranks still run the function.
     """
 
 
@@ -177,9 +177,9 @@ class WorkerSucceeded(Event):
 class WorkerFailed(Event):
     """This rank has failed, by itself or because another rank had failed.
 
-    In a run, WorkerFailed is published after the end of the attempt. In a WorkerGroup, WorkerFailed is published after the
-    end of the call. mpwatch does not know the root cause before the attempt or the call has ended. The `time` of a
-    WorkerFailed event is the time of the failure. If the rank has hung, `time` is the time of its last heartbeat.
+    In a run, WorkerFailed is published after the end of the attempt, because mpwatch does not know the root cause before. In
+    a WorkerGroup, WorkerFailed is published after the end of the call. The `time` of a WorkerFailed event is the time of the
+    failure. If the rank has hung, `time` is the time of its last heartbeat.
 
     Attributes:
         failure: what is known about the failure.
@@ -199,10 +199,10 @@ class WorkerStopped(Event):
 class CollectivesRecorded(Event):
     """The latest torch.distributed collectives of this rank, as recorded by torch's flight recorder.
 
-    The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading.
-    In a run, CollectivesRecorded is published after the end of the attempt. In a WorkerGroup, CollectivesRecorded is
-    published after the end of the call. A rank has no CollectivesRecorded if it has not used torch.distributed, or if it
-    could not send its collectives.
+    The watcher reads the collectives at the first sign of a failure, and `time` is the time of this reading. In a run,
+    CollectivesRecorded is published after the end of the attempt. In a WorkerGroup, CollectivesRecorded is published after
+    the end of the call. A rank has no CollectivesRecorded if it has not used torch.distributed, or if it could not send its
+    collectives.
 
     Attributes:
         collectives: the collectives, with the oldest first. The field `seconds` of each says how long before `time` the rank
@@ -218,9 +218,9 @@ class WorkerExited(Event):
 
     Attributes:
         pid: process id of the rank.
-        exit_code: exit code as in multiprocessing, which is negative for a signal. It is None if it is not known.
-        heartbeat_at: time of the last heartbeat, by CLOCK_MONOTONIC. It is None if there was no heartbeat, or if the
-            function had returned.
+        exit_code: exit code as in multiprocessing, which is negative for a signal. None if the exit code is not known.
+        heartbeat_at: time of the last heartbeat, by CLOCK_MONOTONIC. None if there was no heartbeat, or if the function had
+            returned.
         progress: the last `mpwatch.report()` of the rank.
         reported_at: time of that report, by CLOCK_MONOTONIC.
         was_stopped: whether the watcher sent the signal that ended the process.
@@ -261,8 +261,8 @@ class Stopping(Event):
 
     Attributes:
         stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
-        after_step: the number of a step. The ranks stop before the first step after it. The steps of all epochs are counted
-            together. It is None if no rank had called `should_stop`. Then the first call returns True.
+        after_step: the number of a step. The ranks stop before the first step after this step. The steps of all epochs are
+            counted together. None if no rank had called `should_stop`. Then the first call of `should_stop` returns True.
     """
 
     stop_cause: str

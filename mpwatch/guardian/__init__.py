@@ -1,1 +1,1 @@
-"""The code of the guardian process. Each run starts a guardian. If the watcher is killed, the guardian kills the ranks."""
+"""The code of the guardian, a process that kills the ranks of a run if the watcher is killed."""

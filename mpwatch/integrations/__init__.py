@@ -1,9 +1,11 @@
-"""Integrations with trainers and test runners. Each module uses only the public names of mpwatch.
+"""Integrations with trainers, clusters, IPython and pytest. Each module uses only the public names of mpwatch.
 
 - `lightning`: runs the ranks of Lightning's Trainer and Fabric under the watcher.
 - `accelerate`: a `notebook_launcher` that starts ranks as new processes, returns their values and reports their exceptions.
+- `transformers`: a callback for the Trainer, which makes all ranks save and stop at the same step.
+- `ray`, `dask`, `submitit`: run one job on several nodes of a cluster.
+- `ipython`: the magics `%%ranks` and `%ranks`.
 - `pytest_plugin`: runs tests on several ranks.
 
-mpwatch itself does not import these modules, and they do not import one another. Each module imports the library that it
-supports as late as possible, to save time in programs that do not use the library.
+`import mpwatch` imports none of these modules, and they do not import one another.
 """

@@ -9,8 +9,7 @@ To use this `notebook_launcher` in a notebook, you only have to change the impor
 
 - The ranks are new processes and not forks, so they also work if the notebook has already used CUDA or an `Accelerator`.
 - `notebook_launcher` returns the values that the function returns.
-- If the function raises an exception, `notebook_launcher` raises `RunFailedError`. The `__cause__` of the RunFailedError is
-  the exception that the function has raised.
+- If the function raises an exception, `notebook_launcher` raises a `RunFailedError`, whose `__cause__` is this exception.
 
 This module does not import accelerate, but the called function does. `mpwatch.run` sets all environment variables that
 accelerate needs, so new programs can call `mpwatch.run(train, 4)` directly.
@@ -63,8 +62,8 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
     Args:
         function: the function to call, as for `mpwatch.run`. Its only arguments are `args`.
         args: the arguments, which are the same for every rank.
-        num_processes: number of ranks, as `nprocs` of `mpwatch.run`. None means one rank for each GPU. If there is no GPU,
-            it means one rank for each CPU.
+        num_processes: number of ranks, as `nprocs` of `mpwatch.run`. None means one rank for each GPU, or one rank for each
+            CPU if there is no GPU.
         mixed_precision: "fp8", "fp16" or "bf16" sets the default of each `Accelerator`. With "no" the default is the value
             of the variable ACCELERATE_MIXED_PRECISION, if you have set this variable.
         use_port: the TCP port (MASTER_PORT) with which the ranks find each other. If it is None, mpwatch reserves a free
@@ -80,8 +79,8 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
         monitor_interval: has no effect, because mpwatch notices a death at once and does not poll.
         log_line_prefix_template: the prefix of each line that a rank prints. It may contain ${rank}, ${local_rank} and
             ${role_name}. It is a short form of `logs=mpwatch.LogSpec(prefix=...)`. If it is None, `logs` sets the prefix.
-        run: the function that runs the ranks of several nodes. It is `mpwatch.integrations.ray.run`, or a
-            `functools.partial` of this function with more options. It is called with `nodes=num_nodes`. None means
+        run: the function that runs the ranks of several nodes. Pass `mpwatch.integrations.ray.run`, or a `functools.partial`
+            of this function with more options. `notebook_launcher` calls it with `nodes=num_nodes`. None means
             `mpwatch.run`, on this machine.
         options: options of `mpwatch.run`, such as `timeout`, `logs` and `env`. The variables in `env` have priority over
             the variables that the arguments above set.
@@ -90,7 +89,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
         The values by rank: `result[3]` is the value of rank 3. Iteration gives the values in order of rank.
 
     Raises:
-        mpwatch.RunFailedError: a rank failed. It is raised from the rank's exception.
+        mpwatch.RunFailedError: a rank failed. `__cause__` is the rank's own exception.
         mpwatch.LaunchError: the ranks could not be started. No rank is left.
         TypeError, ValueError: an argument is bad, or is not supported on one machine.
     """

@@ -2,11 +2,10 @@
 
 mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts each node as a Dask task
 that is bound to one Dask worker. The task runs in a thread of the worker, so the worker can still send heartbeats to Dask.
-The task does not call Dask's `secede`, so Dask knows that the worker is busy. The ranks are child processes of the Dask
-worker.
+The task does not call Dask's `secede`, so Dask knows that the worker is busy.
 
-If a Dask worker is lost, Dask waits until this worker comes back, because the task is bound to the worker. DaskEngine
-itself checks which workers exist, because Dask does not report that the worker of a node is lost.
+If a Dask worker is lost, Dask does not report the loss, but waits until the worker comes back. So DaskEngine itself checks
+which workers exist.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ def run(
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
 
-    Each node of the job is a Dask worker, and the ranks are children of the worker's process. If the Dask workers are on
+    Each node of the job is a Dask worker, and the ranks are child processes of this worker. If the Dask workers are on
     several hosts, each node is on a different host, unless you pass `workers`. The Dask workers must be able to import
     mpwatch and the modules of the function, and to connect to the process that calls `run`. Dask sets OMP_NUM_THREADS to 1
     in its workers, and the ranks inherit this value. To give the ranks another number of threads, set OMP_NUM_THREADS with
@@ -62,13 +61,14 @@ def run(
         client: the client of the cluster, which must not be asynchronous.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
-        nodes: the number of nodes, or the least and the greatest number.
+        nodes: the number of nodes, or (min, max).
         workers: the addresses of the workers that may be nodes, on any host. None means all workers.
-        resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
-        address: the address of this process, to which the nodes connect. If it is None, this is the address of the network
-            interface that leads to the scheduler.
-        options: other options of `mpwatch.cluster.run`. The job waits without limit until the cluster has workers for min
-            nodes, unless `queue_timeout` is set.
+        resources: the resources that each node takes from its Dask worker, such as `{"GPU": 4}`. See "worker resources" in
+            the documentation of Dask.
+        address: the address of this process, to which the nodes connect. None means the address of the network interface
+            that leads to the scheduler.
+        options: other options of `mpwatch.cluster.run`. If `queue_timeout` is not set, the job waits without limit until the
+            cluster has workers for min nodes.
 
     Raises: see `mpwatch.cluster.run`.
     """
@@ -92,17 +92,13 @@ def _check_client(client: Client) -> None:
 class DaskEngine:
     """Starts each node of a job as a task on a Dask worker that no other node uses.
 
-    For each node, a coroutine in the client's event loop waits for a free worker, and submits the task of the node to this
-    worker.
-
     Args:
         client: the client of the cluster.
         least: the minimum number of nodes.
-        workers: the addresses of the workers that may be nodes. None means all workers. Then, if the workers are on several
-            hosts, only one worker of each host is a node.
+        workers: the addresses of the workers that may be nodes. None means all workers, but only one worker of each host if
+            the workers are on several hosts.
         resources: the resources that each node takes from its worker.
-        address: the address of this process. If it is None, this is the address of the network interface that leads to the
-            scheduler.
+        address: the address of this process. None means the address of the network interface that leads to the scheduler.
         grace_period: the option of the job.
     """
 
@@ -139,8 +135,8 @@ class DaskEngine:
     def describe_wait(self) -> str:
         """Return a text such as "the Dask cluster has a suitable worker for 1 of 2 nodes of the job".
 
-        Return "" if the cluster has enough workers for the minimum number of nodes, or if a node was already started. Raises
-        LaunchError if the scheduler does not answer.
+        Return "" if the cluster has enough workers, or if a node was already started. Raises LaunchError if the scheduler
+        does not answer.
         """
         if self._futures or (count := self._count_places()) >= self._least:
             return ""
@@ -244,7 +240,7 @@ class DaskEngine:
             dask_future.release()
 
     async def _list_workers(self) -> list[str]:
-        """Return the addresses of the workers that may be nodes. All nodes use the same list for a short time."""
+        """Return the addresses of the workers that may be nodes."""
         async with self._lock:
             if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
                 self._listed = sorted(await self._client.nthreads())
@@ -310,10 +306,10 @@ _was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
-    """Execute the call.
+    """Execute the call, and return the data of its NodeOutcome.
 
-    Return the data of the NodeOutcome as bytes and bytearrays. Dask chooses the pickle protocol for the returned value, and
-    every pickle protocol supports these types.
+    The data are bytes and bytearrays, because Dask chooses the pickle protocol, and every pickle protocol supports these
+    types.
     """
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()
@@ -324,8 +320,8 @@ def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
 def _allow_children(key: str) -> Iterator[None]:
     """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
-    Python does not let a daemonic process start children, because a daemonic process does not wait for its children when it
-    ends. A daemonic process can start ranks without harm, because ranks end when their watcher ends.
+    Python does not let a daemonic process start children, because the children could outlive the daemonic process. Ranks
+    always end when their watcher ends.
     """
     global _was_daemon
     process = multiprocessing.current_process()

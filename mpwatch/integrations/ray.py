@@ -1,13 +1,13 @@
 """Run one job on the nodes of a Ray cluster, from one call: `mpwatch.integrations.ray.run(train, 4, nodes=2)`.
 
-mpwatch/cluster/__init__.py describes how the driver and the nodes work together. The class RayEngine starts the nodes. Each
-node of the job is one Ray task, which runs in one bundle of a Ray placement group.
+mpwatch/cluster/__init__.py describes how the driver and the nodes work together. Each node of the job is one Ray task, which
+runs in one bundle of a Ray placement group.
 
     group of the job         min nodes, reserved all at once, each on a node of its own (STRICT_SPREAD)
     group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
 
-If a Ray node is lost, Ray reserves the lost bundle again on another Ray node, and RayEngine starts a new task in this
-bundle.
+If a Ray node is lost, Ray reserves the lost bundle of the job's group again on another Ray node. RayEngine then starts a new
+task in this bundle.
 """
 
 import logging
@@ -59,13 +59,13 @@ def run(
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
-        num_cpus: number of CPUs that Ray reserves on each node. None means one for each rank. If `nprocs` is a word, it
-            means one for the node.
+        num_cpus: number of CPUs that Ray reserves on each node. None means one CPU for each rank. If `nprocs` is a word,
+            None means one CPU for each node.
         num_gpus: number of GPUs that Ray reserves on each node. The ranks see only these GPUs.
         resources: custom resources that Ray reserves on each node.
         runtime_env: the runtime_env of the Ray tasks.
-        options: other options of `mpwatch.cluster.run`. The job waits without limit until the cluster has room for min nodes
-            at the same time, unless `queue_timeout` is set.
+        options: other options of `mpwatch.cluster.run`. If `queue_timeout` is not set, the job waits without limit until the
+            cluster has room for min nodes at the same time.
 
     Raises: see `mpwatch.cluster.run`.
     """
@@ -85,7 +85,7 @@ class RayEngine:
 
     Args:
         bundle: the resources of each node.
-        least: the minimum number of nodes. Ray reserves the resources of all of them in one step.
+        least: the minimum number of nodes. Ray reserves the resources of all these nodes in one step.
         runtime_env: the runtime_env of the tasks.
     """
 
@@ -140,8 +140,7 @@ class RayEngine:
     def lacks_room(self, number: int) -> bool:
         """Return whether this node waits because the Ray cluster has no room.
 
-        mpwatch asks Ray for room for only one further node at a time. If Ray has no room for one further node, the remaining
-        further nodes wait, too.
+        RayEngine places one further node at a time. If Ray has no room for this node, the remaining further nodes wait, too.
         """
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
@@ -194,9 +193,6 @@ class RayEngine:
 class _FurtherNode:
     """A node that the job starts in addition to its minimum number of nodes.
 
-    A further node has a placement group of its own. Ray reserves the resources of this placement group on a Ray node that
-    the job does not use yet. When Ray has reserved these resources, the Ray task of the further node starts.
-
     Args:
         engine: the engine of the job.
         call: what the node does.
@@ -248,11 +244,10 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    """Execute `call()`, and return its outcome. Each Ray task of the job runs `_call`.
+    """Execute `call()` in a Ray task, and return its outcome.
 
-    If Ray has set OMP_NUM_THREADS, `_call` removes this environment variable while `call()` runs. Ray sets OMP_NUM_THREADS
-    to the number of CPUs of the task. This number of threads is too large for a rank if several ranks share the CPUs of the
-    task. If OMP_NUM_THREADS is not set, mpwatch sets its own default in each rank.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, which is too many threads for a rank that shares these CPUs.
+    So `_call` removes the value of Ray while `call()` runs. Then mpwatch sets its own default in each rank.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)
@@ -268,10 +263,7 @@ def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
 
 
 def _remove(group: PlacementGroup) -> None:
-    """Remove a placement group.
-
-    A separate thread calls Ray's function `remove_placement_group`, because this function has no timeout and can hang.
-    """
+    """Remove a placement group in a separate thread, because Ray's function for it has no timeout and can hang."""
     thread = threading.Thread(target=remove_placement_group, args=(group,), name="mpwatch removal", daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)

@@ -53,10 +53,7 @@ def format_row(row: RankRow) -> tuple[str, ...]:
 
 
 def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Return a summary of the ranks, for a view with too many ranks to give each rank a row.
-
-    Each row of the summary is a pair of a name and a text.
-    """
+    """Return the rows of a summary of the ranks. Each row is a pair of a name and a text."""
     summary = summarize_ranks(snapshot.rows)
     rows = [("ranks", _format_counts(snapshot))]
     if summary.steps is not None:
@@ -89,10 +86,7 @@ def _format_progress(overall: OverallProgress) -> list[str]:
 
 
 def _format_counts(snapshot: Snapshot) -> str:
-    """Return a text with the number of ranks in each state.
-
-    A job on several nodes has no ranks before its first rendezvous is complete.
-    """
+    """Return a text with the number of ranks in each state."""
     if not snapshot.shows_ranks:
         return ""
     if not snapshot.rows:
@@ -140,7 +134,7 @@ def _format_number(value: float) -> str:
 def _format_percent(fraction: float) -> str:
     """Return the fraction as a percentage that is rounded down, so that 100 % appears only when all steps are done.
 
-    A fraction such as 0.29, which a computer stores as a slightly smaller number, becomes 29 %, not 28 %.
+    `math.nextafter` is needed because the float 0.29 is slightly less than 29 %, and would become 28 %.
     """
     return f"{math.floor(100 * math.nextafter(fraction, math.inf))} %"
 

@@ -1,4 +1,4 @@
-"""The progress bar of `mpwatch.map`, which shows how many items are done. The displays of the live view draw the bar."""
+"""The progress bar of `mpwatch.map`, which shows how many items are done."""
 
 import logging
 import math
@@ -47,7 +47,7 @@ class ItemView:
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The path of the terminal, and the bytes that restore the terminal if this process is killed.
 
-        If there is nothing to restore, for example in a notebook, the value is None.
+        The value is None if there is nothing to restore, for example in a notebook.
         """
         return None if self._display is None else self._display.terminal_restore
 

@@ -1,7 +1,6 @@
 """The live view as lines that are appended to a stream and never replaced.
 
-A line is written only if the progress, the metrics or the states of the ranks have changed since the last line. If the
-stream is a pipe and the pipe is full, no line is written. `LineDisplay.period` is the number of seconds between two lines.
+If the stream is a full pipe, no line is written, because the write would block.
 """
 
 from typing import TextIO

@@ -1,9 +1,7 @@
 """`LiveView` decides when the live view of one call is drawn. `Display` is the protocol of the objects that draw the view.
 
-LiveView receives the statuses of the ranks. A SnapshotBuilder makes a Snapshot from the statuses, and LiveView gives the
-Snapshot to a display. LiveView chooses the display when a rank first calls `report`. If the user has set `progress=True`,
-LiveView chooses the display at the first call of `show`. LiveView implements the View protocol of
-`watcher/observers/view_driver.py`.
+LiveView chooses the display when a rank first calls `report`. If the user has set `progress=True`, LiveView chooses the
+display at the first call of `show`. LiveView implements the View protocol of `watcher/observers/view_driver.py`.
 """
 
 import math
@@ -51,7 +49,7 @@ class LiveView:
     """The live view of the ranks of one call.
 
     Args:
-        choose_display: called once, when there is something to show. It returns None if there is no place to show it.
+        choose_display: called once, when there is something to show. It returns None if there is no place for a view.
         starts_at_once: whether to show the ranks before any rank has reported.
         clock: returns seconds.
     """

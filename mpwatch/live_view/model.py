@@ -2,8 +2,7 @@
 
     statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each
 
-The rate of steps is computed from the times at which the ranks reported their steps. The rate of CPU use is computed from
-the times at which mpwatch read the statuses of the ranks.
+The rate of steps is computed from the times at which the ranks reported their steps, not from the times of the statuses.
 """
 
 import math
@@ -28,7 +27,7 @@ class RankRow:
     state: WorkerState
     restart_count: int = 0
     must_report_step: bool = False
-    """Whether the rank has reported steps before its restart, and no step after it."""
+    """Whether the rank has reported steps before its restart, and no step after its restart."""
     step: int | None = None
     total: int | None = None
     rate: float | None = None
@@ -51,13 +50,10 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The overall progress, which is the progress of the slowest among the running ranks.
+    """The progress of the slowest running rank, because the other ranks have to wait for this rank.
 
-    The other ranks have to wait for the slowest rank. If no rank is running, the overall progress is the progress of the
-    slowest of all ranks.
-
-    After a restart the progress is not known until each restarted rank has reported a step again. Each metric is the mean
-    over the ranks that report this metric.
+    If no rank is running, it is the progress of the slowest of all ranks. After a restart the progress is not known until
+    each restarted rank has reported a step again. Each metric is the mean over the ranks that report this metric.
     """
 
     unit: str = "step"
@@ -98,11 +94,11 @@ class RankSummary:
     total_memory: int | None
     """The memory of all ranks in bytes."""
     max_memory: int | None
-    """The memory of the rank that uses the most, in bytes."""
+    """The memory of the rank that uses the most memory, in bytes."""
     cpu: float | None
     """Number of CPUs that all ranks use together."""
     max_heartbeat_age: float | None
-    """Seconds since the oldest last heartbeat of a rank."""
+    """The greatest `heartbeat_age` of a rank, in seconds."""
 
 
 class SnapshotBuilder:
@@ -194,7 +190,7 @@ class RateEstimator:
 
 
 def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
-    """Return a summary of the ranks, for a view with too many ranks to give each rank a row."""
+    """Return a summary of the ranks."""
     steps = sorted(row.step for row in rows if row.step is not None)
     running = sorted((row for row in rows if row.state.is_running and row.step is not None), key=_progress_key)
     is_uneven = bool(running) and _progress_key(running[0])[:2] != _progress_key(running[-1])[:2]

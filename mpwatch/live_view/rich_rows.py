@@ -54,11 +54,7 @@ class RichRenderer:
 
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
-    """Yield the layouts of the view, the largest layout first.
-
-    The first layout has a row for each rank, the second has a summary of the ranks, and the third has only the overall line.
-    If there are too many ranks, the first layout is left out.
-    """
+    """Yield the layouts of the view, the largest first: a row for each rank, a summary of ranks, only the overall line."""
     overall = _overall_line(snapshot, columns)
     if not snapshot.rows:
         yield overall
@@ -85,7 +81,7 @@ def _overall_line(snapshot: Snapshot, columns: int) -> RenderableType:
 
 
 def _rank_table(snapshot: Snapshot, columns: int) -> Table:
-    """Return a table with all columns that fit into the terminal. The column "metrics" gets the remaining width."""
+    """Return a table with the columns for which the terminal has room."""
     count = len(COLUMN_TITLES) if columns >= NARROW else METRICS + 1
     cells = [COLUMN_TITLES[:count], *(format_row(row)[:count] for row in snapshot.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

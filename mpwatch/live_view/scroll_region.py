@@ -2,11 +2,10 @@ r"""Reserve the last rows of a terminal for the live view, so that the output of
 
 The functions of this module do not write to the terminal, but return the text that their caller writes.
 
-Ranks are other processes, which write to the terminal directly and at any time. mpwatch cannot erase the view before a rank
-writes, because mpwatch does not know when a rank writes. mpwatch sends the escape sequence DECSTBM, after which the terminal
-scrolls only the rows above the view. Each drawing of the view saves the position of the cursor, moves the cursor to the
-view, and restores the position (DECSC, DECRC). Each drawing of the view is a single write, so that no output of ranks can
-appear in the middle of a drawing.
+Ranks are other processes, which write to the terminal directly and at any time. So mpwatch cannot erase the view before a
+rank writes. mpwatch sends the escape sequence DECSTBM, after which the terminal scrolls only the rows above the view. Each
+drawing of the view saves and restores the position of the cursor (DECSC, DECRC). Each drawing of the view is a single write,
+so that no output of ranks can appear in the middle of a drawing.
 
     row 1        earlier output
     ...          present output_                 <- the cursor; this part scrolls
@@ -15,8 +14,7 @@ appear in the middle of a drawing.
     row H
 
 The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The escape sequence IND makes empty
-rows below the cursor, in which the view is drawn. The escape sequence IND scrolls the terminal like a newline, but does not
-change the column of the cursor.
+rows below the cursor. IND scrolls the terminal like a newline, but does not change the column of the cursor.
 """
 
 from collections.abc import Sequence
@@ -32,22 +30,20 @@ RECOVER = END_SEQUENCE + RESTORE_CURSOR
 
 
 class ScrollRegion:
-    """The reserved rows of one terminal. The methods return text, and the caller writes the text to the terminal."""
+    """The reserved rows of one terminal."""
 
     def __init__(self) -> None:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws `lines` in the reserved rows.
-
-        If `lines` is empty, return the text that releases the reserved rows.
+        """Return the text that draws `lines` in the reserved rows, or that releases the reserved rows if `lines` is empty.
 
         Args:
             columns: width of the terminal.
             rows: height of the terminal, which must be more than the number of lines.
             lines: rows of the view, with colours.
-            is_state_known: False if another program may have used the terminal meanwhile. Then the rows are reserved again
-                in a way that works for every state of the terminal.
+            is_state_known: False if another program may have used the terminal since the last drawing. Then the text
+                reserves the rows again.
         """
         if not lines:
             text = self.release()
@@ -63,15 +59,15 @@ class ScrollRegion:
     def release(self) -> str:
         """Return the text that releases the reserved rows, so that the whole terminal scrolls again.
 
-        The text that this method returns does not move the cursor. Return "" if no rows are reserved.
+        The text that this method returns does not move the cursor.
         """
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
     def recover(self) -> str:
         """Return the text that releases the reserved rows, even if the last drawing is incomplete.
 
-        Return "" if no rows are reserved. The text erases the rows of the view by their row numbers, because the cursor may
-        be inside the view after an incomplete drawing. The text that this method returns does not move the cursor.
+        The text erases the rows of the view by their row numbers, because the cursor may be inside the view after an
+        incomplete drawing. The text that this method returns does not move the cursor.
         """
         if self._reserved is None:
             return ""
@@ -90,8 +86,8 @@ class ScrollRegion:
 def go_to_line_start(columns: int) -> str:
     """Return the text that moves the cursor to the start of the next line if the cursor is not at the start of a line.
 
-    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, that line has
-    no room for all the blanks. So the terminal moves the cursor to the next line.
+    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, these blanks
+    make the terminal move the cursor to the next line.
     """
     return " " * columns + "\r" + CLEAR_REST
 

@@ -4,9 +4,6 @@
     progress=None     a view in a notebook or a terminal, which appears when a rank first calls report()
     progress=True     a view everywhere, from the start of the call; if there is no terminal, lines on stderr
 
-In a terminal, the package `rich` renders the rows of the view. If `rich` is not installed, the view consists of lines on
-stderr.
-
 This module imports the other modules of the view only when they are needed.
 """
 
@@ -37,9 +34,8 @@ def may_show(progress: bool | None) -> bool:
 def select_display(*, allow_lines: bool) -> "Display | None":
     """Return a display for the notebook or the terminal in which this program runs.
 
-    If neither a notebook nor a terminal can show the view, the result depends on `allow_lines`. If `allow_lines` is True,
-    return a LineDisplay on stderr. If `allow_lines` is False, return None. If there is a terminal, but `rich` is not
-    installed, ignore `allow_lines` and return a LineDisplay. If `sys.stderr` is None, return None instead of a LineDisplay.
+    If neither a notebook nor a terminal can show the view, `allow_lines` decides between a LineDisplay on stderr and None.
+    If there is a terminal, but `rich` is not installed, ignore `allow_lines` and return a LineDisplay.
     """
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay

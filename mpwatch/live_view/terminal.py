@@ -1,12 +1,10 @@
 """The live view in the last rows of a terminal, shown only while this program is in the foreground.
 
-rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place these rows. This module writes the
-rows and the escape sequences to the terminal. This module reads nothing from the terminal and installs no signal handler. If
-the user has paused the output of the terminal with Ctrl-S, this module writes nothing.
+This module reads nothing from the terminal and installs no signal handler. If the user has paused the output of the terminal
+with Ctrl-S, this module writes nothing.
 
-If the size of a terminal changes, the terminal forgets which rows are reserved. At most a quarter of a second after the
-change, the next drawing of the view reserves the rows again. Until the rows are reserved again, output of ranks can appear
-among the rows of the view.
+If the size of a terminal changes, the terminal forgets which rows are reserved. The next drawing of the view reserves the
+rows again. Before this drawing, output of ranks can appear among the rows of the view.
 """
 
 import os
@@ -72,10 +70,7 @@ class TerminalDisplay:
         return (self._name, text.encode()) if text and self._name else None
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draw the snapshot in one write. Do nothing if the terminal does not accept output.
-
-        If this program is in the background, release the reserved rows.
-        """
+        """Draw the snapshot. If this program is in the background, release the reserved rows."""
         if not is_foreground(self._fd):
             self.pause()  # the program in the foreground needs all rows
             return
@@ -92,9 +87,8 @@ class TerminalDisplay:
     def pause(self) -> None:
         """Release the reserved rows. The next call of `show` reserves the rows again.
 
-        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The terminal may have
-        received only the beginning of an escape sequence. So `pause` first writes a control character that ends an
-        incomplete escape sequence.
+        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet, perhaps the end of an
+        escape sequence. So `pause` first writes a control character that ends an incomplete escape sequence.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()

@@ -1,6 +1,6 @@
 """Find a terminal for the live view.
 
-Every program that uses `mpwatch.run` imports this module, so this module imports few other modules.
+Every program that uses `mpwatch.run` imports this module, so this module must import few other modules.
 """
 
 import os
@@ -12,8 +12,7 @@ from typing import TextIO
 def find_terminal() -> TextIO | None:
     """Return sys.stderr or sys.stdout if a view can be drawn there. Return None otherwise.
 
-    The view needs a stream that is the controlling terminal of this process. If this process is in the background, or if the
-    environment variable TERM is "dumb", return None.
+    The stream must be the controlling terminal of this process, and this process must be in the foreground.
     """
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
@@ -29,7 +28,7 @@ def is_foreground(fd: int) -> bool:
 
 
 def terminal_name(fd: int) -> str:
-    """Return the path of the terminal. Return "" if the terminal has no path, as in some containers."""
+    """Return the path of the terminal, or "" if the terminal has no path, as in some containers."""
     try:
         return os.ttyname(fd)
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs on several nodes. Nodes with the same run_id and the same store form one job. This package imports torch.
+"""Runs on several nodes. Nodes with the same run_id and the same store form one job.
 
 Nodes join a torch rendezvous (rendezvous/). The rendezvous gives each node a number (its group rank), and gives all nodes a
 shared store for the round. The node with group rank 0 is the leader. All messages of a round go through the store
@@ -8,10 +8,9 @@ shared store for the round. The node with group rank 0 is the leader. All messag
     node <--- broadcasts: numbered ---------------- leader     "start", "stop", "this is decided"
     node ---- heartbeats -------------------------> leader     counters; all nodes read the leader's own counter
 
-The number of messages for an event, such as a failure of a rank, grows linearly with the number of nodes. If events happen
-on different nodes, mpwatch assumes that they happened in the order in which their messages reached the leader's inbox.
-mpwatch never compares clocks of different hosts. Each node measures with its own clock how long the heartbeat counter of
-another node has not changed.
+mpwatch never compares clocks of different hosts. If events happen on different nodes, mpwatch assumes that they happened in
+the order in which their messages reached the leader's inbox. Each node measures with its own clock how long the heartbeat
+counter of another node has not changed.
 
     caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
     node thread        node_thread.py      checks that the nodes have the same options (job_config_check.py), joins rounds,
@@ -22,9 +21,8 @@ another node has not changed.
 A round is a period in which the job has the same nodes. A round may have several attempts, because the ranks can be
 restarted within a round. The next round begins when nodes are lost or new nodes join.
 
-`Agent` (agent.py) is for users who extend torch's elastic agent or have their own RendezvousHandler
-(rendezvous/custom_handler.py). The module of `Agent` is imported only when `Agent` is first used, because the module imports
-torch.
+`Agent` (agent.py) is for programs that extend torch's elastic agent or have their own RendezvousHandler
+(rendezvous/custom_handler.py). agent.py imports torch, so this module imports agent.py only when `Agent` is first used.
 """
 
 from importlib import import_module

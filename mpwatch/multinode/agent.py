@@ -1,7 +1,7 @@
-"""`Agent` replaces torch's elastic agent for users who extend that agent or have their own RendezvousHandler.
+"""`Agent` replaces torch's elastic agent for programs that extend that agent or have their own RendezvousHandler.
 
-`Agent` runs the same code as `mpwatch.run(..., rendezvous=...)`, and only adds a few methods. `Agent` learns from the events
-of the run which ranks its node has. One thread calls `Agent.run`, and any thread may call `Agent.get_worker_group`.
+`Agent` runs the same code as `mpwatch.run(..., rendezvous=...)`, and only adds a few methods. One thread calls `Agent.run`,
+and any thread may call `Agent.get_worker_group`.
 """
 
 from dataclasses import dataclass, replace
@@ -57,16 +57,16 @@ class Agent(Generic[T]):
         spec: what to run, with a `rendezvous`.
         rdzv_handler: the handler with which the nodes join. Pass a handler on all nodes or on no node. With a handler, the
             endpoint, backend and options of `spec.rendezvous` are ignored. The other fields of `spec.rendezvous` apply, and
-            its run_id must be the run_id of the handler. The handler's settings say how many nodes it waits for, and how
-            long. The handler must return a new store for each round, as torch's dynamic rendezvous does. When the job is
-            over, the agent closes the handler. Call `rdzv_handler.shutdown()` yourself to release the handler's resources.
-            If nodes join later and the handler is torch's own, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment
-            of all nodes.
+            its run_id must be the run_id of the handler. The handler's settings say how many nodes the handler waits for,
+            and for how long. The handler must return a new store for each round, as torch's dynamic rendezvous does. When
+            the job is over, the agent closes the handler. Call `rdzv_handler.shutdown()` yourself to release the handler's
+            resources. If nodes join later and the handler is torch's own, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
+            environment of all nodes.
 
     Raises:
         TypeError: `spec` or `rdzv_handler` has a wrong type.
-        ValueError: `spec` has no rendezvous, or its run_id is not the handler's run_id. It is also raised if the handler may
-            count a node as lost while the ranks of that node still run.
+        ValueError: `spec` has no rendezvous, or its run_id is not the handler's run_id, or the handler may count a node as
+            lost while the ranks of that node still run.
     """
 
     def __init__(self, spec: WorkerSpec[T], *, rdzv_handler: RendezvousHandler | None = None) -> None:

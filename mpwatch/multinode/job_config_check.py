@@ -9,8 +9,8 @@ This module runs in the node thread. It uses these keys in the store of the job,
     expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
-A RendezvousHandler of the user returns a new store for each round. If the user has passed a RendezvousHandler, this module
-compares nothing, and the leader compares the JobConfigs after the nodes have joined (leader.py).
+If the user has passed a RendezvousHandler, this module compares nothing, because the handler returns a new store for each
+round. Then the leader compares the JobConfigs after the nodes have joined (leader.py).
 """
 
 import platform
@@ -50,8 +50,8 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the JobConfigs differ, write the difference into the store. If the rendezvous of another node fails later, the
-        LaunchError of that node contains the difference between the JobConfigs.
+        If the JobConfigs differ, write the difference into the store. Another node adds the difference to its LaunchError if
+        its rendezvous fails later.
 
         Args:
             store: the store of the job.
@@ -93,9 +93,6 @@ class JobConfigCheck:
     def read_history(self, store: PrefixedStore) -> RestartHistory:
         """Return the restart history from the store, or an empty history if the store has none.
 
-        If all nodes of a job are lost, the driver of mpwatch.cluster writes the history into the store. New nodes then read
-        the history and restart the ranks.
-
         Raises StoreLostError and LaunchError.
         """
         if not store.check([HISTORY_KEY]):
@@ -108,10 +105,9 @@ class JobConfigCheck:
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published a JobConfig, publish the JobConfig of this node.
 
-        The node that serves the store should be the first node. If the job refused the node that serves the store, the job
-        would lose the store. The other nodes wait a short time until the node that serves the store has published its
-        JobConfig. If the first node is lost before it has published its JobConfig, another node publishes its own JobConfig
-        after `node_timeout`.
+        The other nodes wait a short time for the JobConfig of the node that serves the store. If another node published
+        first, the job could refuse the node that serves the store, and lose the store. If the first node is lost before it
+        has published its JobConfig, another node publishes its own JobConfig after `node_timeout`.
 
         Raises InvalidEntryError.
         """

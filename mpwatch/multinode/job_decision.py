@@ -1,4 +1,4 @@
-"""Decide what the nodes do after an attempt: end, restart, or join the next round. Only the leader calls this module.
+"""Decide on the leader what the nodes do after an attempt: end, restart, or join the next round.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
@@ -11,11 +11,11 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-When an attempt fails, the following rules determine the root cause. If ranks failed independently of other nodes, the root
-cause is the independent failure that reached the leader first. If events on other nodes may have caused all failures, or if
-ranks have called wrong collectives, the leader compares the collectives of all ranks (job_verdict.py). If the comparison of
-the collectives finds no cause, the leader looks for missing ranks. A missing rank has probably kept ranks of other nodes
-waiting. A lost node is the root cause only if no rank failed independently of the lost node.
+If a comparison of the collectives of all ranks explains all failures of an attempt, it names the root cause
+(job_verdict.py). Otherwise, the root cause is the failure that reached the leader first, among the failures that no other
+node can have caused. If other nodes may have caused all failures, the leader blames missing ranks. A missing rank has
+probably kept ranks of other nodes waiting. A lost node is the root cause only if no rank failed independently of the lost
+node.
 """
 
 import math
@@ -64,7 +64,7 @@ class AttemptSummary:
     waiting_nodes: int
     """How many nodes wait to join."""
     stopped_for_waiting_nodes: bool = False
-    """Whether the attempt was stopped because nodes wait to join. If so, a victim's peer was stopped and did not fail."""
+    """Whether the attempt was stopped because nodes wait to join. Then a victim may have failed because of this stop."""
     failure_order: Sequence[int]
     """The nodes whose ranks failed, in the order of the inbox."""
     reports: Mapping[int, AttemptReport]
@@ -74,7 +74,7 @@ class AttemptSummary:
     verdict: CollectiveVerdict | None = None
     """The mismatch between the ranks' collectives that has ended the attempt, or None."""
     stop_cause: str = ""
-    """What has requested a stop of the job. It is empty if no stop was requested."""
+    """A text that says what has requested a stop of the job. It is empty if no stop was requested."""
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
@@ -249,11 +249,7 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures.
-
-    If the comparison finds no rank to blame, return the summary unchanged. The reports are not compared in three cases: a
-    node was lost, a node's outcome is TIMED_OUT or ABORTED, or the attempt was stopped because new nodes want to join.
-    """
+    """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures."""
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -291,8 +287,7 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
     """Return a summary that blames the ranks for which ranks of other nodes have waited.
 
-    Missing ranks are blamed only if ranks failed because they waited for ranks of other nodes. If a node failed
-    independently of other nodes (`_victim_level` 0), return the summary unchanged.
+    If a node failed independently of other nodes (`_victim_level` 0), return the summary unchanged.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -311,10 +306,7 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    """Return a copy of the report in which the failures of the missing ranks come first.
-
-    A missing rank has probably kept ranks of other nodes waiting.
-    """
+    """Return a copy of the report in which the failures of the missing ranks come first."""
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
@@ -338,9 +330,8 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    A failure may be the consequence of a failure on another node. The failed node with the lowest `_victim_level` counts as
-    the node that failed first. If several failed nodes have the lowest `_victim_level`, choose the node whose failure
-    reached the leader first.
+    A failure may be the consequence of a failure on another node, so choose the node with the lowest `_victim_level`. If
+    several nodes have the lowest `_victim_level`, choose the node whose failure reached the leader first.
     """
     failed = [
         summary.reports[node]
@@ -351,10 +342,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return a number that says whether another node has caused the first failure of this node.
-
-    The number 2 means yes, 1 means perhaps, and 0 means no.
-    """
+    """Return whether another node has caused the first failure of this node: 2 means yes, 1 means perhaps, 0 means no."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0
@@ -366,10 +354,7 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Return the nodes that have reported, sorted so that the node with the most likely root cause comes first.
-
-    Nodes with the same `_victim_level` are in the order in which their failures reached the leader.
-    """
+    """Return the nodes that have reported, sorted so that the node with the most likely root cause comes first."""
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(
         summary.reports,

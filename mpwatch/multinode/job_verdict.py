@@ -1,9 +1,8 @@
 """Compare the collectives of all nodes, to find a rank that has called a wrong collective. All functions are pure.
 
 Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again in its AttemptReport.
-The leader compares the collectives of all nodes. A run on one node uses the same code (watcher/diagnosis/) to compare its
-ranks. The leader blames the rank that the comparison finds. The leader ignores the comparison if a node was lost, or if a
-rank failed for a reason other than collectives.
+The leader compares them with the code that also compares the ranks of a run on one node (watcher/diagnosis/). The leader
+ignores the comparison if a node was lost, or if a rank failed for a reason other than collectives.
 """
 
 import signal
@@ -92,10 +91,7 @@ def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdic
 
 
 def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
-    """Compare the collectives in the nodes' reports, and return the most certain verdict.
-
-    Return None if there is no verdict.
-    """
+    """Compare the collectives in the nodes' reports, and return the most certain verdict, or None."""
     return next(iter(find_job_verdicts(read_records(report.collectives) for report in reports)), None)
 
 
@@ -123,8 +119,8 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict explains all failures of the job, and therefore names the root cause.
 
-    If a rank is only late, the collective can still succeed. If a collective can still succeed, its verdict must meet two
-    conditions: the verdict is complete (`is_complete`), and ranks have timed out in a wait for ranks of other nodes.
+    If a rank is only late, the collective can still succeed. Such a verdict explains the failures only if it is complete
+    (`is_complete`), and if ranks have timed out while they waited for ranks of other nodes.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -169,10 +165,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Build a failure for a blamed rank from its RankRecord.
-
-    Call this function if the node's report contains no readable failure of the rank.
-    """
+    """Build a failure for a blamed rank from its RankRecord, if the node's report has no readable failure of the rank."""
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

@@ -1,9 +1,8 @@
 """The state machine of the leader. The node with group rank 0 is the leader, and decides for the whole job.
 
-The leader uses a new state machine for each round. The state machine of the leader has no side effects, except that it gets
-random numbers from `rng`. The node thread passes the messages of all nodes to the state machine, in the order in which the
-messages reached the leader's inbox. The node thread also passes heartbeats and the time to the state machine
-(round_runner.py). Each method of the state machine returns the actions that the node thread has to execute.
+The leader uses a new state machine for each round. The state machine has no side effects, except that it gets random numbers
+from `rng`. The node thread passes the messages of all nodes to the state machine in the order of the leader's inbox
+(round_runner.py). Each method returns actions, which the node thread executes.
 
     WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
                              ^                                   |  |                             ^
@@ -24,25 +23,23 @@ messages reached the leader's inbox. The node thread also passes heartbeats and 
     SHUTTING_DOWN        all nodes that are not lost have sent ShutdownAck,             FINISHED
                          or the time is over
 
-When a stop is requested on a node, this node sends StopRequest to the leader. The leader broadcasts HoldSteps, which makes
+When a stop is requested on a node, the node sends StopRequest to the leader. The leader broadcasts HoldSteps, which makes
 all ranks wait. Each node answers with StepsHeld, which contains the highest step that a rank of the node has passed. When
-all nodes have answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after the step
-that StopAtStep names. After a request to stop, the job is not restarted, and no further nodes may join.
+all nodes have answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after this
+highest step. After a request to stop, the job is not restarted, and no further nodes may join.
 
 These steps follow when a node is lost:
 
 1. `check_heartbeats` finds a node whose heartbeat counter has not changed for `node_timeout`. A node also counts as lost if
-   it leaves (NodeLeaving), if it sends no NodeInfo in time, or if its ranks do not stop in time.
+   it leaves (NodeLeaving), sends no NodeInfo in time, or does not stop its ranks in time.
 2. The leader broadcasts StopAttempt. Every node that is not lost stops its ranks and sends an AttemptReport.
-3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. The decision is FAILED if
-   the lost node served the store. The decision is also FAILED if too few nodes remain and no restart is left. If the job
-   can go on, the decision is RE_RENDEZVOUS. The leader broadcasts the AttemptDecision.
+3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. If the job can go on,
+   the decision is RE_RENDEZVOUS. The leader broadcasts the AttemptDecision.
 4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
    itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
-Guarantees: the leader makes exactly one decision for each attempt. Before the leader decides, it waits for the report of
-every node that is not lost. A node that sends no heartbeat for `node_timeout` is lost. The number of messages grows linearly
-with the number of nodes.
+Guarantees: the leader makes at most one decision for each attempt. If the attempt has started, the leader first waits for
+the report of every node that is not lost. The number of messages grows linearly with the number of nodes.
 """
 
 import math
@@ -138,7 +135,8 @@ class Leader:
         policy: says after which failures the job is restarted, and how many restarts it has.
         node_timeout: seconds without a heartbeat after which a node is lost.
         exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
-        stall_after: seconds after which the leader warns of ranks that wait in a collective. If it is None, it never warns.
+        stall_after: seconds after which the leader warns of ranks that wait in a collective. If it is None, the leader
+            compares no collectives.
         now: the time of a monotonic clock. All later times are of the same clock.
         rng: returns a random number between 0 and 1, for the jitter of delays. A test can replace it.
     """
@@ -204,10 +202,7 @@ class Leader:
         return set(range(self._size)) - self._lost_nodes.keys()
 
     def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
-        """Handle one message that a node has sent to the leader.
-
-        If the node that has sent the message is lost or not in this round, ignore the message.
-        """
+        """Handle one message that a node has sent to the leader."""
         node = message.group_rank
         if node not in self.active_nodes or self.stage is RoundStage.FINISHED:
             return []
@@ -240,7 +235,7 @@ class Leader:
         return self._handle_report(message, now)
 
     def _request_stop(self, cause: str) -> list[LeaderAction]:
-        """At the first request to stop, ask all nodes to make their ranks wait.
+        """At the first request to stop, make the ranks of all nodes wait.
 
         If the attempt has not started yet, `start_attempt` broadcasts HoldSteps later.
         """
@@ -250,7 +245,7 @@ class Leader:
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
         """If the ranks of all nodes wait, make all ranks stop at the same step.
 
-        If a stop is requested during a restart, and no node has started its ranks yet, end the job.
+        If a restart is in progress and no node has started its ranks yet, end the job instead.
         """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
@@ -267,9 +262,7 @@ class Leader:
         return [Broadcast(StopAtStep(self._attempt, self._stop_cause, highest))]
 
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
-        """Compare each node's heartbeat count with the count at the previous call.
-
-        A node whose heartbeat count has not changed for more than `node_timeout` is lost.
+        """Find the nodes whose heartbeat count has not changed for more than `node_timeout`, and count them as lost.
 
         A node that is missing in `counts` has sent no heartbeat.
         """
@@ -286,10 +279,7 @@ class Leader:
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
-        """Set how many nodes wait to join the job.
-
-        If the job has room for waiting nodes, stop the attempt, so that these nodes can join.
-        """
+        """Set how many nodes wait to join the job. If the job has room for them, stop the attempt so that they can join."""
         if self._stop_cause:
             return []
         self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
@@ -300,7 +290,7 @@ class Leader:
     def extend_deadlines(self, seconds: float) -> None:
         """Extend all deadlines by `seconds`.
 
-        Call this method if the leader did not read the store for `seconds` seconds, and therefore saw no heartbeats.
+        Call this method if the leader did not read the store for this time, and so saw no heartbeats.
         """
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
@@ -309,10 +299,8 @@ class Leader:
     def step_down(self, reason: str) -> list[LeaderAction]:
         """Stop leading, because other nodes may count this leader as lost and may have made their own decisions.
 
-        The node thread calls this method if the leader has sent no heartbeat for a long time. A node counts the leader as
-        lost when the node has seen no heartbeat of the leader for `node_timeout`. After a call of `step_down`, the leader
-        makes no decision any more. The broadcast of StopAttempt makes the nodes that are still in this round stop their
-        ranks.
+        Call this method if the leader has sent no heartbeat for a long time. StopAttempt makes the nodes that are still in
+        this round stop their ranks.
         """
         self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -336,7 +324,7 @@ class Leader:
         return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
-        """If the deadline of the present stage has passed, each node that has not sent the expected message is lost."""
+        """If the deadline of the stage has passed, count the late nodes as lost. In SHUTTING_DOWN, end the round instead."""
         if now < self._deadline:
             return []
         self._deadline = math.inf
@@ -377,13 +365,9 @@ class Leader:
         return tuple(assignments)
 
     def judge_stalls(self, now: float) -> list[LeaderAction]:
-        """If nodes have sent new collectives, compare the collectives of all nodes.
+        """If nodes have sent new collectives, compare the collectives of all nodes. Then warn, or stop the attempt.
 
-        If the collectives show that the ranks can never go on, stop the attempt. If the ranks only wait for a late rank, log
-        one warning.
-
-        Call this method once after all new messages are handled. Do not call this method after each message, because a
-        comparison of thousands of ranks takes a second.
+        Call this method once after all new messages are handled, because a comparison of thousands of ranks takes a second.
         """
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []

@@ -12,8 +12,7 @@ This table shows how an event on another node stops the ranks of this node:
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
 After each heartbeat of this node, the node thread renews the lease, which is the time until which the ranks may run. If the
-lease expires, the watcher thread stops the ranks without a message from the leader. The StopReason of these ranks is
-CANCELLED_BY_JOB.
+lease expires, the watcher thread stops the ranks without a message from the leader.
 """
 
 import socket
@@ -77,18 +76,14 @@ class LocalRanks:
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Store the environment variables that the caller's thread has computed for the ranks of an attempt.
-
-        If `start` is not the latest StartAttempt, do nothing.
-        """
+        """Store the environment variables of the ranks. If `start` is not the latest StartAttempt, do nothing."""
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        The watcher thread begins the run without ranks, because the numbers of the ranks are known only after the
-        rendezvous. `start` sends the watcher thread a RestartCommand in every attempt, even in the first attempt.
+        `start` sends a RestartCommand even in the first attempt, because the watcher thread begins the run without ranks.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -118,8 +113,8 @@ class LocalRanks:
     def renew_lease(self, since: float) -> None:
         """Extend the lease of the ranks. The new lease begins at `since`, and is shorter than `node_timeout`.
 
-        Call this method after each heartbeat of this node. `since` is the time of the heartbeat. If the lease is not
-        renewed, the watcher thread stops the ranks before the other nodes can count this node as lost.
+        Call this method after each heartbeat of this node, with the time of the heartbeat. If the lease is not renewed, the
+        watcher thread stops the ranks before the other nodes can count this node as lost.
         """
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
         self._commands.post(Lease(stop_at, kill_at))
@@ -127,8 +122,7 @@ class LocalRanks:
     def end_lease(self) -> None:
         """Let the ranks run without a lease, because the job is over for this node.
 
-        The node thread no longer renews the lease. When a lease expires, the watcher thread kills the ranks that are being
-        stopped, even if their grace period is not over.
+        When a lease expires, the watcher thread kills the ranks that are being stopped, even during their grace period.
         """
         self._commands.post(NO_LEASE)
 

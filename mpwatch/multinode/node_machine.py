@@ -1,8 +1,7 @@
 """The state machine that every node runs for one round, including the leader's node.
 
-The state machine of a node has no side effects. The state machine gets its inputs from the node thread (round_runner.py).
-The inputs of the state machine are messages and heartbeats of the leader, events of the node's ranks, and the time. Each
-method of the state machine returns the actions that the node thread has to execute.
+The state machine has no side effects. The node thread passes events to the state machine, and executes the actions that each
+method returns (round_runner.py).
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
                    ^                                        |       |                             ^
@@ -22,12 +21,10 @@ method of the state machine returns the actions that the node thread has to exec
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
                          (the leader and the node that serves the store: JobFinished)
 
-If the leader is lost, `check_leader_heartbeat` finds that the leader's heartbeat counter has not changed for `node_timeout`.
-When a node finds that the leader is lost, the node stops its ranks. When the ranks have exited, the node decides without the
-leader what it does next (`_decide_without_leader`). If a stop was requested, `_decide_without_leader` decides FAILED. If
-fewer than `min_nodes` nodes remain and the job has no restart left, `_decide_without_leader` decides FAILED. If the job can
-go on, `_decide_without_leader` decides RE_RENDEZVOUS. Without the leader, all nodes make the same decision, because all
-nodes know the same facts. If the store is lost, the job fails on every node that cannot reach the store.
+The leader is lost if its heartbeat counter has not changed for `node_timeout` (`check_leader_heartbeat`). Then each node
+stops its ranks, and decides without the leader what it does next (`_decide_without_leader`). All nodes make the same
+decision, because all nodes know the same facts. If the store is lost, the job fails on every node that cannot reach the
+store.
 
 A node can leave a round in these ways:
 
@@ -41,15 +38,15 @@ A node can leave a round in these ways:
     handle_leader_loss    the leader is lost                                               joins the next round, or ends
     handle_store_loss     the store is lost                                                ends
 
-`NodeThread.finish_within` limits how long the node thread runs after the run on this node has ended. After the run has
-ended, the node thread still sends the last messages of this node, such as NodeLeaving. If this node serves the store, the
-other nodes can use the store until the node thread of this node ends.
+After the run on this node has ended, the node thread still sends the last messages of this node, such as NodeLeaving.
+`NodeThread.finish_within` limits the time for these messages. If this node serves the store, the other nodes can use the
+store until the node thread of this node ends.
 
 Guarantees: if the leader's heartbeats stop, the stage of this node ends within `node_timeout`. If the store is lost, the
-stage of this node ends at once. The only exception is the stage STOPPING, which ends when the ranks have exited.
-`grace_period` limits the time that the ranks may need to exit. While the leader is alive, `node_timeout` does not limit the
-stages PREPARING, RUNNING and AWAITING_DECISION, because these stages wait for user code. If a node cannot send heartbeats,
-its ranks are stopped before the other nodes can count the node as lost (LocalRanks.renew_lease).
+stage ends at once. The only exception is the stage STOPPING, which ends when the ranks have exited. `grace_period` limits
+the time that the ranks may need to exit. While the leader is alive, `node_timeout` does not limit the stages PREPARING,
+RUNNING and AWAITING_DECISION, because these stages wait for user code. If a node cannot send heartbeats, its ranks are
+stopped before the other nodes can count the node as lost (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -106,10 +103,7 @@ class SendToLeader:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRanks:
-    """Compute the environment variables of the node's ranks in the caller's thread.
-
-    If the user's option `env` is a function, it must run in the caller's thread.
-    """
+    """Compute the environment variables of the ranks in the caller's thread, where the user's function `env` must run."""
 
     start: StartAttempt
     assignment: RankAssignment
@@ -264,10 +258,7 @@ class NodeMachine:
         return [PrepareRanks(self._start, assignment)]
 
     def check_leader_heartbeat(self, count: int, now: float) -> list[NodeAction]:
-        """Compare the leader's present heartbeat count with the count of the previous call.
-
-        If the leader's heartbeat count has not changed for more than `node_timeout`, the leader is lost.
-        """
+        """If the leader's heartbeat count has not changed for more than `node_timeout`, handle the loss of the leader."""
         if count != self._leader_heartbeat:
             self._leader_heartbeat, self._leader_seen_at = count, now
         elif now - self._leader_seen_at > self._node_timeout:
@@ -277,15 +268,12 @@ class NodeMachine:
     def extend_deadlines(self, seconds: float) -> None:
         """Extend the time limit for the leader's heartbeat by `seconds`.
 
-        Call this method when this node did not read the store for `seconds`, and so could not see the leader's heartbeats.
+        Call this method if this node did not read the store for this time, and so saw no heartbeats of the leader.
         """
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks, then decide without the leader what this node does next.
-
-        The other nodes also notice that the leader is lost, and make the same decision.
-        """
+        """Stop the ranks, then decide without the leader what this node does next."""
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED  # the decision about the job is known
             return []
@@ -311,11 +299,8 @@ class NodeMachine:
     def withdraw(self, reason: str) -> list[NodeAction]:
         """Leave the round, because this node was silent for a long time.
 
-        The leader may already count this node as lost, because this node sent no heartbeats while it was silent.
-
-        Report to the leader that this node leaves, stop the ranks of this node, and start no further ranks in this round.
-        When this node has read the leader's decision, it follows the decision. If the leader is lost, this node decides
-        without the leader what it does next.
+        The leader may already count this node as lost. This node stops its ranks, starts no further ranks in this round, and
+        then follows the leader's decision.
         """
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
@@ -367,19 +352,13 @@ class NodeMachine:
         return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, step))]
 
     def report_ranks_stopped(self) -> list[NodeAction]:
-        """Report to the leader that all ranks of this node have exited.
-
-        This node sends its AttemptReport later, when the caller's thread has made the AttemptReport.
-        """
+        """Report to the leader that all ranks of this node have exited. The AttemptReport follows later."""
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         return [SendToLeader(RanksStopped(self._node_info.group_rank, self.attempt))]
 
     def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
-        """Report to the leader how the attempt has ended on this node.
-
-        If the leader is lost, decide without the leader what this node does next.
-        """
+        """Report to the leader how the attempt has ended on this node."""
         if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
         report = replace(report, group_rank=self._node_info.group_rank, attempt=self.attempt)
@@ -406,7 +385,7 @@ class NodeMachine:
     def report_signal(self, reason: str) -> list[NodeAction]:
         """Report to the leader that this node leaves the job, because a signal or another event has interrupted the run.
 
-        The watcher thread stops the ranks of this node.
+        The method returns no StopRanks, because the watcher thread itself stops the ranks.
         """
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
@@ -445,7 +424,7 @@ class NodeMachine:
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
         """Make the ranks of this node wait, now or as soon as the ranks are started.
 
-        If the ranks have already exited, this node reports the highest step that a rank of this node has passed.
+        If the ranks have already exited, HoldRanks makes this node report the highest step that a rank has passed.
         """
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
@@ -465,7 +444,7 @@ class NodeMachine:
     def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
         """Stop the ranks, then follow a decision that the leader has made without this node.
 
-        For example, the leader decides without this node if this node has sent no heartbeat for `node_timeout`.
+        The leader decides without this node if it counts this node as lost.
         """
         if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []
@@ -479,8 +458,7 @@ class NodeMachine:
     def _decide_without_leader(self) -> list[NodeAction]:
         """Decide what this node does next, because the leader or the store is lost.
 
-        If the leader is lost, all other nodes make the same decision, because this method uses only facts that all of these
-        nodes know.
+        Use only facts that all nodes know, because all nodes must make the same decision if the leader is lost.
         """
         history = replace(self.history, attempts=max(self.history.attempts, self.attempt + 1))
         if not self._size:

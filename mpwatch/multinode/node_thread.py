@@ -5,13 +5,11 @@
     watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      NodeMachine, and
                      <-- commands: start, stop, renew the lease ---------------------- |          |      Leader on one node
 
-Other threads put requests for the node thread into a queue. The node thread executes the queued requests during a round. If
-a request comes during a rendezvous, the node thread executes the request when the round begins.
+Other threads put requests for the node thread into a queue. If a request comes during a rendezvous, the node thread executes
+the request when the round begins.
 
 Calls that cannot be interrupted, such as name resolution, run on other threads, so that the node thread can stop waiting for
-them (rendezvous/cancellable_wait.py). The node thread waits for other nodes during a rendezvous. Before its first
-rendezvous, the node thread also waits until the first node of the job has published its JobConfig (job_config_check.py). If
-a store does not answer, the kernel ends the connection to the store (rendezvous/store.py).
+them (rendezvous/cancellable_wait.py).
 
 Guarantee: when `NodeThread.close` has returned, the node thread has ended, and its sockets and its port are released.
 """
@@ -78,8 +76,6 @@ REJOIN_LAST_CALL_SECONDS = 2.0  # how long remaining nodes wait for more nodes, 
 class NodeThread:
     """The thread that exchanges messages with the other nodes during one run.
 
-    Other threads call the public methods of NodeThread.
-
     Args:
         spec: the options of the run.
         run_deadline: the time at which the run's `timeout` is over, in seconds of CLOCK_MONOTONIC.
@@ -145,7 +141,7 @@ class NodeThread:
     def acknowledge_shutdown(self) -> None:
         """Report to the leader that this node knows the result of the job.
 
-        After `acknowledge_shutdown`, the other nodes do not wait for this node any more.
+        After this report, the other nodes do not wait for this node.
         """
         self._is_acknowledged = True
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
@@ -166,7 +162,7 @@ class NodeThread:
     def close(self) -> None:
         """Leave the job, and wait until the node thread has ended.
 
-        If an exception, such as KeyboardInterrupt, interrupts `close`, leave the job immediately and raise the exception.
+        If an exception such as KeyboardInterrupt interrupts `close`, leave the job at once and raise the exception.
         """
         if not self._is_acknowledged:
             self.finish_within(self._spec.grace_period + LEAVE_SECONDS)
@@ -187,7 +183,7 @@ class NodeThread:
     def on_outcome_change(self, machine: StateMachine) -> None:
         """Report to the leader that a signal came, that the attempt failed or timed out, or that all ranks have exited.
 
-        The argument `machine` is the state machine of this node's ranks.
+        `machine` is the state machine of this node's ranks, and not the NodeMachine.
         """
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
@@ -198,7 +194,7 @@ class NodeThread:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
-        """Report stalled ranks to the leader, and send it the latest collectives of all ranks of this node.
+        """Report stalled ranks to the leader, with the latest collectives of all ranks of this node.
 
         If no rank is stalled any more, `answers` is empty. See CollectiveMonitor.
         """
@@ -209,8 +205,7 @@ class NodeThread:
         """Report to the leader that a stop was requested on this node.
 
         During a rendezvous there is no leader, so `on_stop` reports nothing and returns False. After a stop was requested,
-        this node joins no further round. If the leader is lost before it has read the request to stop, the other nodes go on
-        without this node.
+        this node joins no further round.
         """
         self._stop_cause = cause
         if self._is_in_round:
@@ -252,7 +247,7 @@ class NodeThread:
             self._local_ranks.notify_caller(error)
 
     def _report_launch_failure(self, error: Exception) -> None:
-        """Report an error to the caller's thread. The error has prevented a rendezvous or the start of an attempt."""
+        """Report to the caller's thread an error that has prevented a rendezvous or the start of an attempt."""
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
@@ -283,9 +278,8 @@ class NodeThread:
     def _join_first_round(self, join_deadline: float) -> Round:
         """Connect to the store, check the JobConfig of this node, and join the first round.
 
-        If an earlier job with the same name is just ending, this node may reach the store of the earlier job. The store of
-        the earlier job still exists, because the node that serves the store leaves last. If this node finds that the earlier
-        job is over, this node tries to connect again, for at most RECONNECT_SECONDS.
+        This node may reach the store of an earlier job that has the same name and is just ending. Then this node tries to
+        connect again, for at most RECONNECT_SECONDS.
         """
         reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""
@@ -314,8 +308,7 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Join the next round.
 
-        Raises LaunchError. If the job has refused another node, the text of the LaunchError says so. For example, a job
-        refuses a node whose options differ from the options of the job's first node.
+        Raises LaunchError. If a node was refused because of its JobConfig, the text of the LaunchError says so.
         """
         try:
             return self._client.join(
@@ -328,11 +321,9 @@ class NodeThread:
             raise
 
     def _make_wait_report(self, deadline: float) -> WaitReport:
-        """Return a WaitReport, an object that logs once that this node waits for other nodes.
+        """Return a WaitReport that logs once that this node waits for other nodes.
 
-        The WaitReport logs after FIRST_WAIT_SECONDS. If this node has started ranks before, the WaitReport logs after
-        REJOIN_WAIT_SECONDS instead. FIRST_WAIT_SECONDS is longer than REJOIN_WAIT_SECONDS, because the nodes of a job start
-        at different times.
+        FIRST_WAIT_SECONDS is longer than REJOIN_WAIT_SECONDS, because the nodes of a job start at different times.
         """
         now, needed = time.monotonic(), self._rendezvous.min_nodes
 
@@ -344,7 +335,7 @@ class NodeThread:
         return WaitReport(now + (REJOIN_WAIT_SECONDS if self._local_ranks.has_started else FIRST_WAIT_SECONDS), log)
 
     def _run_round(self, round_: Round, history: RestartHistory) -> Rejoin | None:
-        """Run one round. Return a Rejoin, which says how the node joins the next round, or None if the job is over."""
+        """Run one round. Return how the node joins the next round, or None if the job is over."""
         options = self._rendezvous
         channel = StoreChannel(
             round_.store,

@@ -1,4 +1,4 @@
-"""Build the Worker of each rank of a node from the numbers that the leader has assigned. The function is pure."""
+"""Build the Worker of each rank of a node from the numbers that the leader has assigned."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def build_assigned_workers(
 ) -> tuple[Worker, ...]:
     """Build the Worker of each rank of a node. `first_rank` is the global rank of the node's first rank.
 
-    All arguments after `first_rank` are fields of the event RendezvousCompleted.
+    The arguments after `first_rank` have the meaning of the same fields of the event RendezvousCompleted.
     """
     assert isinstance(spec.nprocs, int)
     return tuple(

@@ -4,10 +4,8 @@
                                                             |
                                                             '--> actions: store channel, LocalRanks
 
-The node thread reads messages from the store, passes the messages to the node's state machines, and executes the actions
-that the state machines return. A store cannot notify its clients, so the node thread polls the store several times a second.
-After an action, the node thread polls the store more often, because the other nodes will answer soon. If the store is lost,
-the NodeMachine goes on without the store until the node's ranks have exited.
+A store cannot notify its clients, so the node thread polls the store several times a second. If the store is lost, the
+NodeMachine goes on without the store until the node's ranks have exited.
 """
 
 import time
@@ -97,9 +95,7 @@ class RoundRunner:
     def run(self, requests: deque[Callable[["RoundRunner"], None]], wakeup: Event) -> None:
         """Run the round until this node has nothing more to do in the round.
 
-        To make a request, another thread appends it to `requests` and then sets `wakeup`. When `wakeup` is set, the node
-        thread immediately executes all requests. Requests that came during the rendezvous are executed at the beginning of
-        the round.
+        To make a request, another thread appends it to `requests` and then sets `wakeup`.
         """
         while not self._is_finished():
             wakeup.clear()
@@ -118,10 +114,9 @@ class RoundRunner:
             self._extend_fast_polling()
 
     def stop_waiting_after(self, seconds: float) -> None:
-        """From now on, let `run` wait for other nodes for at most `seconds`.
+        """Make `run` return after at most `seconds`, even if other nodes still need this node.
 
-        `run` waits only if this node serves the store, is the leader, or still has actions to execute. Call this method when
-        the node's ranks have exited.
+        Call this method when the node's ranks have exited.
         """
         self._leave_deadline = time.monotonic() + seconds
 
@@ -157,10 +152,7 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check whether this node was silent, which means that it did not poll the store and sent no heartbeats.
-
-        For example, a node is silent while its process is suspended.
-        """
+        """Check whether this node was silent, which means that it did not poll the store and sent no heartbeats."""
         silence, self._polled_at = now - self._polled_at, now
         if silence <= SILENCE_SECONDS:
             return
@@ -191,7 +183,7 @@ class RoundRunner:
             self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
 
     def _run_leader(self, leader: Leader, now: float) -> None:
-        """Give the leader the new messages, the time and the number of waiting nodes. Execute the returned actions."""
+        """Run the leader's state machine, and execute the actions that it returns."""
         for message in self._channel.read_inbox():
             self._leader_actions += leader.handle_message(message, now)
         self._leader_actions += leader.judge_stalls(now)

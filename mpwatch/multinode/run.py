@@ -44,9 +44,8 @@ def run_multi_node(
         payload: see `run_single_node`.
         on_start: see `run_single_node`.
 
-    Raises LaunchError. If the calling program received a signal during the run, the program's signal handler is called at
-    the end of the run. If the signal handler raises an exception, such as KeyboardInterrupt, `run_multi_node` raises the
-    same exception.
+    Raises LaunchError. If a signal such as SIGINT comes during the run, the calling program's handler for this signal runs
+    at the end of the run. This handler can raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None

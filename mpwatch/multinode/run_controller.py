@@ -95,16 +95,13 @@ class MultiNodeRunController(RunController[T]):
 
     @property
     def is_job_decided(self) -> bool:
-        """Whether this node knows the decision that ends the job.
-
-        If the run ends on this node before `is_job_decided` is True, the other nodes may continue the job without this node.
-        """
+        """Whether this node knows the decision that ends the job."""
         return self._job_decision is not None
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
         """Report to the leader the attempts that have ended on this node, and do what the leader decides.
 
-        See RunController. Raises LaunchError, or any exception that `retry_if` or `env` raises.
+        Raises LaunchError, and any exception that `retry_if` or `env` raises.
         """
         try:
             for observations in watcher_thread.commands.take_decision_requests():
@@ -232,8 +229,7 @@ class MultiNodeRunController(RunController[T]):
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
         """Return the decision, and add the root cause if the decision does not contain it.
 
-        If the next attempt cannot start after a failed attempt, the new decision does not contain the root cause. Then this
-        method takes the root cause from the decision on the failed attempt.
+        If the next attempt cannot start, the root cause is only in the earlier decision about the failed attempt.
         """
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
@@ -266,10 +262,7 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures that the leader's decision contains, as a dict with the failed ranks as keys.
-
-        The returned dict contains all ranks of lost nodes, and also the failed ranks of this node.
-        """
+        """Return the failures that the leader's decision contains, as a dict with the failed ranks as keys."""
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
@@ -293,7 +286,7 @@ class MultiNodeRunController(RunController[T]):
     def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
         """Return `failure` with all facts that this node knows about the failed rank.
 
-        `failure` comes from the leader's decision. Call this method only if the failed rank is on this node.
+        Call this method only if the failed rank is on this node.
         """
         local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
         if local is None:  # the collectives of all nodes have shown that this rank called a wrong collective
@@ -316,14 +309,14 @@ class MultiNodeRunController(RunController[T]):
         watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Keep the outcomes of ranks until the leader has decided which rank failed first, and then publish them."""
+        """Store the outcomes of the ranks until the leader has decided which rank failed first."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """If `_publish_outcomes` has stored outcomes of ranks in `_unpublished`, publish the stored outcomes.
+        """Publish the outcomes that `_publish_outcomes` has stored.
 
         If `failures` is None, publish the failures that this node itself has found.
         """

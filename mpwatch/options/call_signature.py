@@ -15,8 +15,8 @@ def check_signature(
 ) -> None:
     """Check that the signature of `fn` allows the call `fn(*args, **kwargs)`. Raises TypeError.
 
-    A callable without a signature is not checked. A callable with an attribute `__signature__` is not checked, because a
-    decorator may have copied this attribute from a function with different arguments.
+    This function does not check a callable with an attribute `__signature__`, because a decorator may have copied this
+    attribute from a function with different arguments.
 
     Args:
         fn: a callable.

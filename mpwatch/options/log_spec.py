@@ -55,17 +55,17 @@ class LogSpec:
         dir: the folder for log files: `<dir>/<run_id>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, where n is
             `restart_count`. Folders are made if they are missing. A file contains the bytes as the rank wrote them. None
             means that there are no files.
-        show: the ranks whose lines are written to the caller's stdout and stderr. They are written to `sys.stdout` and
-            `sys.stderr` as these are at the time of the call. Lines stay whole. A line that is overwritten with carriage
-            returns, such as a progress bar, is shown every two seconds, and in its final state. "inherit" means that the
-            ranks write directly to the caller's file descriptors.
+        show: the ranks whose lines are written to the caller's stdout and stderr. The lines go to the objects that
+            `sys.stdout` and `sys.stderr` are at the time of the call. Lines stay whole. A line that is overwritten with
+            carriage returns, such as a progress bar, is shown every two seconds, and in its final state. "inherit" means
+            that the ranks write directly to the caller's file descriptors.
         files: the ranks whose output goes to files, if `dir` is set.
         prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host}, {node}
             (the `group_rank` of a Worker) and {time}; {time:%H:%M:%S} formats the time as strftime does. None means
-            "[{rank}] " if more than one rank is shown. In a notebook None means "[{rank}] " only once more than one rank has
-            written something. The output of a single rank is forwarded unchanged, carriage returns included.
-        stdout: where the shown lines of stdout are written: any object with a `write` method for text. It is called in a
-            thread of mpwatch. None means `sys.stdout`.
+            "[{rank}] " if more than one rank is shown. In a notebook, None means "[{rank}] " after a second rank has written
+            something. The output of a single rank is forwarded unchanged, carriage returns included.
+        stdout: where the shown lines of stdout are written: any object with a `write` method for text. A thread of mpwatch
+            calls this method. None means `sys.stdout`.
         stderr: where the shown lines of stderr are written, like `stdout`. None means `sys.stderr`.
 
     Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
@@ -149,9 +149,7 @@ class LogSpec:
     def representative_ranks(self) -> list[int]:
         """Return sample ranks: all ranks in `show` and `files`, and two ranks that are higher than all of these ranks.
 
-        For example, if `show` and `files` name the ranks 0 and 3, the sample ranks are 0, 3, 4 and 5. If `show` and `files`
-        name no rank, the sample ranks are 0 and 1. If the number of ranks is not known yet, RankOutput uses the sample ranks
-        instead of all ranks.
+        RankOutput uses the sample ranks if the number of ranks is not known yet.
         """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}
@@ -174,7 +172,7 @@ def in_notebook() -> bool:
 
 
 def default_logs() -> LogSpec:
-    """Return the LogSpec for `logs=None`. Ranks inherit the caller's stdout and stderr, except in a notebook."""
+    """Return the LogSpec for `logs=None`."""
     return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 

@@ -70,9 +70,8 @@ def spread_per_rank(
 def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, *, is_multi_node: bool = False) -> None:
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
-    In a job of several nodes, the number of ranks is not known before the nodes have joined. If `is_multi_node` is True,
-    this function only checks that all PerRank arguments have the same number of values. When a rank unpickles the call, the
-    rank checks whether each PerRank has the right number of values.
+    If `is_multi_node` is True, the number of ranks is not known yet, so this function only checks that all PerRank arguments
+    have the same number of values. When a rank unpickles the call, the rank checks whether this number is right.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

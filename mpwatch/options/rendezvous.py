@@ -39,7 +39,8 @@ class Rendezvous:
             store, it stops its ranks within this time.
         exit_barrier_timeout: seconds for which the node that serves the store waits at the end of the job until all other
             nodes have the result.
-        is_host: whether this node serves the store. None means that it does if `endpoint` is an address of this machine.
+        is_host: whether this node serves the store. None means that this node serves the store if `endpoint` is an address
+            of this machine.
         local_addr: address or name under which other nodes reach this node. None means the address of the network interface
             that leads to the store.
         secret: a secret that all nodes of this job share. All messages between nodes are signed with it (HMAC). None means
@@ -141,7 +142,7 @@ def _check_port(endpoint: str) -> None:
 
 
 def as_node_range(name: str, nodes: object) -> tuple[int, int]:
-    """Return the smallest and the largest number of nodes. `name` is the name of the option, for error messages."""
+    """Return the smallest and the largest number of nodes."""
     if isinstance(nodes, tuple | list):
         if len(nodes) != 2:  # noqa: PLR2004
             raise ValueError(f"{name} must be a number or (min, max), not {nodes!r}")

@@ -22,21 +22,22 @@ class RestartPolicy:
             restarted.
         scope: "group" means that all ranks are stopped and restarted together. Ranks that use collectives need this value.
             "worker" means that only the rank that failed is restarted. Use it only for ranks that do not communicate.
-        keep_going: True means that a failed rank that is not restarted does not stop the other ranks. The run fails at its
-            end, and its result has the values of the ranks that returned. This option needs scope="worker".
+        keep_going: True means that the other ranks go on if a rank fails and is not restarted. The run fails at its end, and
+            its result has the values of the ranks that returned. This option needs scope="worker".
         delay: seconds before the first restart. The delay doubles before each further restart.
         max_delay: the longest delay, in seconds.
         jitter: a fraction from 0 to 1. Each delay is made longer or shorter at random, by at most this fraction.
         retry_if: after which failures ranks are restarted. The first failure of the attempt decides. The value is an
             exception type, a FailureKind, a collection of these, or a function from ProcessFailure to bool. The function is
-            called in the caller's thread. While it runs, signals are deferred, except a second Ctrl-C. None means that ranks
-            are restarted after every failure except two kinds. The first kind is FailureKind.START. The second kind is a
-            programming error (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a
-            rank raises before its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run.
+            called in the caller's thread. While the function runs, mpwatch defers signals, except a second Ctrl-C. None
+            means that ranks are restarted after every failure except two kinds. The first kind is FailureKind.START. The
+            second kind is a programming error (TypeError, NameError, AttributeError, ImportError, SyntaxError,
+            NotImplementedError) that a rank raises before its first heartbeat or report. A LaunchError, a timeout and an
+            interrupt always end the run.
         reset_after: if all ranks were healthy for this many seconds, restarts and delays are counted from the start again.
             None means never.
-        max_no_progress: the run ends after this many restarts in a row that reported no step above the highest earlier step.
-            None means no limit.
+        max_no_progress: the run ends after this many restarts in a row without progress. A restart makes progress if a rank
+            reports a step above the highest earlier step. None means no limit.
 
     Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
     argument.
@@ -75,7 +76,7 @@ class RestartPolicy:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether a run can go on after a failure. If `has_decisions` is False, the first failure ends the run."""
+        """Whether a run can go on after a failure."""
         return self.max_restarts > 0 or self.keep_going
 
     @property

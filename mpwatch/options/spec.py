@@ -106,12 +106,12 @@ class GroupSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy. The policy allows no restarts."""
+        """The restart policy, which allows no restarts."""
         return RestartPolicy(0)
 
     @property
     def fn_name(self) -> str:
-        """The name of the function, for messages. The name is empty for a WorkerGroup, which has no function of its own."""
+        """The name of the function, for messages, or an empty text for a WorkerGroup."""
         return ""
 
     @property
@@ -148,7 +148,10 @@ class PersistentGroupSpec(GroupSpec):
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy. No rank is restarted during a call. A WorkerGroup restarts ranks when its next call begins."""
+        """The restart policy, which allows no restarts during a call.
+
+        A WorkerGroup restarts ranks when its next call begins.
+        """
         return RestartPolicy(0, scope=self.scope)
 
 
@@ -201,12 +204,9 @@ class WorkerSpec(GroupSpec, Generic[T]):
 
 
 def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
-    """Check a function and its arguments.
+    """Check a function and its arguments. Raises TypeError.
 
-    Raises TypeError if the function or an argument is wrong. The error text contains the name and the value of the wrong
-    argument.
-
-    If `fn` cannot be called with `args` and `kwargs`, the error text ends with `advice`. `advice` says what the user can do.
+    If `fn` cannot be called with `args` and `kwargs`, the error text ends with `advice`, which says what the user can do.
     """
     _check_fn(fn)
     checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)
@@ -271,10 +271,7 @@ def _as_observers(on_event: object) -> tuple[Observer, ...]:
 
 
 def name_of(fn: object) -> str:
-    """Return the name of a callable for messages.
-
-    For a functools.partial, return the name of its function. For a callable without a name, return the name of its class.
-    """
+    """Return the name of a callable for messages."""
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)
 

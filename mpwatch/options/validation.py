@@ -150,7 +150,7 @@ def _check_signal(name: str, element: object) -> int:
 
 
 def is_async(fn: object) -> bool:
-    """Return whether this function is defined with `async def`. mpwatch refuses these functions."""
+    """Return whether this function is defined with `async def`."""
     if type(fn) is FunctionType and not vars(fn):  # no decorator has marked it
         return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted

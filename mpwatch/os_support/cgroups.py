@@ -1,7 +1,7 @@
 """Reads the Linux control groups of this process: its CPU quota, and the number of out-of-memory kills.
 
-This module reads files under /proc and /sys. If the files are missing, `read_cpu_quota` returns None, `count_oom_kills`
-returns an empty dict, and `count_oom_kills_of_machine` returns 0. This module runs in the watcher.
+If the files under /proc and /sys are missing, `read_cpu_quota` returns None, `count_oom_kills` returns an empty dict, and
+`count_oom_kills_of_machine` returns 0. This module runs in the watcher.
 """
 
 import os
@@ -14,10 +14,9 @@ COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def read_cpu_quota() -> int | None:
-    """Return the CPU quota of this process as a number of CPUs, rounded up (cgroup v2).
+    """Return the CPU quota of this process as a number of CPUs, rounded up, or None if there is no quota (cgroup v2).
 
-    The quota is the smallest `cpu.max` of the process's cgroup and of the parents of that cgroup. If there is no quota,
-    return None.
+    The quota is the smallest `cpu.max` of the process's cgroup and of the parents of that cgroup.
     """
     quotas = []
     folder = _find_folder("", "cgroup2") or ""
@@ -33,8 +32,7 @@ def read_cpu_quota() -> int | None:
 def count_oom_kills() -> dict[str, int]:
     """Return how many processes in this process's memory cgroup the out-of-memory killer has killed.
 
-    The keys of the returned dict are the paths of the kernel's counter files, and its values are the numbers of killed
-    processes.
+    The keys of the returned dict are the paths of the kernel's counter files.
     """
     found = {}
     for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):
@@ -56,10 +54,9 @@ def count_oom_kills_of_machine() -> int:
 def _find_folder(controller: str, kind: str) -> str | None:
     """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
 
-    For cgroup v2, which has only one hierarchy, `controller` is empty. If the cgroup hierarchy is mounted several times, use
-    the first mount that contains the folder. In a container, often only a part of the cgroup hierarchy is mounted. For
-    example, if the part `/docker/1` is mounted and the path of the cgroup is `/docker/1/job`, this function tries
-    `/docker/1/job` and then `/job`.
+    For cgroup v2, which has only one hierarchy, `controller` is empty. In a container, often only a part of the cgroup
+    hierarchy is mounted. For example, if the part `/docker/1` is mounted and the path of the cgroup is `/docker/1/job`, this
+    function tries `/docker/1/job` and then `/job`.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -21,10 +21,9 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Inside the `with` block, restrict this thread, and the processes that it starts, to `cpus`.
+    """Inside the `with` block, restrict this thread, and the processes that it starts, to `cpus`. Raises OSError.
 
-    If `cpus` is None, do nothing. The affinity of other threads does not change. At the end of the `with` block, this thread
-    gets its earlier affinity again. Raises OSError.
+    If `cpus` is None, do nothing.
     """
     if cpus is None:
         yield

@@ -1,7 +1,7 @@
 """Finds the CPUs, the package (socket) and the NUMA node of each physical core. This module runs in the watcher.
 
-This module reads files under /sys. In some containers and virtual machines the files under /sys are missing or invalid. A
-CPU without valid files under /sys counts as a separate core in package 0 and NUMA node 0.
+In some containers and virtual machines the files under /sys are missing or invalid. A CPU without valid files under /sys
+counts as a separate core in package 0 and NUMA node 0.
 """
 
 import os
@@ -52,7 +52,7 @@ def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
 def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
     """Return a key that is the same for all CPUs of one physical core, and different for the CPUs of all other cores.
 
-    `read_cores` sorts the cores of a NUMA node by the keys that `_read_core_key` returns.
+    `read_cores` sorts the cores of a NUMA node by these keys.
     """
     siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
     if cpu in siblings:
@@ -75,10 +75,7 @@ def _read_nodes(folder: str) -> dict[int, int]:
 
 
 def _read_cpu_list(file: str) -> set[int]:
-    """Return the CPU numbers in a file that contains a text such as "0-3,8".
-
-    The returned set is empty if the file is missing or invalid.
-    """
+    """Return the CPU numbers in a file that contains a text such as "0-3,8"."""
     numbers: set[int] = set()
     with suppress(OSError, ValueError):
         with open(file, encoding="ascii") as text:

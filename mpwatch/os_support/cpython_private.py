@@ -5,13 +5,12 @@ name. CPython 3.11 to 3.15 has all names that this module lists. This module run
 
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
-- `multiprocessing.Process._Popen` starts the process. If `Process.start` did not call `_Popen`, `Process.start` would start
-  an ordinary spawned process. An ordinary spawned process has the Unix process group and the environment of its parent.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. If multiprocessing did not call `_launch`,
-  `Process.start` would start an ordinary spawned process.
+- `multiprocessing.Process._Popen` starts the process, and `multiprocessing.popen_spawn_posix.Popen._launch` runs the new
+  interpreter. If multiprocessing did not call one of them, `Process.start` would start an ordinary spawned process. An
+  ordinary spawned process has the Unix process group and the environment of its parent.
 - `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. mpwatch overrides
-  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new CPython
-  does not call `_send_signal`, the signal reaches only the rank itself.
+  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new CPython does not call
+  `_send_signal`, the signal reaches only the rank itself.
 
 watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
 `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these
@@ -19,21 +18,19 @@ undocumented names is missing, mpwatch cannot start a rank.
 
 mpwatch/wire uses these details of CPython directly:
 
-- launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object. multiprocessing uses the
-  value of `_start_method` as the default start method in the rank. Without the attribute `_start_method`, a rank
-  and the calling program may have different default start methods.
+- launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object, so that the rank and the
+  calling program have the same default start method.
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`. To pickle a descriptor, multiprocessing calls
   `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
   lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
   pickling/call_payload.py deletes this command from the cache. Code that `exec` runs has the same file name as the command,
   so a traceback of this code could quote lines of the command.
-- exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`. A traceback quotes a notebook cell only
-  if the cell is in `linecache.cache`.
+- exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote the cells.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
-  If a new CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong carets. The
-  code in exceptions/tracebacks.py assumes that compiled module code begins at line 1. If compiled module code begins at
-  another line in a new CPython, the line numbers of tracebacks are wrong.
+  If a new CPython changes the number of entries, tracebacks of ranks have no carets or wrong carets.
+- exceptions/tracebacks.py assumes that compiled module code begins at line 1. If it begins at another line in a new CPython,
+  the line numbers of tracebacks are wrong.
 """
 
 from __future__ import annotations
@@ -95,10 +92,7 @@ def get_popen(child: BaseProcess) -> Any:
 
 
 def forget_child(child: BaseProcess) -> None:
-    """Remove a process from the children that `multiprocessing.active_children()` returns.
-
-    After the removal, Python does not wait for this process when the program ends.
-    """
+    """Remove a process from the children that `multiprocessing.active_children()` returns."""
     # Process.close() does the same, but breaks a join() in another thread. Without this name, dead ranks stay in
     # active_children(), and the program waits at its end for a rank that cannot be killed.
     mp_process._children.discard(child)

@@ -31,10 +31,9 @@ MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module do
 
 
 def open_anonymous_file(name: str) -> FileIO:
-    """Create an empty file that has no name in any folder. The kernel deletes the file when its last descriptor is closed.
+    """Create an empty file that has no name in any folder. Raises OSError.
 
-    If the system supports memfds, the new file is a memfd. The size limit of /dev/shm does not apply to memfds. Raises
-    OSError.
+    If the system supports memfds, the file is a memfd, because the size limit of /dev/shm does not apply to memfds.
     """
     if hasattr(os, "memfd_create"):
         # This is one call of C code. Otherwise a signal handler that raises between two bytecodes would leak the descriptor.
@@ -48,10 +47,10 @@ def open_anonymous_file(name: str) -> FileIO:
 
 
 def seal(fd: int) -> None:
-    """Prevent all processes from making this anonymous file shorter.
+    """Prevent all processes from making this anonymous file shorter. Raises OSError.
 
-    When a process reads a mapped page that is no longer in the file, the kernel kills the process with SIGBUS.
-    Raises OSError, for example if `fd` does not belong to an anonymous file. If the system cannot seal files, do nothing.
+    When a process reads a mapped page that is no longer in the file, the kernel kills the process with SIGBUS. If the system
+    cannot seal files, do nothing.
     """
     import fcntl
 
@@ -62,8 +61,7 @@ def seal(fd: int) -> None:
 def is_used_elsewhere(fd: int) -> bool:
     """Return whether the file of `fd` is also open or mapped elsewhere, in this process or in another process.
 
-    If the use of the file is unknown, for example because the system is not Linux, return True. The result covers all
-    processes of the machine, even processes of other users and processes in other containers. `fd` must be a read-only
+    If the use of the file is unknown, for example because the system is not Linux, return True. `fd` must be a read-only
     descriptor.
     """
     if sys.platform != "linux":
@@ -206,8 +204,8 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 def open_standard_descriptors() -> Iterator[None]:
     """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor until the end of the `with` block.
 
-    The next file that the program opens gets the lowest free descriptor number. If the number were 0, 1 or 2, a child
-    process could use the file as its stdin, stdout or stderr.
+    Otherwise a file that the program opens could get this descriptor, and a child process could use the file as its stdin,
+    stdout or stderr.
     """
     made = []
     try:
@@ -233,8 +231,7 @@ def line_buffer_c_stdout() -> Callable[[], object]:
     """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream.
 
     If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
-    `stdout`. While a thread reads from a stream such as `stdin`, the thread holds the stream's lock. A flush of all streams
-    would wait for the lock.
+    `stdout`. A flush of all streams would also wait for a thread that reads from a stream such as `stdin`.
     """
     try:
         import ctypes

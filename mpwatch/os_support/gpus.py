@@ -1,9 +1,8 @@
 """Finds the GPUs that this process is allowed to use. This module needs neither CUDA nor ROCm, and runs in the watcher.
 
-This module reads the drivers' files under /proc and /sys, and checks the device files under /dev. This module initialises no
-GPU and uses no GPU memory. A container often has the driver's files of all GPUs of the machine, but the device files of only
-some of the GPUs. A batch system can forbid the use of a device file. This module checks with `os.access` whether a device
-file exists and whether this process may use it.
+This module initialises no GPU and uses no GPU memory. A container often has the driver's files of all GPUs of the machine,
+but the device files of only some of the GPUs. A batch system can forbid the use of a device file. So this module checks each
+device file under /dev with `os.access`.
 """
 
 import os
@@ -65,10 +64,7 @@ def list_amd_gpus(root: str = "/") -> list[Gpu]:
 
 
 def may_have_unlisted_gpus(root: str = "/") -> bool:
-    """Return True if the machine possibly has GPUs that this module cannot list.
-
-    The Windows Subsystem for Linux can have GPUs that this module cannot list.
-    """
+    """Return whether this is the Windows Subsystem for Linux, which can have GPUs that this module cannot list."""
     return os.path.exists(os.path.join(root, "dev/dxg"))
 
 
@@ -91,10 +87,7 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _read_fields(file: str, separator: str = ":") -> dict[str, str]:
-    """Return a dict of the names and values in a file that has one name and one value on each line.
-
-    If the file is missing, return an empty dict.
-    """
+    """Return a dict of the names and values in a file that has one name and one value on each line."""
     try:
         with open(file, encoding="utf-8", errors="replace") as text:
             pairs = [line.partition(separator) for line in text]

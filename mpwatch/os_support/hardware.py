@@ -15,18 +15,11 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 
 def count_usable_cpus() -> int:
-    """Return the number of CPUs that this process is allowed to use.
-
-    The CPU affinity of the process and the CPU quota of its cgroup (v2, rounded up) both limit the number of CPUs. The
-    returned number is at least 1.
-    """
+    """Return the number of CPUs that this process is allowed to use, which is at least 1."""
     allowed = len(get_allowed_cpus())
     return max(1, min(allowed, read_cpu_quota() or allowed))
 
 
 def may_have_gpus() -> bool:
-    """Return False if the machine certainly has no GPU, and otherwise True.
-
-    The import of torch takes a second, so the caller avoids this import on a machine without a GPU.
-    """
+    """Return False if the machine certainly has no GPU, and otherwise True."""
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_DEVICE_FILES)

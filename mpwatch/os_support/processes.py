@@ -27,10 +27,7 @@ class ProcessState:
 
 
 class ProcessUsage:
-    """The memory of one process in bytes, and the CPU seconds that it has used.
-
-    The memory and the CPU time of child processes are not included.
-    """
+    """The memory of one process in bytes, and the CPU seconds that it has used, without its child processes."""
 
     __slots__ = ("cpu_seconds", "memory")
 
@@ -77,11 +74,10 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when this child ends (Linux 5.3). Return None if the system has no pidfds.
+    """Open a descriptor that becomes readable when this child ends (Linux 5.3).
 
-    If the child has been reaped, return None. Other code can reap a child. If SIGCHLD is ignored, the kernel reaps each
-    child that ends. The kernel may give the pid of a reaped child to a new process. In this case, the returned
-    descriptor refers to the new process.
+    Return None if the system has no pidfds, or if the child has been reaped. If the kernel has given the pid of a reaped
+    child to a new process, the returned descriptor refers to the new process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -96,10 +92,9 @@ def open_pidfd(pid: int) -> int | None:
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of a child that has ended, or None while the child still runs.
 
-    If the system has waitid, this function does not reap the child, so a dead child stays a zombie. If the system has no
-    waitid, this function reaps a dead child. If a signal has ended the child, the exit code is the signal's number with a
-    minus sign. If other code has reaped the child, or if the child has ended while SIGCHLD was ignored, the exit code is
-    lost. If the exit code is lost, this function raises ChildProcessError.
+    This function does not reap the child, except on a system without waitid. If a signal has ended the child, the exit code
+    is the signal's number with a minus sign. Raises ChildProcessError if other code has reaped the child, or if the child
+    has ended while SIGCHLD was ignored.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -130,10 +125,7 @@ def group_members(pgid: int) -> list[int]:
 
 
 def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
-    """Find the members of several Unix process groups in /proc.
-
-    Return a dict from the id of each group to its members' pids.
-    """
+    """Find the members of Unix process groups in /proc, and return a dict from each group to its members' pids."""
     found: dict[int, list[int]] = {pgid: [] for pgid in pgids}
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():
@@ -148,7 +140,7 @@ def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -
     """Wait until the kernel has removed a thread.
 
     The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python warns when a
-    program with several threads forks. Python also counts a dead thread that the kernel has not removed yet.
+    program with several threads forks, and counts a thread until the kernel has removed it.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

@@ -51,19 +51,15 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from the given signals to their handlers.
-
-    The dict leaves out a signal whose handler is not a Python function. This function is fast because it does not use the
-    module `signal`, which would convert each number to an enum and back.
-    """
+    """Return a dict from the given signals to their handlers, without signals whose handler is not a Python function."""
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
 
 def send_signal_to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread of a process.
+    """Send a signal to the main thread of a process. Raises OSError.
 
     With `os.kill`, the kernel may send the signal to another thread, for example if a signal is already pending in the main
-    thread. If this program cannot call tgkill(2), `send_signal_to_main_thread` uses `os.kill`. Raises OSError.
+    thread. If this program cannot call tgkill(2), `send_signal_to_main_thread` uses `os.kill`.
     """
     libc, machine = _load_libc(), os.uname().machine
     if libc is None or machine not in TGKILL_NUMBERS:
@@ -93,11 +89,9 @@ def _load_libc() -> Any:
 def die_with_writer(pipe: int) -> None:
     """Make Linux kill the Unix process group of this process when the last writing descriptor of `pipe` is closed.
 
-    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended. This
-    function does not use PR_SET_PDEATHSIG. PR_SET_PDEATHSIG would kill this process when the thread that started this
-    process ends. The other threads of the watcher may still run at that time. PR_SET_PDEATHSIG also needs ctypes, and would
-    not kill the other processes of the Unix process group. If the system cannot send a signal when a pipe is
-    closed, do nothing.
+    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended.
+    PR_SET_PDEATHSIG would kill this process when the watcher's thread that has started this process ends, even if the
+    watcher still runs. If the system cannot send a signal when a pipe is closed, do nothing.
     """
     import fcntl
     import select

@@ -39,7 +39,8 @@ class Collective:
         group_number: 1 for the first group of this name that the rank has made in its world, 2 for the second such group.
         ranks: torch's global ranks of the group, in order. The tuple is empty if they are not known, for example because the
             user has made the group without `init_process_group` or `new_group`.
-        input_shapes: the shapes of the tensors that the call reads. Like the next three fields, it has the first 64 tensors.
+        input_shapes: the shapes of the tensors that the call reads. This field and the next three fields have only the first
+            64 tensors.
         output_shapes: the shapes of the tensors that the call writes to.
         input_dtypes: the types of the tensors that the call reads, as torch's names without "torch.", such as "float32".
         output_dtypes: the types of the tensors that the call writes to, such as "float32".

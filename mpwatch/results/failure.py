@@ -1,8 +1,7 @@
 """The failure of one rank, and the text that says what happened to this rank.
 
-The functions of this module make a text only when a caller needs the text, and do no I/O. `summarize_exception` runs user
-code, because it calls the exception's `__str__`. The watcher thread calls no function of this module except `format_exit`,
-which runs no user code.
+The functions of this module do no I/O. `summarize_exception` runs user code, because it calls the exception's `__str__`. The
+watcher thread calls only `format_exit` and `format_ranks`, which run no user code.
 """
 
 import signal
@@ -91,7 +90,8 @@ class ProcessFailure:
             torch's flight recorder has no collective.
         is_secondary: whether this failure is the consequence of another failure, because the rank lost another rank, or
             waited for another rank without success.
-        elapsed: seconds from the start of the run to the failure. For a silent rank, it ends at the last heartbeat.
+        elapsed: seconds from the start of the run to the failure. For a silent rank, seconds from the start of the run to
+            its last heartbeat.
     """
 
     rank: int
@@ -136,10 +136,7 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return a copy of this failure with a summary. If the failure already has a summary, return the failure itself.
-
-    The new summary is the phrase that the report shows after the name of the rank, such as `was killed by SIGKILL (...)`.
-    """
+    """Return this failure with a summary, such as `was killed by SIGKILL (...)`. An existing summary stays as it is."""
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
 
@@ -149,7 +146,7 @@ def format_failure(failure: ProcessFailure) -> str:
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict for the root cause `root`. The verdict is in the first line of a report."""
+    """Return the verdict for the root cause `root`, which is in the first line of a report."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -174,7 +171,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def name_rank(failure: ProcessFailure) -> str:
     """Return the name of the failed rank, such as `rank 3`. In a job of several nodes, the name includes the node.
 
-    If the whole node was lost, the name is only `rank 3`, because the text of the failure already names the node.
+    If the whole node was lost, the name does not include the node, because the text of the failure already names the node.
     """
     node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"
@@ -185,7 +182,7 @@ def _name_node(failure: ProcessFailure) -> str:
 
 
 def describe_failure(failure: ProcessFailure) -> str:
-    """Return a phrase that says what happened to a rank. In the report, this phrase follows the name of the rank."""
+    """Return a phrase that says what happened to a rank, and that can follow the name of the rank."""
     if failure.kind is FailureKind.SIGNAL:
         return _describe_signal(failure.signal, failure.evidence)
     if failure.kind is FailureKind.OOM:

@@ -6,10 +6,7 @@ ATTRIBUTES = "\n\nAttributes:\n"
 
 
 def add_inherited_attributes(cls: type, base: type) -> None:
-    """Add the section "Attributes" of the base class to the docstring of `cls`.
-
-    Do nothing if Python runs without docstrings (-OO).
-    """
+    """Add the section "Attributes" of the base class to the docstring of `cls`."""
     if cls.__doc__ is None or base.__doc__ is None:
         return
     _, _, inherited = cleandoc(base.__doc__).partition(ATTRIBUTES)

@@ -1,7 +1,6 @@
 """Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup.
 
-This module runs in the caller's process. This module does no I/O, except that it reads the names of notebook cells from
-IPython.
+This module does no I/O, except that it reads the names of notebook cells from IPython.
 """
 
 import re
@@ -77,9 +76,6 @@ def _make_title(result: RunData[Any]) -> str:
 def make_result_table(result: RunData[Any], picture: str = "") -> str:
     """Return the table of a result, as HTML.
 
-    If the run succeeded, the table has the return values by rank. If the run failed, the HTML has the verdict, what happened
-    to the other ranks, the failed attempts, and the traceback or stack of the root cause.
-
     Args:
         result: the result.
         picture: the timeline, as SVG. It is placed below the table.
@@ -129,10 +125,7 @@ def _fold_failure(failure: ProcessFailure) -> str:
 
 
 def _fold(summary: str, text: str) -> str:
-    """Return HTML that shows the text when the reader clicks on the summary.
-
-    If the text is empty, the HTML is also empty.
-    """
+    """Return HTML that shows the text when the reader clicks on the summary."""
     text = FILE_OF_FRAME.sub(_name_cell, text)
     if len(text) > TEXT_LIMIT:
         text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"

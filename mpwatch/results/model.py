@@ -1,7 +1,7 @@
 """The data of a run that has ended: states, failures, attempts, and the return values by rank.
 
-The watcher creates the objects of this module in the caller's process. This module does no I/O. The modules that make text,
-HTML and traces import only these types. run_result.py imports those modules:
+This module does no I/O. The modules that make text, HTML and traces import the types of this module, and run_result.py
+imports those modules:
 
     places  <--  failure  <--  model
     model  <--  events.types  <--  events.chrome_trace  <--  run_result
@@ -44,7 +44,7 @@ class WorkerState(Enum):
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks in this state run their function. `is_running` is True for HEALTHY and UNHEALTHY."""
+        """Whether ranks in this state run their function, which is True for HEALTHY and UNHEALTHY."""
         return self in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
@@ -115,16 +115,16 @@ class RunData(Generic[T]):
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.
-        return_values: the return values by global rank. It is empty unless all ranks succeeded. With `keep_going`, it has
+        return_values: the return values by global rank. It is empty if not all ranks succeeded. With `keep_going`, it has
             the values of all ranks that returned.
         failures: the failures by global rank.
         root_cause: the failure that came first. It is None if no rank failed, or if the timeout expired.
         workers: the ranks, in order.
         worker_states: the state by global rank: SUCCEEDED, FAILED, or STOPPED if the watcher stopped the rank.
         progress: the last `mpwatch.report()` by global rank. Ranks without a report are missing.
-        stacks: the Python stacks by global rank, of the ranks that the watcher stopped, just before it stopped them. The
-            main thread and the innermost frames are first. Instead of stacks, there may be a line that says why there are no
-            stacks. Ranks that wrote no stacks in time are missing.
+        stacks: the Python stacks of the ranks that the watcher stopped, by global rank. The stacks are from the moment just
+            before the watcher stopped the rank. The main thread and the innermost frames are first. Instead of stacks, there
+            may be a line that says why there are no stacks. Ranks that wrote no stacks in time are missing.
         collectives: the collective of torch.distributed in which each rank waited, or otherwise the last collective of the
             rank, by global rank. It is empty if the run succeeded. Ranks without a process group, and ranks that did not
             answer in time, are missing. The data comes from torch's flight recorder.

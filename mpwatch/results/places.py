@@ -1,8 +1,7 @@
 """Makes phrases that name a place in the code, such as ` (train.py:88 in step)`.
 
-The phrases say where a rank was, or where an exception was raised. The place is the innermost frame of user code. Code of
-mpwatch, of the standard library and of installed packages does not count as user code. If the stack contains no user code,
-the place is the innermost frame of an installed package other than torch, for example of a training library.
+The place is the innermost frame of user code. Code of mpwatch, of the standard library and of installed packages does not
+count as user code.
 """
 
 import os
@@ -40,10 +39,8 @@ def format_location(stacks: str) -> str:
     """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
-    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If user
-    code was running outside the user's function, for example during an import, the phrase ends with the place in the user
-    code, as in ` while loading the call (model.py:3 in <module>: ...)`. If `stacks` contains no stack, the phrase says why
-    there is none. If this reason is unknown, the phrase is empty.
+    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If `stacks` is
+    only a line that says why there is no stack, the phrase contains this line.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -94,7 +91,7 @@ def _cut_at_word(text: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    """Return the place where an exception was raised. `find_user_frame` chooses the frame."""
+    """Return the place where an exception was raised."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -105,10 +102,7 @@ def format_raise_location(error: BaseException) -> str:
 
 
 def format_place(path: str, line: int | None, function: str) -> str:
-    """Return a place such as `train.py:88 in step`.
-
-    If the file is a notebook cell, the text has IPython's name for the cell.
-    """
+    """Return a place such as `train.py:88 in step`."""
     return f"{_format_file_name(path)}:{line} in {function}"
 
 
@@ -116,9 +110,9 @@ def find_user_frame(files: Iterable[str]) -> int:
     """Return the index of the innermost frame of user code.
 
     `files` contains the file of each frame, and begins with the innermost frame. A frame in a real file has priority over a
-    frame in a file such as `<string>`. Python gives the file name `<string>` to the generated methods of a dataclass. If no
-    frame belongs to user code, the function returns the index of the innermost frame of an installed package other than
-    torch. If all frames belong to torch, mpwatch or the standard library, the function returns 0.
+    frame in `<string>`, which is the file name of a dataclass's generated methods. If no frame belongs to user code, the
+    function returns the index of the innermost frame of an installed package other than torch. If there is no such frame
+    either, the function returns 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]

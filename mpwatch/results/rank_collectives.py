@@ -28,14 +28,11 @@ class RankCollectives:
     """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether this report contains a call that `earlier` does not contain.
-
-        `earlier` is an older report of the same rank.
-        """
+        """Return whether this report contains a call that `earlier`, an older report of the same rank, does not contain."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:
-        """Return a JSON text that `from_json` can read. The text lists the ranks of each process group only once."""
+        """Return a JSON text that `from_json` can read."""
         groups = list(dict.fromkeys(call.ranks for call in self.collectives))
         index = {ranks: number for number, ranks in enumerate(groups)}
         calls = [{**_get_fields(call), "state": call.state.value, "ranks": index[call.ranks]} for call in self.collectives]
@@ -46,7 +43,7 @@ class RankCollectives:
     def from_json(cls, text: str | bytes) -> "RankCollectives":
         """Build a RankCollectives from a text that `to_json` has written.
 
-        Raises ValueError, LookupError or TypeError if the text does not have the format of `to_json`.
+        Raises ValueError, LookupError or TypeError if the text is invalid.
         """
         data = json.loads(text)
         groups = [tuple(map(int, ranks)) for ranks in data["groups"]]

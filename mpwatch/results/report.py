@@ -1,9 +1,8 @@
 """Makes the report of a run: a text with the verdict, what happened to the other ranks, and the attempts.
 
-Read the function `format_report` first, because it makes the whole report. The functions of this module make the texts from
-the data of model.py. The functions do no I/O. `format_overdue_ranks` runs in the watcher thread, and the other functions run
-in the caller's thread. The module failure.py makes the text about the failure of one rank, and places.py makes the text
-about the place of the rank in its code.
+Read the function `format_report` first. The functions of this module do no I/O. `format_overdue_ranks` runs in the watcher
+thread, and the other functions run in the caller's thread. The module failure.py makes the text about the failure of one
+rank, and places.py makes the text about the place of the rank in its code.
 
 A report looks like this:
 
@@ -63,10 +62,7 @@ NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
 def format_report(result: RunData[Any]) -> str:
-    """Return the whole report. The verdict is the first line of the report.
-
-    The next lines describe the root cause, the other ranks, the restarts and the failed attempts.
-    """
+    """Return the whole report, which begins with the verdict."""
     groups = [f"  {line}" for line in format_fates(result)]
     if result.root_cause is None and (steps := format_last_steps(result.progress)):
         groups.append(f"  last reports: {steps}")
@@ -83,10 +79,7 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return a text that says how often ranks were restarted, and why they were not restarted again.
-
-    The text is empty if no rank was restarted and `result.not_restarted` is empty.
-    """
+    """Return a text that says how often ranks were restarted, and why they were not restarted again."""
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
@@ -104,17 +97,16 @@ def format_times(count: int) -> str:
 
 
 def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
-    """Return the attempts that a report lists. The returned list is empty for a run without restarts."""
+    """Return the attempts that a report lists."""
     was_restarted = any(attempt.number for attempt in result.attempts)
     return [attempt for attempt in result.attempts if was_restarted and _is_worth_reporting(attempt, result)]
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Return whether the report lists an attempt. The report lists each attempt that has a root cause.
+    """Return whether the report lists an attempt.
 
-    If a timeout or a signal ended an attempt, the report lists the attempt only if all ranks took part in it. If each rank
-    is restarted alone, each attempt has a single rank, and one timeout or signal can end many attempts. The report does not
-    list these attempts, because the verdict of the run names the timeout or the signal.
+    If each rank is restarted alone, one timeout or signal can end many attempts. The report does not list these attempts,
+    because the verdict of the run names the timeout or the signal.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -126,11 +118,7 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 
 
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
-    """Return the name and the verdict of each attempt.
-
-    If there are more than ATTEMPT_LINES attempts, return the first and the last attempts, and a row that counts the other
-    attempts.
-    """
+    """Return the names and the verdicts of at most ATTEMPT_LINES attempts. One more row counts the other attempts."""
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
     if more > 0:
@@ -139,11 +127,7 @@ def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
 
 
 def format_verdict(result: RunData[Any] | Attempt) -> str:
-    """Return a line that describes the root cause of the run or the attempt.
-
-    If there is no root cause, the line contains `reason`, such as the text of `format_timeout`. If the run has
-    `keep_going=True`, the line also says how many ranks failed.
-    """
+    """Return a line that says what ended the run or the attempt, such as the root cause."""
     verdict = result.reason if result.root_cause is None else format_root_cause(result.root_cause)
     if isinstance(result, RunData) and result.keep_going and result.failures:
         return f"{len(result.failures)} of {format_count(len(result.workers), 'rank')} failed; {verdict}"
@@ -154,11 +138,9 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Group all ranks by what happened to them, and leave out the rank that is the root cause.
 
     Return a dict from each text to the list of ranks that the text describes. The dict begins with the ranks that failed by
-    themselves. The ranks that failed because of another rank, and the ranks that did not fail, come later in the dict. Ranks
-    whose texts differ only in the port of a peer or in the seconds of silence form one group. The dict contains one text for
-    each group: the text that describes the first rank of the group. Each text in the dict is a phrase that can follow the
-    names of the ranks. If the root cause is the loss of a node, all ranks of that node are left out, because the verdict
-    names these ranks.
+    themselves. Ranks whose texts differ only in the port of a peer or in the seconds of silence form one group, which has
+    the text of its first rank. Each text is a phrase that can follow the names of the ranks. If the root cause is the loss
+    of a node, all ranks of that node are left out, because the verdict names these ranks.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -175,10 +157,7 @@ def _use_plural(fate: str) -> str:
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
-    """Return a line for each group of `group_fates`, with the ranks of the group and what happened to them.
-
-    If there are more than FATE_LINES groups, the last line counts the groups that have no line.
-    """
+    """Return a line for each group of `group_fates`, with the ranks of the group and what happened to them."""
     groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
         more = format_count(len(groups) - FATE_LINES, "more group")
@@ -187,11 +166,7 @@ def format_fates(result: RunData[Any]) -> list[str]:
 
 
 def format_last_steps(progress: Mapping[int, Progress]) -> str:
-    """Return the last reported steps of the ranks, such as `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
-
-    The text leaves out ranks that have reported no step. If there are more than STEP_GROUPS different steps, the text has
-    only the lowest and the highest step.
-    """
+    """Return the last reported steps of the ranks, such as `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`."""
     ranks_by_step: dict[tuple[int, int | None], list[int]] = {}
     for rank, report in progress.items():
         if report.step is not None:
@@ -222,10 +197,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
-    """Return the text that explains why `heartbeat_timeout` did not stop the ranks of a run before the timeout of the run.
-
-    `heartbeat_timeout` begins only when a rank calls `report()` or `heartbeat()` for the first time.
-    """
+    """Return the text that explains why `heartbeat_timeout` did not stop the ranks before the timeout of the run."""
     return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: it begins with a rank's first report() or heartbeat()"
 
 
@@ -237,8 +209,8 @@ def format_signal(number: int) -> str:
 def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
     """Return a phrase that says how long a rank has sent no heartbeat, and which step the rank has reported last.
 
-    If `heartbeat_timeout` is None, the phrase is short, such as `silent for 5.1 s at step 30 of 100`. The caller passes None
-    as `heartbeat_timeout` if the rank's failure is the consequence of another failure.
+    If the rank's failure is the consequence of another failure, pass None as `heartbeat_timeout`. Then the phrase is short,
+    such as `silent for 5.1 s at step 30 of 100`.
     """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f" at step {progress.step}"
@@ -330,10 +302,7 @@ def _name_first_user_function(error: BaseException) -> str:
 
 
 def _format_details(result: RunData[Any]) -> list[str]:
-    """Return the lines below the verdict: the stack, the stderr and the logs of the root cause.
-
-    If the kernel's out-of-memory killer killed a process that is not a rank, the last line reports this kill.
-    """
+    """Return the lines below the verdict, such as the stack, the stderr and the logs of the root cause."""
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
         frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]

@@ -1,8 +1,8 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-The data of a result, except the events, is in the class `RunData` of model.py. report.py and html.py import RunData, and
-run_result.py imports report.py and html.py. RunData and RunResult are two classes, because a single class would need
-circular imports. RunResult adds the events, and the methods that make text, HTML and traces.
+RunResult adds the events, and the methods that make text, HTML and traces, to the class `RunData` of model.py. report.py and
+html.py import RunData, and run_result.py imports report.py and html.py. RunData and RunResult are two classes, because a
+single class would need circular imports.
 """
 
 from collections.abc import Iterator

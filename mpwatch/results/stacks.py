@@ -1,7 +1,4 @@
-"""The stacks of the ranks at one moment. Pure.
-
-If several ranks have the same stacks, `str(stacks)` shows these ranks as one group.
-"""
+"""The stacks of the ranks at one moment. Pure."""
 
 import re
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """The legal transitions between the states of a group of ranks, as data. This module is pure.
 
-A run has one state, which describes all its ranks together. mpwatch reports each change of the state of a run as a
-StateChanged event. The names of the states are the same as in torch's elastic agent. The diagram of states in
-ARCHITECTURE.md is made from the table TRANSITIONS.
+A run has one state, which describes all its ranks together. The diagram of states in ARCHITECTURE.md is made from the table
+TRANSITIONS.
 """
 
 from collections.abc import Mapping

@@ -53,7 +53,7 @@ class CallEvent:
 
 @dataclass(eq=False)
 class RestartCommand:
-    """Restart the ranks of a restart group."""
+    """A command to restart the ranks of a restart group."""
 
     event: Restart
     setups: list[RankSetup]
@@ -61,58 +61,58 @@ class RestartCommand:
 
 @dataclass(eq=False)
 class StartLostRanks:
-    """Restart the lost ranks of a WorkerGroup with scope="worker"."""
+    """A command to restart the lost ranks of a WorkerGroup with scope="worker"."""
 
     setups: list[RankSetup]
 
 
 @dataclass(frozen=True, eq=False)
 class StopAfter:
-    """Make the ranks stop at their first step after `step`. The nodes of a job have agreed on the value of `step`."""
+    """A command to stop the ranks at their first step after `step`. The nodes of a job have agreed on `step`."""
 
     step: int | None
-    """It is None if no rank has passed a step. Then the ranks stop at their next call of `should_stop`."""
+    """If no rank has passed a step, `step` is None. The ranks then stop at their next call of `should_stop`."""
     cause: str
 
 
 @dataclass(eq=False)
 class StatusRequest:
-    """Request the current status of every rank."""
+    """A request for the current status of every rank."""
 
     statuses: Sequence[RankStatus] | None = None
-    """It is None until the watcher thread has answered. No answer comes if the run ends first."""
+    """None until the watcher thread answers. If the run ends first, no answer comes."""
     is_answered: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
 class StacksRequest:
-    """Request the current stacks of every rank. The ranks continue to run after they have sent their stacks."""
+    """A request for the current stacks of every rank. The ranks continue to run after they have sent their stacks."""
 
     stacks: Stacks | None = None
-    """It is None until the watcher thread has answered. No answer comes if the run ends first."""
+    """None until the watcher thread answers. If the run ends first, no answer comes."""
     is_answered: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)
 class TerminalRestore:
-    """Make the guardian process reset a terminal if the watcher is killed."""
+    """A command that makes the guardian process reset a terminal if the watcher is killed."""
 
     restore: tuple[str, bytes] | None
-    """The name of the terminal, and the bytes to write to it. It is None if there is nothing to restore."""
+    """The name of the terminal, and the bytes to write to the terminal. None if there is nothing to restore."""
 
 
 @dataclass(eq=False)
 class TerminalModes:
-    """Make the guardian process restore the modes of a terminal if the watcher is killed."""
+    """A command that makes the guardian process restore the modes of a terminal if the watcher is killed."""
 
     path: str
     modes: list[Any] | None
-    """The modes as `termios.tcgetattr` returns them. It is None if there is nothing to restore."""
+    """The modes as `termios.tcgetattr` returns them. None if there is nothing to restore."""
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardSignal:
-    """Send a signal to the ranks that are running their function. See signal_forwarding.py."""
+    """A command to send a signal to the ranks that are running their function. See signal_forwarding.py."""
 
     signum: int
     call: PendingCall | None
@@ -127,11 +127,10 @@ def _make_locked() -> threading.Lock:
 
 @dataclass(eq=False)
 class Suspend:
-    """Suspend all ranks, and continue the ranks when the program continues. See suspension.py.
+    """A command to suspend all ranks, and to continue them when the program continues. See suspension.py.
 
-    A signal handler creates and posts this command. The command uses plain locks instead of a threading.Event, because no
-    signal handler can interrupt `Lock.release`. `Event.set` is written in Python. If a second signal handler raised an
-    exception inside `Event.set`, the event could stay unset.
+    The command uses locks instead of a threading.Event, because no signal handler can interrupt `Lock.release`. `Event.set`
+    is written in Python. If a signal handler raises an exception inside `Event.set`, the event can stay unset.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -144,7 +143,7 @@ class Suspend:
 
 @dataclass(eq=False)
 class DelayedAction:
-    """Call `action` in the watcher thread at the time `due_at` or later.
+    """A command to call `action` in the watcher thread at the time `due_at` or later.
 
     `action` must run no user code, and must not block.
     """
@@ -225,29 +224,26 @@ class CommandQueue:
                 pipe.wake()
 
     def post(self, command: Command) -> None:
-        """Send a command to the watcher thread. The caller's threads and signal handlers call this method."""
+        """Send a command to the watcher thread. Any thread and any signal handler may call this method."""
         self._commands.append(command)
         self.watcher_wakeup.wake()
 
     def take(self) -> list[Command]:
-        """Return the commands that were posted since the last call of `take`. The watcher thread calls this method."""
+        """Return the commands that were posted since the last call of `take`. Only the watcher thread calls this method."""
         self.watcher_wakeup.drain()
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def request_decision(self, observations: AttemptObservations) -> None:
-        """Ask the caller's thread whether to restart the ranks of a failed attempt. The watcher thread calls this method."""
+        """Ask the caller's thread whether to restart the ranks of a failed attempt."""
         self._decision_requests.append(observations)
         self.wake_callers()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
-        """Return the failed attempts for which `request_decision` has asked for a decision.
-
-        The caller's thread calls this method.
-        """
+        """Return the failed attempts for which `request_decision` has asked for a decision."""
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
-        """Pass the socket of a rank's debugger to the caller's thread. The watcher thread calls this method."""
+        """Pass the socket of a rank's debugger to the caller's thread."""
         self._debugger_sockets.append(debugger_socket)
         self.wake_callers()
 
@@ -256,10 +252,7 @@ class CommandQueue:
         return bool(self._debugger_sockets)
 
     def take_debugger_sockets(self) -> list[DebuggerSocket]:
-        """Return the debugger sockets that were offered since the last call of this method.
-
-        The caller's thread calls this method.
-        """
+        """Return the debugger sockets that were offered since the last call of this method."""
         return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
 
     def close(self) -> None:
@@ -269,8 +262,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None.
-
-    For each wake-up pipe, the CommandQueue stores a function that returns the user of the pipe. If a wake-up pipe has no
-    user, this function is `_no_user`.
-    """
+    """Return None as the user of a wake-up pipe, because the pipe has no user."""

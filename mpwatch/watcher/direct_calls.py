@@ -16,16 +16,14 @@ Rules:
    withdraws the offer.
 2. The caller's thread needs one right for each message that it sends or receives. If one thread has taken a right, no other
    thread can take this right (pending_call.py). A single call into C code takes the right, sends or receives the message,
-   and records the message. The records of the messages are always correct, because no exception interrupts a call into C
-   code.
+   and records the message. So the records are always correct, because no exception interrupts a call into C code.
 3. Before the watcher thread handles events, it takes all rights that the caller's thread has not taken. The caller's thread
-   then sends and receives nothing more. The watcher thread does not wait for the caller's thread, which may be running a
-   slow signal handler. There is one short wait. A call into C code may have taken a right and not yet recorded its message.
-   The watcher thread waits until this call has recorded its message.
+   then sends and receives nothing more. If a call into C code has taken a right and not yet recorded its message, the
+   watcher thread waits a short time for the record. The watcher thread does not wait for other code of the caller's thread,
+   for example for a slow signal handler.
 4. When the watcher thread has taken the rights of an unfinished call, the watcher thread finishes this call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
-   offer before it reads the registered calls. Because of this order, the watcher thread misses no call. If the caller's
-   thread finds the ranks offered, its call is already registered, and the watcher thread reads the registered calls later.
+   offer before it reads the registered calls. Because of this order, the watcher thread misses no call.
 """
 
 import time
@@ -48,6 +46,8 @@ IDLE_SECONDS = 0.05  # a message of an idle rank may have to wait so long, if it
 class DirectCalls:
     """The idle ranks of one watcher thread, and the calls that threads of the caller try to make.
 
+    Only the watcher thread calls the methods other than `execute`.
+
     Args:
         is_observed: returns whether an observer wants the events of calls. Only the watcher thread publishes them.
     """
@@ -62,8 +62,9 @@ class DirectCalls:
     def execute(self, call: PendingCall, deadline: float) -> bool:
         """Try to make a call, and return whether the call is over.
 
-        If this method returns False, the watcher thread makes the call. Ranks that have already received the call do not
-        receive it again. If an exception interrupts this method before a rank has received the call, the call is not made.
+        If this method returns False, the watcher thread makes the call. The watcher thread does not send the call again to
+        ranks that have already received it. If an exception interrupts this method before a rank has received the call, the
+        call is not made.
 
         Args:
             call: the call to make.
@@ -92,22 +93,16 @@ class DirectCalls:
 
     @property
     def are_offered(self) -> bool:
-        """Whether any ranks are offered to the caller's threads. The watcher thread reads no channel of an offered rank."""
+        """Whether any ranks are offered to the caller's threads."""
         return bool(self._offered)
 
     @property
     def due_at(self) -> float:
-        """The time at which the watcher thread withdraws the offers, in seconds of CLOCK_MONOTONIC.
-
-        Each direct call moves this time to a later time.
-        """
+        """The time at which the watcher thread withdraws the offers, in seconds of CLOCK_MONOTONIC."""
         return self._last_call_at + IDLE_SECONDS
 
     def stop(self) -> list[PendingCall]:
-        """Prevent direct calls until `reopen` is called. Return the unfinished calls, which the watcher thread continues.
-
-        Only the watcher thread calls this method.
-        """
+        """Prevent direct calls until `reopen` is called. Return the unfinished calls, which the watcher thread continues."""
         self._is_open = False
         stopped = []
         for call in list(self._calls):
@@ -121,7 +116,7 @@ class DirectCalls:
         return stopped
 
     def reopen(self) -> None:
-        """Allow direct calls to the offered ranks again. Only the watcher thread calls `reopen`, `offer` and `withdraw`."""
+        """Allow direct calls to the offered ranks again."""
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:

@@ -1,8 +1,8 @@
 """Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
 
 The calls of `mpwatch.map` do not run in the main thread, so HostSignals installs no signal handlers for these calls
-(host_signals.py). This module defers only signals that would end the program without an exception. When SIGTERM or SIGHUP
-comes, the main thread stops the calls, logs the report and raises the signal again.
+(host_signals.py). When SIGTERM or SIGHUP comes, the main thread stops the calls, logs the report and raises the signal
+again.
 """
 
 import os
@@ -23,7 +23,7 @@ class EndSignals:
     """Defers SIGTERM and SIGHUP, if these signals would end the program without an exception.
 
     Args:
-        wake: ends the wait. It is called in a signal handler.
+        wake: ends the wait. A signal handler calls `wake`.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -36,10 +36,7 @@ class EndSignals:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Defer the signals.
-
-        Do nothing in a thread other than the main thread, because only the main thread can set signal handlers.
-        """
+        """Defer the signals. Do nothing outside the main thread, because only the main thread can set signal handlers."""
         is_in_main_thread = threading.current_thread() is threading.main_thread()
         deferred = (
             [signum for signum in self._candidates if get_handler(signum) == signal.SIG_DFL] if is_in_main_thread else []

@@ -13,20 +13,19 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 
 Guarantees:
 
-- When `EventLoop.run` ends, every rank is dead and reaped. A rank stays alive only if SIGKILL cannot end it. A dead rank
-  stays unreaped only if a debugger traces it (process_pool.py). mpwatch logs a warning about each rank that is left.
+- When `EventLoop.run` ends, every rank is dead and reaped, with two exceptions: a rank that SIGKILL cannot end, and a dead
+  rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is left.
 - The loop handles the last message of a rank before it handles the rank's exit, because `_on_exit` first reads the rest of
   the rank's channel.
 - The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns when something is due:
-  a deadline of a state machine, a delayed action, or the withdrawal of an offer (direct_calls.py). A delayed restart is an
-  example of a delayed action. The loop has two other waits, which are short. Before a restart, the loop waits at most
-  KILL_SECONDS until the killed helpers have ended. Helpers are processes that earlier ranks had started. If a debugger
-  traces a dead rank, the loop waits at most 50 ms for the rank's exit code, and at most 50 ms until the rank can be reaped.
-  While the whole program is suspended, the loop waits for the end of the suspension (suspension.py).
+  a deadline of a state machine, a delayed action, or the withdrawal of an offer (direct_calls.py). Other waits are short,
+  except a suspension of the whole program (suspension.py). Before a restart, the loop waits at most KILL_SECONDS until the
+  killed helpers of earlier ranks have ended. If a debugger traces a dead rank, the loop waits at most 50 ms for the rank's
+  exit code, and at most 50 ms until the rank can be reaped.
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
   wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
-- The loop handles all events of a wake-up before it executes the first action. An action can kill ranks. Because of this
-  order, the loop never mistakes a rank that died by itself for a rank that the loop has just killed.
+- The loop handles all events of a wake-up before it executes the first action. Because of this order, the loop never
+  mistakes a rank that died by itself for a rank that an action has just killed.
 """
 
 import heapq
@@ -294,9 +293,9 @@ class EventLoop:
             self._offer_idle_ranks()
 
     def _suspend(self) -> list[m.Event | CallEvent]:
-        """If the program must be suspended, suspend all ranks until the program continues. Return the resulting events.
+        """Suspend all ranks until the program continues, if the program must be suspended. Return the resulting events.
 
-        All deadlines are shifted by the time of the suspension before any deadline is checked.
+        The loop adds the time of the suspension to all deadlines before it checks any deadline.
         """
         events: list[m.Event | CallEvent] = []
         while self._suspend_commands:
@@ -506,10 +505,7 @@ class EventLoop:
         return self._monitors[self._group_of(handle.observations.worker.rank)]
 
     def _request_collectives(self, group: RestartGroup) -> None:
-        """Ask the ranks of a group for their collectives, for the report.
-
-        Ranks that have already reported their collectives are not asked again.
-        """
+        """Ask the ranks of a group for their collectives, for the report."""
         for rank in group.setups:
             handle = self._pool.handles.get(rank)
             if handle is not None and handle.observations.died_at is None:
@@ -518,18 +514,14 @@ class EventLoop:
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
         """Ask a rank for its collectives.
 
-        If `again` is True, also ask a rank that has already answered. Since its answer, the rank may have called more
-        collectives.
+        If `again` is True, also ask a rank that has already answered, because the rank may have called more collectives.
         """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
             observed.wants_collectives = handle.collective_sockets.ask()
 
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
-        """Read everything that the dead rank has sent, and then its exit code.
-
-        If the dead rank has sent no answer, also read the messages in its black box.
-        """
+        """Read everything that the dead rank has sent, and then its exit code."""
         observed = handle.observations
         if observed.died_at is not None:
             return []
@@ -641,8 +633,7 @@ class EventLoop:
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
         """Return a list with one group whose ranks are exactly the idle ranks that a call needs.
 
-        Split or merge groups if necessary. Return an empty list if a rank that the call needs was lost or is ending. When a
-        rank is lost, all other ranks also end soon, unless the ranks are independent.
+        Split or merge groups if necessary. Return an empty list if a rank that the call needs was lost or is ending.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -658,7 +649,7 @@ class EventLoop:
         return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
 
     def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """If the ranks are independent, refuse the call, because ranks were lost.
+        """Refuse a call because ranks were lost, but only if the ranks are independent.
 
         The caller then restarts the lost ranks, and makes the call again.
         """
@@ -689,10 +680,7 @@ class EventLoop:
         return group.handle(event, now)
 
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
-        """Pass a stop request to the state machine.
-
-        On several nodes, pass a stop request of this node to the leader instead.
-        """
+        """Pass a stop request to the state machine. On several nodes, pass a request of this node to the leader instead."""
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
         if self._on_stop is not None and group.setups and not event.is_from_job and self._on_stop(event.cause):
@@ -707,7 +695,7 @@ class EventLoop:
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
         """Prepare the ranks for a call. Return False if a rank was lost before the call came.
 
-        If this method returns False, `call.observations` stays empty. The empty list shows the caller that a rank was lost.
+        If this method returns False, `call.observations` stays empty, which shows the caller that a rank was lost.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -824,7 +812,7 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """For each rank that has not returned in time after a stop request, log where in the code the rank is."""
+        """Log where in the code each rank is that has not returned in time after a stop request."""
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
@@ -843,8 +831,8 @@ class EventLoop:
     def _note_lost_ranks(self, group: RestartGroup) -> None:
         """Record which ranks have ended first.
 
-        In a WorkerGroup, mpwatch then also stops the calls of other ranks. The result of each stopped call names the lost
-        ranks as the reason.
+        In a WorkerGroup, mpwatch then also stops the calls of other ranks. The results of these calls name the lost ranks as
+        the reason.
         """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]

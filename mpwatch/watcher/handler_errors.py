@@ -9,14 +9,13 @@ exception could be mistaken for an exception of this code:
 - The preparation of a run handles OSError in many places. The calling program's handler of SIGALRM usually raises
   TimeoutError, which is an OSError.
 
-So the exception is replaced by another exception, which no code handles:
+So mpwatch replaces the exception by a HostHandlerError, which no code handles:
 
     kernel ---> mpwatch's handler ---> the program's own handler raises: an alarm, for example
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-An exception that the calling program's signal handler raises ends the interrupted code at once. Before and after a run, no
-rank executes the user's function. So mpwatch does not have to stop any rank before it raises the exception.
+Before and after a run, no rank executes the user's function. So mpwatch stops no rank before it raises the exception.
 """
 
 import os
@@ -34,9 +33,9 @@ T = TypeVar("T")
 def run_until_handler_raises(action: Callable[[], T]) -> T:
     """Return the result of `action`.
 
-    If a signal handler raises an exception while `action` runs, end `action` and raise this exception. In a thread that is
-    not the main thread, only call `action`, because Python runs signal handlers in the main thread. This function ignores
-    handlers of real-time signals. If this function also read these handlers, it would take twice as long.
+    If a signal handler raises an exception while `action` runs, end `action` and raise this exception. Outside the main
+    thread, only call `action`, because Python runs signal handlers in the main thread. This function ignores handlers of
+    real-time signals, because it would take twice as long to read them, too.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()

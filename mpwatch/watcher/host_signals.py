@@ -2,7 +2,7 @@
 
 This module runs in the caller's thread.
 
-During a run no handler raises an exception in the caller's thread:
+During a run, no handler except the handler of SIGINT raises an exception in the caller's thread:
 
 - SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the run at once, and the program's own handler gets the
   signal when the run is over. At the prompt of a debugger, however, SIGINT raises KeyboardInterrupt at once. A second SIGINT
@@ -11,14 +11,14 @@ During a run no handler raises an exception in the caller's thread:
   handler. If a signal of `stop_signals` comes a second time, or the ranks exceed `stop_timeout`, the signal is deferred and
   stops the run. When a signal of `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal acts like
   SIGTERM.
-- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for it.
-  Even a program that ignores SIGQUIT prints the stacks. A shell without job control makes programs in the background (`&`)
-  ignore SIGQUIT.
+- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for SIGQUIT.
+  A program that ignores SIGQUIT also prints the stacks, because a shell without job control makes programs in the
+  background (`&`) ignore SIGQUIT.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
 - When a signal comes that mpwatch does not use, the program's own handler is called at once. If the program's own handler
-  raises an exception, mpwatch stops the run as SIGTERM would. When the run is over, mpwatch raises the handler's exception.
+  raises an exception, mpwatch stops the run as SIGTERM would, and raises the exception when the run is over.
 
 mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
 except SIGQUIT and the signals of `stop_signals` and `forward_signals`. For a call outside the main thread, mpwatch changes
@@ -29,11 +29,10 @@ Ctrl-C ends the program.
                                                     |
                                                     `--> Python's handler ---> Interrupted ---> watcher_wakeup
 
-The caller's thread waits for a descriptor and not for a lock. If a signal comes just before a thread begins to wait for a
-lock, the signal does not wake this thread.
+The caller's thread waits for a descriptor and not for a lock, because a signal that comes just before the wait for a lock
+does not end this wait.
 
-Before and after a run, the calling program has its own handlers. handler_errors.py handles the exceptions that these
-handlers raise.
+handler_errors.py handles the exceptions that the calling program's handlers raise before and after a run.
 """
 
 import os
@@ -67,7 +66,7 @@ class HostSignals:
 
     Args:
         commands: the command queue to the watcher thread.
-        is_run: whether this is a run. It is False for a call of a WorkerGroup, whose ranks persistent_ranks.py ends.
+        is_run: True for a run, and False for a WorkerGroup.
         suspension: suspends the calling program.
         stop_signals: signals that ask the ranks to save their state and return. See `check_signal_options`.
         forward_signals: signals to forward to the ranks.
@@ -111,10 +110,7 @@ class HostSignals:
         self._may_post = False
 
     def take_over(self) -> None:
-        """Replace the handlers and the wake-up descriptor of the calling program.
-
-        Do nothing if this method was called before.
-        """
+        """Replace the handlers and the wake-up descriptor of the calling program."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -155,10 +151,10 @@ class HostSignals:
         return found | {signum: python_handlers[signum] for signum in signals if signum in python_handlers}
 
     def start_posting(self) -> None:
-        """For each signal and stop request that has come, post an event to the watcher thread.
+        """Post an event to the watcher thread for each signal and stop request that has come, and for each later one.
 
-        Later signals and stop requests are posted as soon as they come. A SIGINT or a stop request has no effect on idle
-        ranks. So before the first call of this method, post the command that starts the work of the ranks.
+        Before the first call of this method, post the command that starts the work of the ranks, because a SIGINT or a stop
+        request has no effect on idle ranks.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -167,10 +163,7 @@ class HostSignals:
                 self._commands.post(event if self.call is None else CallEvent(self.call, event))
 
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
-        """Make the watcher thread act as if this signal had come.
-
-        The calling program's handler of this signal is not called.
-        """
+        """Make the watcher thread act as if this signal had come, but do not call the program's handler of this signal."""
         if os.getpid() == self.pid:  # this is not a child that the calling program has forked
             self._post(Interrupted(signum, cause))
 
@@ -182,7 +175,7 @@ class HostSignals:
             signum: the signal to the calling program that has caused the request, or None.
 
         Returns:
-            Whether the result will have this request, or an earlier request. It is False if the call is over.
+            Whether the result will have this request, or an earlier request. False if the call is over.
         """
         if os.getpid() != self.pid or not self._stop_cause.setdefault(None, cause):
             return False
@@ -208,7 +201,7 @@ class HostSignals:
         self.post_interrupt(signal.SIGTERM)
 
     def interrupt(self) -> None:
-        """Do what Ctrl-C does. This method is for calls outside the main thread. Any thread may call this method."""
+        """Do what Ctrl-C does, for a call outside the main thread. Any thread may call this method."""
         self.received.append(signal.SIGINT)
         self.post_interrupt(signal.SIGINT)
 
@@ -266,8 +259,8 @@ class HostSignals:
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
-        The delivery of deferred signals is the last step of every blocking call. Outside the main thread, raise
-        KeyboardInterrupt if the call was interrupted.
+        Call this method as the last step of every blocking call. Outside the main thread, raise KeyboardInterrupt if the
+        call was interrupted.
         """
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:
@@ -286,10 +279,7 @@ class HostSignals:
                 self.deliver_received()
 
     def _forward_wakeups(self) -> None:
-        """Write the numbers of received signals to the calling program's wake-up descriptor.
-
-        Do not write the number of a deferred signal, or of a signal in `stop_signals`.
-        """
+        """Write the numbers of received signals, except deferred and stop signals, to the program's wake-up descriptor."""
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:
@@ -297,7 +287,7 @@ class HostSignals:
                 os.write(self._host_wakeup_fds[0], forwarded)
 
     def _defer_signal(self, signum: int, _: object) -> None:
-        """Defer a signal. This method is the handler of DEFERRED_SIGNALS."""
+        """Defer a signal (handler of DEFERRED_SIGNALS)."""
         if os.getpid() == self.pid:
             if self.is_at_prompt and signum == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -312,7 +302,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _receive_stop_signal(self, signum: int, _: object) -> None:
-        """Request a stop. This method is the handler of the signals in `stop_signals`."""
+        """Request a stop (handler of the signals in `stop_signals`)."""
         is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
         if os.getpid() != self.pid or signum in self._received_stop_signals or is_for_prompt:
             self._defer_signal(signum, None)
@@ -326,7 +316,7 @@ class HostSignals:
             self.received.append(signum)
 
     def _request_stacks(self, signum: int, _: object) -> None:
-        """Request the stacks of all ranks. This method is the handler of SIGQUIT."""
+        """Request the stacks of all ranks (handler of SIGQUIT)."""
         if os.getpid() == self.pid:
             if not self.is_at_prompt:  # where the command `ranks` shows them
                 self.stacks_request = StacksRequest()
@@ -336,7 +326,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _request_suspension(self, signum: int, _: object) -> None:
-        """Request a suspension of the program. This method is the handler of SIGTSTP."""
+        """Request a suspension of the program (handler of SIGTSTP)."""
         if os.getpid() == self.pid:
             self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
             return
@@ -344,7 +334,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _forward_signal(self, signum: int, frame: object) -> None:
-        """Forward a signal to the ranks. This method is the handler of the signals in `forward_signals`."""
+        """Forward a signal to the ranks (handler of the signals in `forward_signals`)."""
         if os.getpid() == self.pid:
             self._commands.post(ForwardSignal(signum, self.call))
             if callable(self._host_handlers[signum]):
@@ -354,10 +344,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _call_host_handler(self, signum: int, frame: object) -> None:
-        """Call the calling program's own handler.
-
-        This method handles each signal that no other method of this class handles.
-        """
+        """Call the calling program's own handler (handler of each signal that no other method handles)."""
         try:
             self._host_handlers[signum](signum, frame)
         except BaseException as error:
@@ -382,12 +369,8 @@ def _can_be_woken(fd: int) -> bool:
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
     """Return a dict of the signals that mpwatch must handle although the calling program has no handler for them.
 
-    The values of the dict are SIG_DFL or SIG_IGN. This function checks DEFERRED_SIGNALS, SIGQUIT and SIGTSTP. The dict
-    contains each checked signal that would end or stop the calling program. The dict also contains SIGQUIT if the calling
-    program ignores SIGQUIT.
-
-    This function asks the kernel which signals are caught, because `signal.getsignal` also returns SIG_DFL for a signal that
-    C code handles.
+    The values of the dict are SIG_DFL or SIG_IGN. This function asks the kernel which signals are caught, because
+    `signal.getsignal` also returns SIG_DFL for a signal that C code handles.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

@@ -1,9 +1,7 @@
-"""Refuse to start ranks during the import of a module that the ranks would import, too.
+"""Refuse to start ranks while a rank unpacks its call, or while a spawned process imports `__main__`.
 
-This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If the import
-of that module starts ranks, each new rank imports the module again, and the number of processes grows without end. A process
-that multiprocessing has spawned also imports `__main__`. While a spawned process imports `__main__`, mpwatch refuses to
-start ranks.
+This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If this import
+started ranks, each new rank would import the module again, and the number of processes would grow without end.
 """
 
 import sys

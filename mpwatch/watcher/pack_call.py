@@ -1,7 +1,4 @@
-"""Pack a call so that it can be sent to the ranks.
-
-If the call cannot be sent, the error names the part that cannot be pickled.
-"""
+"""Pack a call for the ranks. If the call cannot be sent, the error names the part that cannot be pickled."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

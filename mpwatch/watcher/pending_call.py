@@ -1,7 +1,6 @@
 """The data of one call to ranks: the request, the answer, and the messages that the caller's thread has sent or received.
 
-The caller's thread makes a PendingCall. The modules direct_calls.py and commands.py show the two ways in which a call
-reaches the ranks.
+The modules direct_calls.py and commands.py show the two ways in which a call reaches the ranks.
 """
 
 import os
@@ -76,11 +75,9 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. There are two lists of channels: channels
-    over which the thread may still send, and channels over which it may still receive. Each entry of a list is one right. A
-    single call into C code takes the channel from the list, sends or receives the message, and records the message. To
-    prevent the caller's thread from sending or receiving more messages, the watcher thread takes all remaining rights from
-    the lists.
+    The caller's thread needs a right for each message that it sends or receives. Each channel in the list `_to_send` or
+    `_to_receive` is one right. A single call into C code takes the channel from the list, sends or receives the message, and
+    records the message. To stop the caller's thread, the watcher thread takes all remaining rights from the lists.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -116,8 +113,7 @@ class DirectCall:
     def receive(self, deadline: float) -> None:
         """Receive the return value of each rank, one rank after the other.
 
-        If a rank sends no message before the deadline, skip all later ranks. If the message of a rank is not a complete
-        return value (see `is_return_value`), skip all later ranks, too.
+        End at the first rank that sends no complete return value before the deadline.
         """
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
@@ -132,7 +128,7 @@ class DirectCall:
                 return
 
     def take_rights(self) -> None:
-        """Prevent the caller's thread from sending or receiving another message. The watcher thread calls this method."""
+        """Prevent the caller's thread from sending or receiving another message. Call this in the watcher thread."""
         self._take_rights(self._to_send, self.sent)
         self._take_rights(self._to_receive, self.received)
 
@@ -157,10 +153,7 @@ class DirectCall:
         return [data[HEADER.size :] for data, *_ in self.received]
 
     def get_progress(self, started_at: float) -> dict[int, Progress]:
-        """Return a dict from each rank to its last progress report.
-
-        The time of a report is in seconds since `started_at`.
-        """
+        """Return the last progress report of each rank that has sent one. Times are in seconds since `started_at`."""
         return {
             worker.rank: progress
             for worker, heartbeat in zip(self.idle_ranks.workers, self.heartbeats, strict=True)
@@ -213,7 +206,7 @@ class PendingCall:
     stop_request: StopRequested | None = None
     """The first request to stop that came during the call."""
     number: int = field(default_factory=count(1).__next__)
-    """A number that no other call of this program has. An interrupt carries it, so a rank knows which call is meant."""
+    """A number that no other call of this program has. An interrupt contains the number of the call to interrupt."""
     direct: DirectCall | None = None
     """The messages of the caller's own thread. It is None if that thread has not tried to make the call."""
     suspended_seconds: float = 0.0
@@ -230,17 +223,14 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return True in two cases: the call has ended, or the call cannot begin because ranks were lost.
+        """Return whether the call has ended, or cannot begin because ranks were lost.
 
-        Without scope="worker", a failed call can end all ranks of the WorkerGroup. After such a call, return False.
+        Without scope="worker", return False after a failed call that has ended all ranks of the WorkerGroup.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 
 def is_return_value(received: Received) -> bool:
-    """Return whether `received` is a complete message of the kind RETURNED.
-
-    If the message carries a file descriptor, return False.
-    """
+    """Return whether `received` is a complete message of the kind RETURNED, without a file descriptor."""
     data, ancillary, flags, _ = received
     return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)

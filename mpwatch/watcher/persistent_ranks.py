@@ -1,16 +1,14 @@
 """The ranks of a WorkerGroup, which stay alive between calls. Runs in the caller's threads.
 
-Calls of different ranks may run at the same time, each in a thread of the caller. If a rank is lost in one call, the other
-running calls end, too, unless the WorkerGroup has scope="worker".
+Calls of different ranks may run at the same time, each in a thread of the caller.
 
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
-A restart of all ranks creates a new WatcherThread. Between calls, the WatcherThread notices a lost rank at once, and stops
-the other ranks. If a rank was lost, the next call restarts all ranks.
+If a rank is lost, mpwatch ends all running calls and stops the other ranks. The next call creates a new WatcherThread, which
+starts all ranks again.
 
-With scope="worker", the loss of a rank ends only the call in which the rank was lost. With scope="worker", the next call
-that needs a lost rank makes the same WatcherThread restart this rank. If all ranks are lost, the next call creates a new
-WatcherThread, which starts all ranks again.
+With scope="worker", the loss of a rank ends only the call in which the rank was lost. The next call that needs this rank
+makes the same WatcherThread restart the rank. If all ranks are lost, the next call creates a new WatcherThread.
 """
 
 import logging
@@ -63,9 +61,8 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class PersistentRanks:
     """The ranks of one WorkerGroup.
 
-    The caller must ensure two conditions: calls that run at the same time use different ranks, and no call runs during
-    `start` or `close`. Only the thread of a cancelled call may still run during `close`, and starts no ranks then. Any
-    thread may read `state` and `workers`. While a call with a live view runs, a new call has no live view.
+    Calls that run at the same time must use different ranks. No call may run during `start` or `close`. Only the thread of a
+    cancelled call may still run during `close`. Any thread may read `state` and `workers`.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -137,13 +134,11 @@ class PersistentRanks:
     ) -> RunResult[Any] | None:
         """Call a function in these ranks, or in all ranks if `ranks` is None.
 
-        If a rank was lost, restart all ranks first (with scope="worker", only the lost ranks).
-
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
-        runs in the background, so it has no live view.
+        has no live view, because the call runs in the background.
 
-        With the option `backend`, a call of only some ranks needs torch's process group. If the loss of a rank has ended
-        torch's process group, a call of only some ranks returns None. See `lacks_process_group`.
+        With the option `backend`, a call of only some ranks returns None if the loss of a rank has ended torch's process
+        group. See `lacks_process_group`.
 
         Raises LaunchError. Raises RuntimeError if ranks must be started, but `close` was called or the program ends. Raises
         ValueError if mpwatch cannot install its handler for a signal that an option names. If a signal came during the call
@@ -207,8 +202,7 @@ class PersistentRanks:
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
         """Make the guardian process restore a terminal if this process is killed.
 
-        `restore` has the path of the terminal and the bytes to write to it. If `restore` is None, the guardian process
-        restores no terminal.
+        `restore` has the path of the terminal and the bytes to write to it. If `restore` is None, no terminal is restored.
         """
         watcher_thread = self._watcher_thread
         if watcher_thread is not None:
@@ -234,7 +228,7 @@ class PersistentRanks:
             watcher_thread.close_when_finished()
 
     def shut_down_at_exit(self) -> None:
-        """End the ranks when the calling program ends, and wait for their end. Call no observers, and show no live view.
+        """End the ranks when the calling program ends, and wait for their end.
 
         Once this method has begun, no call can start ranks.
         """
@@ -262,9 +256,9 @@ class PersistentRanks:
             blocking_call.signals.deliver_received()
 
     def _check_start(self) -> None:
-        """Raise RuntimeError after the begin of `close` or of `shut_down_at_exit`.
+        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun.
 
-        The thread of a call that was cancelled can still run at that time.
+        The thread of a cancelled call can still run at that time.
         """
         if self._start_refusal:
             raise RuntimeError(self._start_refusal)
@@ -299,7 +293,7 @@ class PersistentRanks:
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
         """With scope="worker", make the watcher thread restart these lost ranks.
 
-        If all ranks are lost, the watcher thread has already ended. An ended watcher thread starts no rank.
+        If all ranks are lost, the watcher thread has already ended, and starts no rank.
         """
         self._check_start()
         with open_standard_descriptors(), self._lock:
@@ -319,8 +313,8 @@ class PersistentRanks:
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call.
 
-        The watcher thread gets the call before it starts the ranks, so the call fails if the ranks cannot start. Another
-        call may already have started the ranks. If these ranks are lost before this call begins, start them again.
+        The watcher thread gets the call before it starts the ranks, so the call fails if the ranks cannot start. If another
+        call has already started the ranks, and these ranks are lost before this call begins, start them again.
         """
         outcome = None
         while outcome is None:
@@ -412,9 +406,8 @@ class PersistentRanks:
     ) -> BlockingCall | None:
         """Return the BlockingCall that waits for the ranks.
 
-        While this BlockingCall exists, no other call closes the watcher thread.
-
-        Return None if another call has already closed `watcher_thread`.
+        Until `_end` is called with this BlockingCall, no other call closes the watcher thread. Return None if another call
+        has already closed `watcher_thread`.
         """
         with self._lock:
             if self._watcher_thread is not watcher_thread:
@@ -469,10 +462,7 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    If a call has a timeout, the result is the time until this timeout. If there is no timeout, the result is infinity. If
-    an earlier wait for a slow reader has reached its time limit, the result for a Shutdown is 0.
-
-    If the result is shorter than LAST_DRAIN_SECONDS, `BlockingCall.drain_timeout` replaces the result by LAST_DRAIN_SECONDS.
+    The result can be negative, because `BlockingCall.drain_timeout` replaces a result below LAST_DRAIN_SECONDS.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

@@ -1,10 +1,8 @@
 """At the end of the program, ends the calls of all threads except the main thread.
 
-`_interrupt_after_script` and `_interrupt_and_wait` run in the main thread, at the end of the program.
-
-Python runs signal handlers only in the main thread. While the main thread runs the program's own code, Ctrl-C usually raises
-KeyboardInterrupt in this code. When the main thread has finished the program's code, Python waits for all other threads,
-except daemon threads. So there are two ways in which Ctrl-C ends a program while another thread waits for a call:
+Ctrl-C usually raises KeyboardInterrupt only in the main thread. When the main thread has finished the program's own code,
+Python waits for all other threads, except daemon threads. So there are two ways in which Ctrl-C ends a program while another
+thread waits for a call:
 
     main thread   script ------------> wait for other threads -----------------> atexit functions --> end
                     |                   ^                    |                     ^
@@ -13,9 +11,6 @@ except daemon threads. So there are two ways in which Ctrl-C ends a program whil
 
 Python does not wait for daemon threads. So at the end of every program, `_interrupt_and_wait` ends each run that was started
 in a daemon thread. When `_interrupt_and_wait` has returned, persistent_ranks.py ends the ranks of WorkerGroups.
-
-The first run or call in a thread other than the main thread registers `_interrupt_after_script` and `_interrupt_and_wait`
-with Python. `_interrupt_after_script` and `_interrupt_and_wait` do nothing if no call is running.
 """
 
 import atexit
@@ -54,10 +49,7 @@ _is_interrupted = False
 
 
 def add_call(call: CallOfThread) -> None:
-    """Register a call, so that it is interrupted when Ctrl-C ends the program.
-
-    If Ctrl-C is already ending the program, interrupt the call at once.
-    """
+    """Register a call, so that it is interrupted when Ctrl-C ends the program."""
     _register_functions()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -91,14 +83,12 @@ def _interrupt_after_script() -> None:
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls if Ctrl-C came while Python waited for the end of all other threads.
+    """Interrupt all calls if Ctrl-C came while Python waited for other threads. Otherwise, end the runs of daemon threads.
 
-    If no Ctrl-C has come, end only the runs of daemon threads. Return when all calls that this function has interrupted or
-    ended are over.
+    Return when all calls that this function has interrupted or ended are over.
 
-    Before Python calls this function, Python waits for all threads except the main thread and daemon threads. A thread that
-    is neither the main thread nor a daemon thread may still run when this function begins. In this case, Ctrl-C has
-    interrupted Python's wait for the threads.
+    Before Python calls this function, Python waits for all threads except daemon threads. If a thread that is not a daemon
+    thread still runs, Ctrl-C has interrupted Python's wait.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

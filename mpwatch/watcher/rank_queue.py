@@ -2,9 +2,9 @@
 
 Calls that need the same rank run in the order in which they were made.
 
-Each call has a ticket, and each rank has a queue of the tickets of all calls that need this rank. A ticket is granted when
-it is the first one in the queue of every rank that its call needs. When the ticket of a call is granted, the call may begin.
-When a call ends, its ticket leaves the queues.
+Each call has a ticket, and each rank has a queue of the tickets of all calls that need this rank. A ticket is granted, and
+its call may begin, when the ticket is the first one in the queues of all its ranks. When a call ends, its ticket leaves the
+queues.
 """
 
 import threading
@@ -39,9 +39,8 @@ Queue = OrderedDict[Ticket, None]  # of one rank: the tickets that need it, in t
 class RankQueue:
     """The calls of one WorkerGroup that are running or waiting for their ranks.
 
-    Any thread and any signal handler may call the methods of this class.
-
-    If an exception such as KeyboardInterrupt interrupts a method, the method can be called again.
+    Any thread and any signal handler may call the methods of this class. If an exception such as KeyboardInterrupt
+    interrupts a method, the method can be called again.
 
     Args:
         nprocs: number of ranks of the group.
@@ -53,10 +52,7 @@ class RankQueue:
         self._starting: dict[Ticket, Callable[[], object]] = {}  # granted tickets whose `on_grant` has not returned yet
 
     def enter(self, ticket: Ticket) -> None:
-        """Add a ticket to the queues of all ranks that its call needs.
-
-        If the ticket is the first one in all of its queues, grant the ticket at once.
-        """
+        """Add a ticket to the queues of its ranks, and grant the ticket if it is the first one in all of these queues."""
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank][ticket] = None
@@ -83,7 +79,7 @@ class RankQueue:
         self._grant([first])
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a ticket from the queues, even if the ticket was granted. Do nothing if the ticket is not in the queues."""
+        """Remove a ticket from the queues, even if the ticket was granted. The ticket may already have left the queues."""
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank].pop(ticket, None)

@@ -14,18 +14,16 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-When a WorkerGroup calls its idle ranks, the calling program's own signal handlers stay installed for the first 2 ms. The
-calling program's handlers can raise exceptions. If the call takes longer than 2 ms, mpwatch installs its own signal
-handlers. While the caller's thread waits, mpwatch's signal handlers raise no exception (host_signals.py).
+In the first 2 ms of a call of idle ranks, the calling program's own signal handlers can raise exceptions. mpwatch's signal
+handlers raise no exception while the caller's thread waits (host_signals.py).
 
 If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. After any exception
 except KeyboardInterrupt in the caller's thread, mpwatch stops the working ranks as if the calling program had received
-SIGTERM. If a second exception comes in the caller's thread while mpwatch stops the ranks, mpwatch kills the ranks. When the
-ranks have ended, `BlockingCall.execute` re-raises the first exception. The ranks of a WorkerGroup are idle before a call
-begins, and after the call is over. An exception in the caller's thread does not stop idle ranks.
+SIGTERM. If a second exception comes while mpwatch stops the ranks, mpwatch kills the ranks. `BlockingCall.execute` then
+re-raises the first exception. An exception in the caller's thread does not stop the idle ranks of a WorkerGroup.
 
-Other code can use `PyThreadState_SetAsyncExc` to raise an exception in a caller's thread that is not the main thread. While
-the caller's thread waits, Python delays an exception of `PyThreadState_SetAsyncExc` until the end of the wait.
+If other code uses `PyThreadState_SetAsyncExc` to raise an exception in the waiting caller's thread, Python delays this
+exception until the end of the wait.
 """
 
 import logging
@@ -121,10 +119,7 @@ def pack_spec(spec: WorkerSpec[Any]) -> Payload:
 def _prepare(
     spec: WorkerSpec[Any], controller: RunController[Any], payload: Payload | None, resources: ExitStack
 ) -> tuple[WatcherThread, PendingCall]:
-    """Do everything that must be done before the watcher thread starts.
-
-    The ExitStack `resources` closes the objects that this function creates.
-    """
+    """Do everything that must be done before the watcher thread starts."""
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
@@ -177,7 +172,7 @@ class BlockingCall:
             watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
-        """Post a command to the watcher thread, start this thread if it does not run yet, and wait.
+        """Post a command to the watcher thread, start the watcher thread if it does not run yet, and wait.
 
         Return when `until` returns True, or when all ranks are dead.
         """
@@ -214,27 +209,20 @@ class BlockingCall:
             self.signals.release_wakeup()
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save their state and return. Return False if the call is over.
-
-        Any thread may call this method.
-        """
+        """Ask the ranks to save their state and return. Return False if the call is over. Any thread may call this."""
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
         """Return the longest time in seconds to wait for the ranks' output, or None if there is no limit.
 
-        The wait for the output has a limit if the run has a timeout, or if a signal has come. `seconds_left` is the time
-        until the timeout of the run.
+        `seconds_left` is the time until the timeout of the run, or infinity if the run has no timeout.
         """
         if self.signals.received or self.signals.handler_error is not None:
             return LAST_DRAIN_SECONDS
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """Re-raise an exception that a signal handler or the watcher thread has raised.
-
-        If there is an exception to raise, first deliver the deferred signals to the calling program's handlers.
-        """
+        """Deliver the deferred signals and raise the exception, if a signal handler or the watcher thread has raised one."""
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
@@ -245,11 +233,10 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return the result of `make`. `make` rebuilds return values and exceptions, and calls observers.
+        """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
 
-        If `make` raises an exception, deliver the deferred signals to the calling program's handlers, and re-raise the
-        exception. If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once. So
-        one Ctrl-C is enough to end `make`.
+        If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once. So one Ctrl-C
+        is enough to end `make`.
         """
         try:
             result = run_until_handler_raises(make)
@@ -260,14 +247,10 @@ class BlockingCall:
         return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
-        """Deliver the deferred signals to the calling program's handlers.
+        """Deliver the deferred signals to the calling program's handlers. The handler of SIGINT can raise KeyboardInterrupt.
 
-        The handler of SIGINT usually raises KeyboardInterrupt.
-
-        Call this method last, after all cleanup, and outside an `except` block. If an `except` block called this method, the
-        traceback of the KeyboardInterrupt would also show the exception of the `except` block. If Ctrl-C has stopped the
-        run, the KeyboardInterrupt gets a note that says where the ranks were. If a signal will end the program without an
-        exception, this method first logs the report of the run.
+        Call this method last, after all cleanup, and outside an `except` block. In an `except` block, the traceback of the
+        KeyboardInterrupt would also show the exception of the block.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -292,10 +275,7 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether mpwatch waits for the call for up to 2 ms before it installs its signal handlers.
-
-        With the option `stop_signals` or `forward_signals`, mpwatch installs its signal handlers before the call begins.
-        """
+        """Return whether mpwatch waits for the call for up to 2 ms before it installs its signal handlers."""
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
         return thread.is_running() and not has_signals
@@ -303,9 +283,8 @@ class BlockingCall:
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
-        While this method waits, the calling program's own signal handlers stay installed. In a short call, the installation
-        and the removal of mpwatch's handlers would take a quarter of the call's time. If a signal comes while this method
-        waits, Python may delay the signal's handler until the end of the wait, at most until `deadline`.
+        The calling program's own signal handlers stay installed, because the exchange of the handlers would take a quarter
+        of the time of a short call. Python may delay the handler of a signal until the end of this wait.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -313,7 +292,7 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for wake-ups.
+        """Do the work of the caller's thread until `until` returns True, or all ranks have ended.
 
         Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock (see host_signals.py).
         """
@@ -354,7 +333,7 @@ class BlockingCall:
         return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
-        """If a SIGQUIT has asked for the stacks of all ranks, and the stacks have arrived, print the stacks on stderr."""
+        """Print the stacks on stderr, if a SIGQUIT has asked for the stacks and they have arrived."""
         request = self.signals.stacks_request
         if request is not None and request.stacks is not None:
             self.signals.stacks_request = None
@@ -372,10 +351,9 @@ class BlockingCall:
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
-        """After an exception in the caller's thread, stop the ranks, and restore the signal handlers.
+        """Stop the ranks as if the calling program had received the signal `signum`, and restore the signal handlers.
 
-        mpwatch stops the ranks as if the calling program had received the signal `signum`. If a further exception interrupts
-        this method, this method starts again from the beginning.
+        If an exception interrupts this method, the method begins again.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):

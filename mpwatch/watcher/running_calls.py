@@ -8,8 +8,7 @@ from weakref import ReferenceType, ref
 class RunningCall(Protocol):
     """A call in the registry: a BlockingCall or a RunHandle.
 
-    A run that `mpwatch.submit` starts has no BlockingCall until its ranks are about to start. The RunHandle of the run is in
-    the registry from the beginning of the run, so a stop can be requested at any time.
+    A run of `mpwatch.submit` has a RunHandle from its beginning, but a BlockingCall only when its ranks are about to start.
     """
 
     def ask_to_stop(self, cause: str) -> bool:
@@ -21,7 +20,7 @@ _calls: dict[int, tuple[int, ReferenceType[RunningCall]]] = {}
 
 
 def add_call(call: RunningCall) -> None:
-    """Register a call. The call is removed from the registry when the call object is deleted."""
+    """Register a call, until the call object is deleted."""
     key = id(call)
     _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None))
 

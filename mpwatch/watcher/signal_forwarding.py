@@ -25,8 +25,7 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    Most signals end a process that has no handler for the signal. So the watcher sends no signal to a rank without a
-    handler. Log a warning about running ranks that do not catch the signal.
+    A rank without a handler gets no signal, because most signals end a process that has no handler for the signal.
     """
     running = [
         rank

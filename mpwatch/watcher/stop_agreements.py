@@ -1,6 +1,6 @@
 """When a stop is requested, makes the ranks agree on the step at which all of them stop.
 
-This module runs in the watcher thread. `log_overdue_ranks` logs which ranks have not returned within `stop_timeout`.
+This module runs in the watcher thread.
 
     StopRequested --> begin: hold the ranks --- HOLD_SECONDS later ---> read the steps that they have passed
     one node                   '--> agree on the highest step
@@ -55,10 +55,7 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, group: RestartGroup, cause: str) -> None:
-        """Make each rank of a group wait at its next call of `should_stop`.
-
-        When HOLD_SECONDS have passed, the event loop reads the last step that each rank has passed.
-        """
+        """Make each rank of a group wait at its next call of `should_stop`. Start the agreement HOLD_SECONDS later."""
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
         read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)
@@ -93,7 +90,7 @@ class StopAgreements:
     def log_overdue_ranks(self, group: RestartGroup, stop_timeout: float) -> None:
         """Log a warning with the step and the code location of each rank that has not returned within `stop_timeout`.
 
-        Before the watcher calls this method, it asks these ranks for their stacks.
+        Ask these ranks for their stacks before you call this method.
         """
         places = {}
         for rank, observed in group.observed.items():

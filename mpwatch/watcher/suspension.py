@@ -1,6 +1,4 @@
-"""Suspends the ranks when the program is suspended (Ctrl-Z, SIGTSTP).
-
-When the program continues (SIGCONT), this module continues the ranks.
+"""Suspends the ranks when the program is suspended (Ctrl-Z, SIGTSTP), and continues the ranks after SIGCONT.
 
     caller's thread                                       watcher thread
     ---------------                                       --------------
@@ -18,13 +16,12 @@ counts as user code.
 Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- During a suspension, the watcher thread waits for the lock `is_over`. The caller's thread releases this lock even after an
-  exception, so the watcher thread always continues.
+- The watcher thread always continues, because the caller's thread releases the lock `is_over` even after an exception.
 - A process that was already stopped before the suspension stays stopped after the suspension.
 
-To stop itself, the program sets the default action of SIGTSTP, and then sends SIGTSTP to itself. In an orphaned Unix process
-group, the kernel ignores SIGTSTP, because no shell could continue the program. The command `ssh -t host python x.py`, for
-example, starts the program in an orphaned Unix process group. If the kernel ignores SIGTSTP, the ranks continue at once.
+In an orphaned Unix process group, the kernel ignores SIGTSTP, because no shell could continue the program. The command
+`ssh -t host python x.py`, for example, starts the program in such a group. If the kernel ignores SIGTSTP, the ranks continue
+at once.
 """
 
 import os
@@ -59,10 +56,7 @@ class ProgramSuspension:
         self._is_watcher_running = is_watcher_running
 
     def request(self, *, at_once: bool) -> None:
-        """Record that the program must be suspended. If `at_once` is True, suspend the program now.
-
-        The handler of SIGTSTP calls this method.
-        """
+        """Record that the program must be suspended. If `at_once` is True, suspend the program now."""
         self.is_requested = True
         if at_once:
             self.suspend()
@@ -70,7 +64,7 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        Ignore a request that comes during a suspension. The kernel also drops a pending SIGTSTP when SIGCONT comes.
+        A request during a suspension is dropped, because the kernel also drops a pending SIGTSTP when SIGCONT comes.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -116,10 +110,7 @@ def _stop_this_program() -> None:
 
 
 def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> None:
-    """Stop all processes of the ranks, and continue them when the suspension is over.
-
-    The watcher thread calls this function.
-    """
+    """Stop all processes of the ranks, and continue them when the suspension is over."""
     if not command.is_over.locked():  # the suspension is over already
         return
     with _stopped(processes):
@@ -129,11 +120,7 @@ def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> Non
 
 @contextmanager
 def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
-    """Stop all processes in the Unix process groups of the ranks.
-
-    At the end of the `with` block, continue the processes. A process that was already stopped before the `with` block stays
-    stopped.
-    """
+    """Stop all processes in the Unix process groups of the ranks, and continue them at the end of the `with` block."""
     stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:
         for process in processes:

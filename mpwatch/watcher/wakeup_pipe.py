@@ -10,9 +10,8 @@ from mpwatch.wire.resource_errors import with_remedy
 class WakeupPipe:
     """A pair of sockets. The method `wake`, or a signal, wakes up a thread that waits for this pair.
 
-    A thread can wait for the pair together with other descriptors. Any thread and any signal handler can call `wake` at any
-    time. The pair stays readable until `drain` is called, so a thread also notices a wake-up that came before the thread
-    began to wait.
+    Any thread and any signal handler can call `wake` at any time. The pair stays readable until `drain` is called, so a
+    thread also notices a wake-up that came before the thread began to wait.
     """
 
     def __init__(self) -> None:
@@ -30,10 +29,7 @@ class WakeupPipe:
 
     @property
     def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`.
-
-        Any byte that is written to this descriptor wakes up the thread that waits for the pair of sockets.
-        """
+        """The descriptor for `signal.set_wakeup_fd`."""
         return self._pair[1].fileno()
 
     def wake(self) -> None:
@@ -43,8 +39,7 @@ class WakeupPipe:
     def drain(self) -> bytes:
         """Return the bytes that were written to the pair of sockets since the last `drain`.
 
-        The method `wake` writes a zero byte to the pair of sockets. When a signal comes, Python writes the signal's number
-        to the pair.
+        A zero byte comes from the method `wake`, and each other byte is the number of a signal.
         """
         with suppress(OSError):
             return self._pair[0].recv(4096)

@@ -4,16 +4,11 @@
                                      |            |            ^                          ^
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-The event loop needs a separate thread, because exceptions that other code raises must not interrupt the event loop. In the
-main thread, a signal handler can raise an exception between any two bytecodes. In any thread of the calling program,
-`PyThreadState_SetAsyncExc` can raise an exception between any two bytecodes. If an exception interrupted the start or the
-reaping of a rank, the rank's process could be left behind. Only mpwatch uses the watcher thread, so no other code raises an
-exception in this thread.
+The event loop needs a separate thread, because exceptions of other code must not interrupt it. An exception during the start
+or the reaping of a rank could leave the rank's process behind. In a thread of the calling program, a signal handler or
+`PyThreadState_SetAsyncExc` can raise an exception between any two bytecodes.
 
 No user code runs in the watcher thread.
-
-If Python cannot start a thread because the calling program is ending, `WatcherThread.start` normally executes the event loop
-in the caller's thread. If Python cannot start a thread for a WorkerGroup, `start` raises LaunchError.
 """
 
 import os
@@ -73,9 +68,8 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of a run or a WorkerGroup, and the data that this thread shares with other threads.
 
-    If a WorkerGroup loses its ranks, the next call creates a new WatcherThread. Two threads of the calling program must not
-    call `prepare`, `prepare_restart` or `close` at the same time. If an exception interrupts a method, the method can be
-    called again.
+    Two threads of the calling program must not call `prepare`, `prepare_restart` or `close` at the same time. If an
+    exception interrupts a method, the method can be called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -149,8 +143,8 @@ class WatcherThread:
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
         """Return the RankSetups for the next start of these ranks.
 
-        If `ranks` contains all ranks, the ranks get a new MASTER_PORT. If `ranks` contains only some ranks, these ranks get
-        the MASTER_PORT of the other ranks.
+        If `ranks` contains all ranks, the ranks get a new MASTER_PORT. Otherwise, the ranks get the MASTER_PORT of the other
+        ranks.
         """
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
             # the new port is reserved before the old one is released, so the two differ
@@ -167,12 +161,11 @@ class WatcherThread:
             self._port_socket.close()
 
     def start(self) -> None:
-        """Start the watcher thread, which starts the ranks. Do nothing if the watcher thread was started before.
+        """Start the watcher thread, which starts the ranks, if the watcher thread was not started before.
 
-        Any thread may call this method. If Python cannot start a thread, this method normally executes the event loop in the
-        caller's thread. If Python cannot start a thread for a WorkerGroup, this method raises LaunchError. This method also
-        raises LaunchError if Python cannot start a thread for a run of several nodes, or for a run that can continue after a
-        failure of a rank.
+        Any thread may call this method. If Python cannot start a thread, for example because the program is ending, this
+        method executes the event loop in the caller's thread. In three cases, the method raises LaunchError instead: for a
+        WorkerGroup, for a run of several nodes, and for a run that can continue after a failure of a rank.
         """
         with self._start_lock:
             if self._thread is None:
@@ -218,10 +211,10 @@ class WatcherThread:
                 self.close()
 
     def emit_logs_and_events(self) -> None:
-        """Emit the deferred log records and call the observers. Logging handlers and observers can be user code.
+        """Emit the deferred log records and call the observers.
 
-        Several threads may call this method at the same time. In a WorkerGroup, only one thread at a time emits log records
-        and calls observers. If a different thread already emits the WorkerGroup's log records, this method returns at once.
+        Several threads may call this method at the same time. In a WorkerGroup, the method returns at once if another thread
+        already emits records and calls observers.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -241,7 +234,7 @@ class WatcherThread:
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
         """Wait until mpwatch has written everything that the ranks have printed so far.
 
-        Log a warning if the wait takes longer than `seconds`.
+        If the wait takes longer than `seconds`, log a warning. None means that the wait has no limit.
         """
         if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
@@ -252,8 +245,8 @@ class WatcherThread:
         """Return the debugger's console.
 
         Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
-        thread can open the debugger's prompts. While the main thread makes a call, other threads may make calls, too. The
-        main thread then opens the prompts of all ranks, even of ranks that another thread has called.
+        thread can open the debugger's prompts. So a call in the main thread opens the prompts of all ranks, even of ranks
+        that another thread has called.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -281,24 +274,18 @@ class WatcherThread:
     def take_stacks(self) -> Stacks:
         """Return the present stacks of all ranks. Any thread may call this method.
 
-        Return an empty Stacks object if the watcher thread is not running, for example because all ranks have ended.
+        Return an empty Stacks object if the watcher thread is not running.
         """
         request = StacksRequest()
         return request.stacks or Stacks() if self._wait_for_answer(request) else Stacks()
 
     def take_statuses(self) -> Sequence[RankStatus]:
-        """Return the present status of each rank. Any thread may call this method.
-
-        Return an empty tuple if the watcher thread is not running, for example because all ranks have ended.
-        """
+        """Return the present status of each rank, or () if the watcher thread is not running. Any thread may call this."""
         request = StatusRequest()
         return request.statuses or () if self._wait_for_answer(request) else ()
 
     def _wait_for_answer(self, request: StacksRequest | StatusRequest) -> bool:
-        """Post a request to the event loop, and wait for the answer.
-
-        Return False if the ranks end before the answer comes.
-        """
+        """Post a request to the event loop, and wait for the answer. Return False if the ranks end before the answer."""
         self.commands.post(request)
         while not request.is_answered.wait(ANSWER_POLL_SECONDS):
             if not self.is_running():
@@ -306,7 +293,7 @@ class WatcherThread:
         return True
 
     def is_alive(self) -> bool:
-        """Return whether the thread is alive. If the start of the thread was interrupted, wait until the thread runs."""
+        """Return whether the thread is alive. See `has_come_up`."""
         return self._thread is not None and has_come_up(self._thread)
 
     def belongs_to_this_process(self) -> bool:
@@ -319,9 +306,9 @@ class WatcherThread:
         set_spawning_popen(None)  # an exception may have interrupted the pickling of a call, which sets it
 
     def join(self) -> None:
-        """Wait until the thread has ended.
+        """Wait until the thread has ended, without a time limit.
 
-        This method waits without a time limit. If `is_finished` is False, first post a command that ends the ranks.
+        If `is_finished` is False, post a command that ends the ranks before you call this method.
         """
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()

@@ -12,15 +12,13 @@ If a rank dies, the caller can still read the rank's last messages from the sock
 rank died.
 
 Each item has a number, which is called its token. Each rank has a pipe, which contains the tokens of the rank's items in
-ascending order. Before a rank begins an item, the rank takes the item's token from the rank's pipe. The caller can also take
-tokens from the pipe of a rank. A rank never begins an item whose token the caller has taken. So the caller can take the
-token of a busy rank's item, and send the item to another rank. When a rank has died, the tokens in its pipe show which items
-the rank had not begun. In the messages ITEM and ITEMS, the first argument of the pickled call is the token of the first
-item.
+ascending order. Before a rank begins an item, the rank takes the item's token from the rank's pipe. The caller can take the
+token of a busy rank's item from the pipe, and send the item to another rank. When a rank has died, the tokens in its pipe
+show which items the rank had not begun. In the messages ITEM and ITEMS, the first argument of the pickled call is the token
+of the first item.
 
-The socket for the messages of `mpwatch.map` has the type SOCK_SEQPACKET, which keeps the boundaries between messages. The
-first byte of each message is the kind of the message. Large pickled data are sent in a file, whose descriptor is sent with
-the message (pickling/pickle_buffers.py).
+The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. Large pickled data are sent in a file,
+whose descriptor is sent with the message (pickling/pickle_buffers.py).
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ READ_SIZE = 1 << 17  # bytes; a bundle in the message itself has at most half of
 
 
 class ItemKind(enum.IntEnum):
-    """The kind of a message. The comment beside each kind describes the message's body."""
+    """The kind of a message. The comments describe the message's body."""
 
     READY = 1  # empty
     ITEM = 2  # the bundle of a call whose arguments are a token and the item; empty if the first descriptor is its file
@@ -57,9 +55,9 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The pipe with the tokens of one rank's items. Both the caller and the rank can read from the pipe.
+    """The pipe with the tokens of one rank's items. The caller and the rank read from the pipe, and each token is read once.
 
-    Each token is read only once. If a TokenPipe is an argument of a call, the rank gets only the reading end of the pipe.
+    If a TokenPipe is an argument of a call, the rank gets only the reading end of the pipe.
     """
 
     def __init__(self) -> None:
@@ -96,10 +94,7 @@ class TokenPipe:
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:
-    """Create two connected sockets. Raises OSError.
-
-    Return the caller's socket, which never blocks, and the rank's socket.
-    """
+    """Create two connected sockets: the caller's socket, which never blocks, and the rank's socket. Raises OSError."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setblocking(False)
     return own, other

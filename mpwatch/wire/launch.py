@@ -1,7 +1,6 @@
 """The multiprocessing class of a rank's process, and the data with which the watcher starts a rank.
 
-The watcher pickles a RankProcess and starts it (watcher/processes/process.py). In the new process, multiprocessing's method
-`_bootstrap` calls `RankProcess.run`.
+The watcher starts a RankProcess (watcher/processes/process.py). In the new process, multiprocessing calls `RankProcess.run`.
 """
 
 from __future__ import annotations
@@ -59,14 +58,12 @@ class LaunchInfo:
 class RankProcess(SpawnProcess):
     """The process of a rank.
 
-    In the watcher, the process object is an instance of `_WatchedProcess`, a subclass of RankProcess
-    (watcher/processes/process.py). The method `_WatchedProcess._Popen` makes a RankPopen.
-
-    In the rank, the process object is an instance of RankProcess itself.
+    In the watcher, the process object is an instance of the subclass `_WatchedProcess` (watcher/processes/process.py). The
+    rank unpickles the object as a plain RankProcess.
 
     Args:
         launch_info: the argument of the program's `main`.
-        program: name of the module whose `main` the rank runs. It is a name, because the watcher never imports that module.
+        program: name of the module whose `main` the rank runs. The watcher never imports this module.
         name: the name of the process.
         start_method: the child's default start method. None means Python's default.
     """

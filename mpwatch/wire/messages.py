@@ -15,8 +15,8 @@
 
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
-A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is not sent in the
-body, but in a file, whose descriptor is sent with the frame (see pickling/pickle_buffers.py).
+A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is in a file. The
+descriptor of this file is sent with the frame (see pickling/pickle_buffers.py).
 
 The header of a frame contains the time of an event, by the clock CLOCK_MONOTONIC. All processes of a machine share this
 clock, so the watcher can sort the events of different ranks by time.
@@ -38,7 +38,7 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 class MessageKind(enum.IntEnum):
     """The kind of a message.
 
-    The comment beside a kind describes the message's body. The body is empty if a kind has no comment.
+    The comment beside a kind describes the message's body. Without a comment, the body is empty.
     """
 
     READY = 1  # READY_BODY
@@ -62,9 +62,9 @@ class MessageKind(enum.IntEnum):
 class Message:
     """A received message.
 
-    `stamp` is the time in the header of the message. If the content of the message came in a file, `file` is the content of
-    this file, and the body is empty. If the watcher could not read this file, the attribute `file` is an OSError. `fd` is
-    the descriptor that came with a message of the kind DEBUGGER or COLLECTIVES. The receiver of the message must close `fd`.
+    If the content of the message came in a file, `file` is the content of this file, and the body is empty. If the watcher
+    could not read this file, `file` is an OSError. `fd` is the descriptor that came with a message of the kind DEBUGGER or
+    COLLECTIVES. The receiver of the message must close `fd`.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")
@@ -104,7 +104,7 @@ def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
 
 
 class FrameDecoder:
-    """Builds messages from a stream of bytes. `feed` returns only complete messages."""
+    """Builds messages from a stream of bytes."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -33,10 +33,7 @@ def is_resource_shortage(error: BaseException) -> bool:
 
 
 def with_remedy(what: str, error: BaseException) -> str:
-    """Return an error text that says what failed and why.
-
-    The text also names a remedy if mpwatch knows one for this error.
-    """
+    """Return an error text that says what failed and why. The text also names a remedy if mpwatch knows one."""
     if isinstance(error, MemoryError):
         return f"{what}: there is not enough memory; free some, or let each rank load large data itself"
     number = error.errno if isinstance(error, OSError) else errno.EAGAIN if str(error) == NO_THREAD else None

@@ -1,7 +1,7 @@
 """The memory that the watcher shares with each rank.
 
-Each rank has its own part of the shared memory, which is called the rank's slot. The watcher can read the shared memory
-without the rank's channel, even when the rank is dead.
+Each rank has its own part of the shared memory, which is called the rank's slot. The watcher can read the slot even when the
+rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
     a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
@@ -9,21 +9,19 @@ without the rank's channel, even when the rank is dead.
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
-- The black box is a part of the shared memory. A rank that has lost its channel writes its messages into the black box. The
-  rank writes the header of a message (messages.py) last, so that the watcher ignores an incomplete message. The watcher
-  reads the black box when the rank is dead.
-- A heartbeat is one write of eight bytes to memory. A rank can send heartbeats in its innermost loop, from any thread. The
-  watcher can read the heartbeat memory at any time. While the rank writes a report, the report's checksum is wrong. If the
-  watcher finds a wrong checksum, it reads the report again.
-- The slot of each rank contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The name
-  of a torch file in /dev/shm contains the pid of the process that made the file. So the watcher can find the files of dead
-  child processes by the pids in the slot (watcher/processes/torch_files.py).
-- The slot of each rank contains the number of the call that the watcher has interrupted last. See `PendingCall.number`. A
-  signal itself carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its slot with
-  the number of its next call. If the two call numbers differ, the rank ignores the SIGINT.
+- A rank that has lost its channel writes its messages into the black box. The rank writes the header of a message
+  (messages.py) last, so that the watcher ignores an incomplete message.
+- A heartbeat is one write of eight bytes to memory, so a rank can send heartbeats in its innermost loop, from any thread.
+  While the rank writes a report, the report's checksum is wrong. If the watcher finds a wrong checksum, it reads the report
+  again.
+- A slot contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The name of a torch file
+  in /dev/shm contains the pid of the process that made the file. So the watcher can find the files of dead child processes
+  by the pids in the slot (watcher/processes/torch_files.py).
+- A slot contains the number of the call that the watcher has interrupted last (`PendingCall.number`). A SIGINT itself
+  carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its slot with the number of
+  its next call. If the two numbers differ, the rank ignores the SIGINT.
 
-A rank maps its slot of the anonymous file into memory, and then closes the file's descriptor. The memory stays mapped even
-if user code closes all descriptors, for example to become a daemon.
+The slot stays mapped into the rank's memory even if user code closes all descriptors, for example to become a daemon.
 """
 
 from __future__ import annotations
@@ -102,10 +100,7 @@ def record_interrupt(fd: int, slot: int, call: int) -> None:
 
 
 def read_interrupted_call(memory: mmap.mmap) -> int:
-    """In the rank: return the number of the last call that the watcher has interrupted.
-
-    Return 0 if the watcher has interrupted no call.
-    """
+    """In the rank: return the number of the last call that the watcher has interrupted, or 0 if there was none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
 
@@ -150,10 +145,7 @@ class BlackBox:
         self._used = 0
 
     def append(self, frame: bytes) -> bool:
-        """Write a frame (an encoded message) after the other frames in the black box.
-
-        Return False if there is no room for the frame.
-        """
+        """Write a frame after the other frames. Return False if the black box has no room for the frame."""
         start, end = self._used, self._used + len(frame)
         if end > BLACK_BOX_SIZE:
             return False
@@ -185,9 +177,9 @@ def read_black_box(fd: int, slot: int) -> list[Message]:
 
 
 class HeartbeatSample:
-    """The content of a rank's heartbeat memory: the time of the last heartbeat, and the last report.
+    """The content of a rank's heartbeat memory.
 
-    The time is None if there was no heartbeat, and the report is None if there was no report.
+    `beat_at` is None if there was no heartbeat, and `report` is None if there was no report.
     """
 
     __slots__ = ("beat_at", "report")
@@ -211,10 +203,7 @@ class HeartbeatWriter:
         HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, time.monotonic())
 
     def stop(self) -> None:
-        """Record that no heartbeat will follow, because the function has returned.
-
-        If the rank has never sent a heartbeat, write nothing.
-        """
+        """Record that no heartbeat will follow, because the function has returned."""
         if HEARTBEAT_TIME.unpack_from(self._memory, HEARTBEAT_AT)[0]:
             HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, math.inf)
 
@@ -259,10 +248,7 @@ def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
 
 
 def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: prepare the slot of an idle rank for a call.
-
-    Clear what the last call has left: the heartbeat, the report, and the request to stop.
-    """
+    """In the watcher: prepare the slot of an idle rank for a call. Clear the heartbeat, the report and the stop memory."""
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
@@ -284,7 +270,7 @@ class SlotsMemory:
         self._memory = mmap.mmap(fd, 0, **UNTRACKED)
 
     def prepare_slot(self, slot: int) -> None:
-        """Prepare the slot of an idle rank for a call, as the module's function `prepare_slot` does."""
+        """Do the same as the module's function `prepare_slot`."""
         at = slot * SLOT_SIZE + STOP_AT
         self._memory[at : at + len(CLEARED)] = CLEARED
 
@@ -294,7 +280,7 @@ class SlotsMemory:
         return _read_heartbeat(lambda size: self._memory[at : at + size])
 
     def close(self) -> None:
-        """Unmap the slots from the watcher's memory."""
+        """Unmap the slots."""
         self._memory.close()
 
 

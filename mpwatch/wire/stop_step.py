@@ -12,12 +12,10 @@
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank first writes the step into the
-field `asked` of its stop memory, and then reads the field `state`. If the rank reads the state HOLD, it writes its previous
-step into `asked` again, and waits. While the state is HOLD, `should_stop` does not return, so no rank passes a further step.
-The watcher may not see a rank's last write to `asked` immediately. So the watcher waits HOLD_SECONDS after it has set the
-state to HOLD, and then reads `asked`. Other processors see a processor's write to memory in much less time than
-HOLD_SECONDS.
+A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank must write `asked` before it
+reads `state`. While the state is HOLD, `should_stop` does not return, so no rank passes a further step. Other processors see
+a processor's write to memory in much less time than HOLD_SECONDS. So the watcher waits HOLD_SECONDS after it has set the
+state to HOLD, and then reads `asked`.
 
 On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
 watchers have agreed on a step (multinode/leader.py).
@@ -25,9 +23,8 @@ watchers have agreed on a step (multinode/leader.py).
 A rank that never calls `should_stop` has passed no step, so the other ranks do not wait for it. If a rank has returned, the
 other ranks stop only after they have passed the last step of this rank.
 
-A step that is lower than the previous step begins a new round of steps, such as an epoch. When a new round begins, the
-numbers in the fields `asked` and `agreed` keep rising. If the last step of a round has the number n, the first step of the
-next round has the number n + 1.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. The numbers in `asked` and
+`agreed` keep rising. If the last step of a round has the number n, the first step of the next round has the number n + 1.
 """
 
 from __future__ import annotations
@@ -129,10 +126,7 @@ class StopMemory:
         return self._read(ASKED)
 
     def read_stopped_step(self) -> int | None:
-        """Return the first step for which `should_stop` has returned True in the rank.
-
-        Return None if `should_stop` has not returned True in the rank.
-        """
+        """Return the first step for which `should_stop` has returned True in the rank, or None if there was none."""
         return self._read(STOPPED)
 
     def _write(self, word: int, value: int) -> None:

@@ -1,9 +1,8 @@
-"""The rank's end of the channel to the watcher. This module runs in the rank's main thread.
+"""The rank's end of the channel to the watcher. This module runs in a rank.
 
-User code can close the channel's descriptor by its number. The next file that user code opens can get the same number as the
-closed descriptor of the channel. Before each use, the channel checks that the number of its descriptor still refers to the
-channel's socket. If user code has closed the channel, the rank writes its answers into shared memory, the "black box"
-(wire/shared_memory.py).
+User code can close the channel's descriptor, and another file can then get the same descriptor number. So before each use,
+the channel checks that its descriptor still refers to the channel's socket. If user code has closed the channel, the rank
+writes its answers into shared memory, the "black box" (wire/shared_memory.py).
 """
 
 import os
@@ -42,10 +41,7 @@ class Channel:
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message. If user code has closed the channel, write the message into the black box.
-
-        Return False on failure.
-        """
+        """Send a message, or write it into the black box if the channel is closed. Return False on failure."""
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:
@@ -100,10 +96,7 @@ class Channel:
                     write_all(self._fd, encode_frame(MessageKind.STOP_REQUESTED))
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
-        """Wait for a call. Return the call's number and the arguments for `call_payload.unpack`.
-
-        Return None if no call will follow.
-        """
+        """Wait for a call. Return its number and the arguments for `call_payload.unpack`, or None if no call will follow."""
         if not self._is_open():
             return None
         try:
@@ -141,7 +134,7 @@ class Channel:
         return number, body[CALL_NUMBER.size :], fds if has_all else None
 
     def _take_frame(self) -> tuple[MessageKind, bytes] | None:
-        """Return the kind and the body of the next message. Return None if the message has not arrived completely."""
+        """Return the kind and the body of the next message, or None if the message has not arrived completely."""
         if len(self._received) < HEADER.size:
             return None
         kind, _, length = parse_header(self._received)
@@ -159,10 +152,7 @@ class Channel:
         self._socket.detach()
 
     def reserve_fd(self) -> None:
-        """Open a spare descriptor.
-
-        To send an answer, the rank needs a free descriptor, but the user's function may use up all descriptors.
-        """
+        """Open a spare descriptor for the next answer, because the user's function may use up all descriptors."""
         if self._reserved_fd == -1:
             self._reserved_fd = os.dup(self._fd)
 
@@ -194,8 +184,8 @@ def _read_identity(fd: int) -> tuple[int, int]:
 def _write_startup_output(fds: list[int]) -> None:
     """Write the early output of the rank's Python interpreter to the rank's stderr.
 
-    The interpreter has printed the early output before the rank's stderr was set up. The rank, not the watcher, writes the
-    interpreter's output, because the write can block, and the watcher must not block.
+    The interpreter has printed this output before the rank's stderr was set up. The watcher does not write the output
+    itself, because the write can block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

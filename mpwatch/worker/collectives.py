@@ -6,18 +6,17 @@
 A thread of the rank answers the watcher's requests. The rank starts this thread when it creates its first process group.
 This thread can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
 
-torch can give a new process group the name of a destroyed group. The numbers of the new group's collectives begin at 1
-again. When a group is created, this module stores the number that the next record of torch's flight recorder will have. If a
-record has a lower number than the stored number of its group, the record belongs to a destroyed group of the same name. This
-module ignores records with lower numbers than the stored number. `init_process_group` creates the default group. A "world"
-consists of a default group, and of all groups that are created until this default group is destroyed.
+torch can give a new process group the name of a destroyed group. So when a group is created, this module stores the number
+that the next record of torch's flight recorder will have. This module ignores a record if its number is lower than the
+stored number of its group. A "world" consists of a default group (`init_process_group`), and of all groups that are created
+until this default group is destroyed.
 
 The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
-stack into the crash socket. The buffer of the crash socket is so small that faulthandler's write blocks until the watcher
-reads. The watcher first asks the rank for its collectives, and then reads the stack
-(watcher/processes/collective_sockets.py). The crash socket delays the death of the rank by at most 0.1 s. The rank still
-dies from the signal of its crash. If the watcher is dead, faulthandler's write fails at once.
+stack into the crash socket. The buffer of this socket is so small that faulthandler's write blocks until the watcher reads.
+The watcher first asks the rank for its collectives, and then reads the stack (watcher/processes/collective_sockets.py). The
+crash socket delays the death of the rank by at most 0.1 s. The rank still dies from the signal of its crash. If the watcher
+is dead, faulthandler's write fails at once.
 """
 
 from __future__ import annotations
@@ -93,11 +92,7 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Wrap the functions of torch.distributed that create process groups.
-
-    Each wrapper calls the original function, starts the thread that answers the watcher, and stores facts about each new
-    group.
-    """
+    """Wrap the functions of torch.distributed that create process groups, so that they call `start` and fill `_groups`."""
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
             setattr(module, name, _note_groups(getattr(module, name), channel))
@@ -134,23 +129,20 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """For each backend with records in torch's flight recorder, return the number of the backend's next record."""
+    """Return the number of the next record of each backend that has records in torch's flight recorder."""
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
-    """Return False if this entry of the flight recorder is older than the newest group with the entry's group name.
-
-    An entry that is older than this group belongs to a destroyed group of the same name.
-    """
+    """Return False if this entry of the flight recorder is older than the newest group with the entry's group name."""
     group = _groups.get(entry["process_group"][0])
     return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
 
 def start(channel: Channel) -> None:
-    """Start the thread that answers the watcher. Do nothing if an earlier call has already started the thread.
+    """Start the thread that answers the watcher, if it has not been started yet.
 
     If no descriptor or thread can be created, the watcher gets the rank's stacks, but not the rank's collectives.
     """
@@ -178,8 +170,7 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
 def send_before_failure(channel: Channel) -> None:
     """Send this rank's collectives to the watcher, before the rank reports its failure.
 
-    After the rank has reported its failure, the watcher can stop the rank at any time. The rank's main thread calls this
-    function.
+    After the rank has reported its failure, the watcher can stop the rank at any time.
     """
     with suppress(Exception):  # another version of torch may record something else
         if _has_started:
@@ -189,8 +180,8 @@ def send_before_failure(channel: Channel) -> None:
 def answer_last_request() -> None:
     """If a request of the watcher has already arrived, answer the request.
 
-    The main thread calls this function when the rank exits. Otherwise the process could end before the thread that answers
-    requests has answered.
+    Call this function before the rank exits, because the process could end before the thread that answers requests has
+    answered.
     """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
@@ -223,10 +214,7 @@ def _answer_one(requests: socket.socket) -> None:
 
 
 def describe_rank() -> RankCollectives:
-    """Return the latest collectives of this process, and the place in the code where the main thread is.
-
-    The collectives are sorted by time, from the oldest to the newest.
-    """
+    """Return the latest collectives, from the oldest to the newest, and the place in the code where the main thread is."""
     frames = list(_walk_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
     try:
         return _describe_rank(frames)
@@ -263,10 +251,9 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the collective in which the main thread waits.
+    """Return the index of the collective in which the main thread waits, or None if it waits in no collective.
 
-    Return None if the main thread waits in no collective. `entries` and `calls` can also contain collectives that other
-    threads of the rank have called.
+    `entries` and `calls` can also contain collectives that other threads of the rank have called.
     """
     if not frames or not torch_private.is_of_torch(frames[0].f_code):
         return None
@@ -287,7 +274,7 @@ def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries. If several entries have the same number, return only the last one of them.
 
     NCCL first records each call of a batch, and then records the whole batch under the same number. Later NCCL changes the
-    state only in the record of the whole batch, not in the records of the batch's calls.
+    state only in the record of the whole batch.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -367,10 +354,7 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root rank to the main thread's collective.
-
-    torch's flight recorder records neither the reduction nor the root rank.
-    """
+    """Add the reduction and the root rank to the main thread's collective, because torch's flight recorder lacks them."""
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

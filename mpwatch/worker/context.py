@@ -1,6 +1,6 @@
 """Functions for user code in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`, `request_stop`.
 
-This module runs in a rank. Every program that uses mpwatch imports this module, so this module imports no large modules.
+Every rank imports this module, so this module imports no large modules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def set_rank(
     Args:
         fields: the fields of the rank's Worker.
         heartbeats: writes the rank's heartbeats.
-        stop_reader: knows at which step the rank stops.
+        stop_reader: computes the result of `should_stop`.
         request_stop: asks the watcher to stop all ranks.
     """
     global _fields, _heartbeats, _stop_reader, _request_stop
@@ -53,7 +53,7 @@ def _leave_rank() -> None:
 
 
 def begin_call() -> None:
-    """Forget the steps of the previous call."""
+    """Forget the steps and the stop request of the previous call."""
     global _is_stop_requested
     _is_stop_requested = False
     if _stop_reader is not None:
@@ -85,8 +85,7 @@ def current_worker() -> Worker:
 def choose_part(count: int) -> int:
     """Return the index of this rank's value among the `count` values of a PerRank.
 
-    `count` must be the number of ranks of the job, or the number of ranks of this node. If the number of values is
-    wrong, `choose_part` raises ValueError.
+    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
     """
     worker = current_worker()
     if count == worker.world_size:
@@ -145,15 +144,15 @@ def should_stop(step: int) -> bool:
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. `should_stop` never waits for
-    a rank that has returned. `should_stop` also never waits for a rank that does not use `should_stop`. For example, if rank
-    0 has returned after step 9, the other ranks stop after step 9 or after a later step. If rank 0 has only 10 steps and the
-    other ranks stop at step 20, rank 0 ends normally: `should_stop` never returns True in rank 0. With
-    `RestartPolicy(scope="worker")`, ranks do not communicate, so each rank stops at its own next step.
+    a rank that has returned, or for a rank that does not use `should_stop`. If rank 0 has returned after step 9, the other
+    ranks stop after step 9 or after a later step. If rank 0 has only 10 steps and the other ranks stop at step 20, rank 0
+    ends normally: `should_stop` never returns True in rank 0. With `RestartPolicy(scope="worker")`, ranks do not
+    communicate, so each rank stops at its own next step.
 
-    A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits some
-    milliseconds until the ranks agree on the step. With several nodes, `should_stop` waits some tenths of a second until the
-    ranks agree on the step. If a node is lost, `should_stop` can wait as long as `node_timeout`. Outside a rank, and in a
-    process that a rank has forked, `should_stop` returns False.
+    A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits until the ranks
+    agree on the step. The agreement takes some milliseconds, or some tenths of a second with several nodes. If a node is
+    lost, `should_stop` can wait as long as `node_timeout`. Outside a rank, and in a process that a rank has forked,
+    `should_stop` returns False.
 
     Args:
         step: the number of the step that comes next.
@@ -177,8 +176,7 @@ def request_stop() -> bool:
     call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
 
     Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, a further
-    call of `request_stop` changes nothing. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop
-    over its results.
+    call changes nothing. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

@@ -21,10 +21,9 @@ multiprocessing Connection:
 With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
 main thread's stack to the user, even while the main thread runs or waits in C code.
 
-This module leaves a Pdb object unchanged if user code has passed `stdin` or `stdout` to it. If a subclass of Pdb has its own
-`cmdloop`, this module leaves the objects of the subclass unchanged. For example, this module does not change IPython's
-debugger. The default `sys.breakpointhook` calls pdb.set_trace. This module does not replace `sys.breakpointhook`, so
-PYTHONBREAKPOINT and a hook that the user has set still work.
+If user code has passed `stdin` or `stdout` to a Pdb object, this module leaves the object unchanged. This module also leaves
+the objects of a subclass that has its own `cmdloop` unchanged, such as IPython's debugger. This module does not replace
+`sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
 """
 
 from __future__ import annotations
@@ -59,18 +58,13 @@ _last_debugger: Any = None  # the Pdb that was used last
 
 
 def finish_stepping() -> None:
-    """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
-
-    The rank calls this function when the user's function has ended, so that the user does not step through code of mpwatch.
-    """
+    """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`."""
     if _last_debugger is not None:
         _last_debugger.set_continue()
 
 
 class DebuggerClient:
     """Sends pdb's prompts and output to the watcher, and receives the user's lines.
-
-    A DebuggerClient opens its socket at the first prompt.
 
     Args:
         channel: the channel to the watcher.
@@ -145,10 +139,7 @@ class DebuggerClient:
         self._receive()
 
     def leave(self) -> None:
-        """Report to the watcher that pdb has left its prompt.
-
-        If the user has entered a command such as `step`, pdb soon opens another prompt.
-        """
+        """Report to the watcher that pdb has left its prompt."""
         self._send("left")
 
     def quit(self) -> None:
@@ -210,7 +201,7 @@ class PromptStream:
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
-    """Make Pdb objects read and write through the watcher, unless user code passes `stdin` or `stdout` to them."""
+    """Make Pdb objects read and write through the watcher."""
     import code
     from cmd import Cmd
 
@@ -314,10 +305,7 @@ def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
-    """Return the index of the innermost frame of user code.
-
-    If there is no user code, return the index of the innermost frame.
-    """
+    """Return the index of the frame that `find_user_frame` finds, in a stack that begins with the outermost frame."""
     from mpwatch.results.places import find_user_frame
 
     files = [frame.f_code.co_filename for frame, _ in reversed(stack)]
@@ -348,10 +336,7 @@ class _StopError(BaseException):
 
 @contextmanager
 def _raised_at_sigterm() -> Iterator[None]:
-    """Set a handler of SIGTERM that raises _StopError, so that the rank reports its exception and ends.
-
-    If the user's function has set a handler for SIGTERM, do not replace this handler.
-    """
+    """Set a handler of SIGTERM that raises _StopError, so that the rank reports its exception and ends."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return

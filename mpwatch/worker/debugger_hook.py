@@ -47,7 +47,7 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 def finish_stepping() -> None:
     """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
 
-    The rank calls this function when the user's function has ended, so that the user does not step through code of mpwatch.
+    Call this function when the user's function has ended, so that the user does not step through code of mpwatch.
     """
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
@@ -63,7 +63,7 @@ def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None
 def open_post_mortem(error: Exception) -> bool:
     """If the option `post_mortem` is set, show a prompt of pdb where the exception was raised.
 
-    This function returns when the user has left the prompt. The return value says whether `post_mortem` is set.
+    Return whether `post_mortem` is set.
     """
     if _is_post_mortem:
         from mpwatch.worker import debugger

@@ -23,7 +23,7 @@ class ModuleFinder:
 
     Args:
         name: full name of the module.
-        change: the function. It is called once. If the module is loaded already, `install` calls the function.
+        change: the function. It is called once.
     """
 
     def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
@@ -38,10 +38,7 @@ class ModuleFinder:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of the module that this finder changes.
-
-        Return None for any other module, so that Python asks the next finder.
-        """
+        """Return the spec of the module that this finder changes, or None for any other module."""
         if name != self._name:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -58,10 +55,7 @@ class _ChangingLoader:
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Call `create_module` of the module's own loader, and return the result.
-
-        If the result is None, Python creates the module.
-        """
+        """Call `create_module` of the module's own loader, and return the result."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

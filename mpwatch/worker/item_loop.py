@@ -1,8 +1,8 @@
 """The rank's part of `mpwatch.map`: calls the function with each item from the caller, and sends each value immediately.
 
 `mpwatch.map` makes the ranks of a WorkerGroup call `serve_items`. If the user's function raises an exception for an item,
-the call of `serve_items` fails. The rank reports a failed call of `serve_items` to the watcher like any other failed call.
-After a failed call of `serve_items`, `mpwatch.map` ends, or makes the rank call `serve_items` again for the next items.
+the call of `serve_items` fails. After a failed call of `serve_items`, `mpwatch.map` ends, or makes the rank call
+`serve_items` again for the next items.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
 def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
     """Return the next items with their tokens, or None if there are no more items. A token is the number of an item.
 
-    If a single item cannot be unpickled, raise the exception that unpickling has raised. If several items in one message
-    cannot be unpickled, ask the caller to send them one by one, and return an empty list.
+    If several items in one message cannot be unpickled, ask the caller to send them one by one, and return an empty list.
     """
     message = receive_message(channel)
     if message is None:

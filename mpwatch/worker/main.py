@@ -12,8 +12,7 @@
 Guarantees:
 
 - A rank sends exactly one answer to each call, whatever the function raises. An answer contains the time at which the
-  function ended. After the function has ended, the rank only pickles and sends the answer. With the option `backend`, the
-  rank destroys the torch process group only after it has sent the answer.
+  function ended. With the option `backend`, the rank destroys the torch process group only after it has sent the answer.
 - A rank prints no traceback, because the watcher reports the exception.
 - A rank ends if its watcher is dead.
 """
@@ -120,7 +119,7 @@ def _answer_when_used(channel: Channel, module: ModuleType) -> None:
 
 
 def _answer_last_request() -> None:
-    """Before the rank exits, answer the watcher if the watcher has requested the rank's latest collectives."""
+    """Answer the watcher before the rank exits, if the watcher has requested the rank's latest collectives."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 
@@ -128,10 +127,7 @@ def _answer_last_request() -> None:
 
 
 def _preload(names: tuple[str, ...]) -> BaseException | None:
-    """Import the modules of the option `preload`. If an import fails, return the exception of the import.
-
-    If an import of `preload` has failed, the first call fails with the exception of the import.
-    """
+    """Import the modules of the option `preload`. If an import fails, return the exception of the import."""
     try:
         for name in names:
             import_module(name)
@@ -179,10 +175,7 @@ def _serve(
 def _run_call(
     received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
-    """Run a call, and pickle its return value.
-
-    A signal handler can run while `_load_and_call` runs. Before and after `_load_and_call`, mpwatch defers signals.
-    """
+    """Run a call, and pickle its return value. mpwatch defers signals before and after `_load_and_call`."""
     try:
         try:
             value = _load_and_call(received, deferred_signals, preload_error)
@@ -237,7 +230,7 @@ def _call_function(call: Call) -> object:
 
 
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
-    """Pickle the return value. If pickling fails, return a `_Failure` with the exception and the time `returned_at`."""
+    """Pickle the return value. If pickling fails, return a `_Failure`."""
     try:
         return pickle_value(value), returned_at
     except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
@@ -301,9 +294,9 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
 def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the text and the traceback of the exception, and then the pickled exception.
 
-    An exception's class can contain user code that raises an exception, crashes or hangs in `__str__`. The message FAILING
-    says when the call failed. The rank sends FAILING first, because sending FAILING calls no method of the exception. The
-    pickled exception comes last, because pickling an exception is even less safe than calling its `__str__`.
+    An exception's class can contain user code that crashes or hangs, for example in `__str__`. The rank sends FAILING first,
+    because sending FAILING calls no method of the exception. The pickled exception comes last, because pickling an exception
+    is even less safe than calling its `__str__`.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
@@ -360,7 +353,7 @@ class _Failure:
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:
-        """Return an encoder of the exception. First remove mpwatch's frames at both ends of the exception's traceback."""
+        """Remove mpwatch's frames from both ends of the exception's traceback, and return an encoder of the exception."""
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
         from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
@@ -371,9 +364,9 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Return an encoder of `error`, an exception that the rank reports instead of `self.error`.
+        """Copy the traceback of `self.error` to `error`, and return an encoder of `error`.
 
-        First copy the traceback of `self.error` to `error`.
+        The rank reports `error` instead of `self.error`.
         """
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
@@ -382,10 +375,7 @@ class _Failure:
 
 
 class _LoadError(Exception):
-    """Raised if the rank cannot unpickle a call, or if an import of `preload` has failed.
-
-    `error` is the exception that unpickling or the import has raised.
-    """
+    """Raised if the rank cannot unpickle a call, or if an import of `preload` has failed."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -394,7 +384,7 @@ class _LoadError(Exception):
 class _DebuggedError(Exception):
     """Raised if the user's function raises an exception, and the option `post_mortem` is set.
 
-    `error` is the exception of the user's function. `raised_at` is the time of the exception.
+    `raised_at` is the time at which the user's function raised its exception, before the prompt of pdb was shown.
     """
 
     def __init__(self, error: Exception, raised_at: float) -> None:
@@ -412,11 +402,9 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
     """Destroy the torch process group that mpwatch has made. Ignore exceptions, because the group might already be broken.
 
-    A group that is not kept for later calls is destroyed when the rank has sent its return value. When a rank destroys the
-    group, other ranks that still wait for this rank fail at once. The rank sends its return value before it destroys the
-    group, so the watcher already knows that this rank has returned. After a failure, the group is destroyed only when the
-    rank exits. Destroying the group earlier could block, because torch can wait for other ranks, and these ranks can wait
-    for this rank.
+    When a rank destroys the group, other ranks that still wait for this rank fail at once. So a rank must send its return
+    value before it destroys the group. After a failure, the group is destroyed only when the rank exits. Destroying the
+    group earlier could block, because torch can wait for other ranks, and these ranks can wait for this rank.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.

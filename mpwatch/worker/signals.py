@@ -11,8 +11,8 @@ The user's function gets signals as usual, but the user's handlers never interru
 
 The table applies to SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table does not
 apply to PYTHON_DUMP_SIGNAL, by which the watcher asks for the rank's stacks (stack_dumps.py). mpwatch defers a signal by
-replacing its handler. A signal mask would not be enough, because a mask applies to only one thread. If only the main thread
-blocks a signal, the kernel can deliver the signal to another thread.
+replacing its handler. A signal mask would not be enough: if only the main thread blocks a signal, the kernel can deliver the
+signal to another thread.
 """
 
 import mmap
@@ -29,7 +29,7 @@ class DeferredSignals:
     """Defers signals from a call of `defer` to a call of `restore`. Only the main thread may create and use this object.
 
     Args:
-        memory: the rank's shared memory. The watcher writes into it the number of the call that an interrupt is for.
+        memory: the rank's slot, which contains the number of the call that the watcher has interrupted last.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:

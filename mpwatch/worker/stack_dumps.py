@@ -2,19 +2,19 @@
 
 The watcher asks by one of two signals, because either signal works where the other one fails:
 
-- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler sees
-  complete stacks, and writes the stacks of all threads. The Python handler does not run while the main thread computes in C
-  code. Some waits in C code also delay the Python handler, for example a wait in a collective of gloo.
+- PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler writes
+  the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
+  also delay the Python handler, for example a wait in a collective of gloo.
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The C handler runs at once, even while a thread holds the
   GIL. The C handler writes only the stack of the main thread, which gets the signal. While a thread enters or leaves a
-  function, the frame of this function is invalid for a moment. Python 3.11 to 3.13 can crash when the C handler reads an
-  invalid frame. While the main thread runs `sorted(key=function)`, 0.3 % to 6 % of the C handler's dumps crash Python 3.11
-  to 3.13. If the C handler of Python 3.14 reads an invalid frame, the handler leaves out the frame's callers. While the main
-  thread runs `sorted(key=function)`, 4 % of the C handler's dumps in Python 3.14 are incomplete.
+  function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame, Python 3.11 to 3.13
+  can crash, and Python 3.14 leaves out the frame's callers. While the main thread runs `sorted(key=function)`, 0.3 % to 6 %
+  of the C handler's dumps crash Python 3.11 to 3.13. With Python 3.14, 4 % of the C handler's dumps of
+  `sorted(key=function)` are incomplete.
 
 The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
-begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. A rank is usually late because its main thread is in
-C code. Neither handler ever blocks. Both handlers leave out the text that does not fit into the pipe.
+begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Neither handler ever blocks, because both handlers
+leave out the text that does not fit into the pipe.
 
 Like any signal handler in Python, the handler of PYTHON_DUMP_SIGNAL can interrupt a system call, which then fails with
 EINTR. If the user has set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
@@ -49,8 +49,8 @@ _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has
 def register_stack_dumps(pipe: int) -> int:
     """Make this rank write all its stack dumps into this pipe. Return the identifier that the main thread has in the dumps.
 
-    faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the user's
-    function enables faulthandler itself, faulthandler writes the stack of a crash to the file that the function has chosen.
+    If the user's function enables faulthandler itself, faulthandler writes the stack of a crash to the file that the
+    function has chosen.
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
@@ -86,8 +86,8 @@ def _enable_crash_stack(fd: int) -> None:
 class CrashFile:
     """The file into which faulthandler writes the stack of a crash.
 
-    If the user's function gives faulthandler another file, Python deletes the CrashFile. When the CrashFile is deleted, the
-    weak reference `_crash_file` returns None.
+    If the user's function gives faulthandler another file, Python deletes the CrashFile, and the weak reference
+    `_crash_file` returns None.
     """
 
     def __init__(self, fd: int) -> None:
@@ -98,15 +98,14 @@ class CrashFile:
         return self._fd
 
     def flush(self) -> None:
-        """Do nothing, because faulthandler writes without a buffer. faulthandler calls this method once."""
+        """Do nothing, because faulthandler writes without a buffer."""
 
 
 class StackWriter:
     """The handler of PYTHON_DUMP_SIGNAL. A StackWriter writes the stacks of all threads in faulthandler's format.
 
-    A StackWriter writes the stack of the main thread first. A StackWriter leaves out the middle of a deep stack. A
-    StackWriter keeps the outermost frames, because these frames show whether the rank is loading its call or running the
-    function.
+    A StackWriter writes the stack of the main thread first. A StackWriter leaves out the middle of a deep stack. The
+    outermost frames stay, because they show whether the rank is loading its call or running the function.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:

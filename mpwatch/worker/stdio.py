@@ -1,12 +1,11 @@
 """Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
-When a rank starts, its stderr is a pipe to the watcher. If the start fails, the watcher can read the interpreter's error
-messages from this pipe. When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller
-wants. After `move_stderr`, the rank uses the pipe to the watcher only for stack dumps.
+When a rank starts, its stderr is a pipe, so that the watcher can read the interpreter's error messages if the start fails.
+When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller wants. After `move_stderr`,
+the rank uses the pipe to the watcher only for stack dumps.
 
-If stdout is a pipe or a file, Python and the C library write to stdout in blocks, not in lines. If stdout were written in
-blocks, the watcher would read lines late, and would never get the last lines of a rank that is killed. `flush_at_newline`
-makes stdout flush at the end of each line, as it does on a terminal.
+If stdout is a pipe or a file, Python and the C library write to stdout in blocks, not in lines. Without `flush_at_newline`,
+the watcher would read lines late, and would never get the last lines of a rank that is killed.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output 
 
 
 def move_stderr(stderr_fd: int) -> bytes:
-    """Make this descriptor the rank's stderr. Return the body of the message READY.
-
-    Before `move_stderr`, stderr is a pipe to the watcher. After `move_stderr`, the rank writes only stack dumps into the
-    pipe to the watcher.
-    """
+    """Make this descriptor the rank's stderr. Return the body of the message READY."""
     pipe = _duplicate_to_high_fd(STDERR)
     os.dup2(stderr_fd, STDERR)
     os.close(stderr_fd)
@@ -44,11 +39,9 @@ def move_stderr(stderr_fd: int) -> bytes:
 def leave_terminal() -> None:
     """Give up the controlling terminal, if there is one.
 
-    If the rank already has an open descriptor of the terminal, the rank can still use the descriptor.
-
     A rank is in a background process group of the terminal. If a process of a background process group reads from /dev/tty,
-    the kernel stops this process by SIGTTIN without a message. Without a controlling terminal, the rank cannot open
-    /dev/tty, and gets an error.
+    the kernel stops this process by SIGTTIN without a message. Without a controlling terminal, the rank gets an error when
+    it opens /dev/tty. The rank can still use a descriptor of the terminal that is already open.
     """
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)

@@ -280,6 +280,21 @@ def test_an_observer_that_raises_is_dropped_and_the_others_go_on(caplog):
     assert sum("receives no more events" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_only_observers_that_want_progress_receive_it():
+    steps, kinds = [], set()
+
+    @mpwatch.events.wants_progress
+    def observe_progress(event):
+        if isinstance(event, mpwatch.events.Progressed):
+            steps.append(event.step)
+
+    observers = [observe_progress, lambda event: kinds.add(type(event))]
+    cluster.run(cluster.ThreadEngine(), report_and_print, 1, nodes=1, args=(1,), on_event=observers)
+    assert steps == [1]
+    assert mpwatch.events.RunEnded in kinds
+    assert mpwatch.events.Progressed not in kinds
+
+
 @pytest.mark.slow
 def test_output_goes_to_the_streams_of_the_log_spec():
     out = io.StringIO()

@@ -2,7 +2,7 @@
 
 `%load_ext mpwatch` loads both magics.
 
-This module runs in the notebook's kernel or in a terminal's IPython. The code of rank_cell.py runs in the ranks.
+This module runs in the notebook's kernel or in a terminal's IPython. rank_cell.py runs in the ranks.
 
     cell --- compiled here, for SyntaxError ---> source, pushed variables ---> WorkerGroup.run(run_cell) ---> each rank
     table of values <--- RankValues <--- text of the last value, pulled variables <-------------------------- each rank
@@ -125,8 +125,8 @@ class RankMagics(Magics):
             %ranks --close
 
         `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank are kept from cell to
-        cell, until the ranks end. The value of the last expression is shown for each rank. A semicolon after the last
-        expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
+        cell, until the ranks end. The notebook shows the value of the last expression for each rank. A semicolon after the
+        last expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
             NPROCS: number of ranks. Without NPROCS, the existing ranks run the cell.
             --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
@@ -194,8 +194,8 @@ class RankMagics(Magics):
     def _check_source(self, cell: str) -> tuple[str, str, bool]:
         """Return the cell's source, the name of its file, and whether the value of its last expression is shown.
 
-        In the source, a blank line replaces the line with `%%ranks`, so that line numbers count from the first line of the
-        cell. Raises SyntaxError.
+        A blank line replaces the line with `%%ranks`, so that tracebacks show the line numbers of the cell. Raises
+        SyntaxError.
         """
         __tracebackhide__ = True
         source = f"\n{cell}"
@@ -210,9 +210,8 @@ class RankMagics(Magics):
     def _find_cell_number(self) -> int:
         """Return the number of the running cell.
 
-        IPython gives the code of each cell a file name that stands for the number of the cell. The method looks for the file
-        name of a cell in the call stack. The shell's counter (`execution_count`) can already have the number of the next
-        cell.
+        The method searches the call stack for the file name of a cell, because IPython knows the number of the cell from
+        this name. The shell's counter `execution_count` can already have the number of the next cell.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None:

@@ -32,7 +32,7 @@ class CellValue:
 
     text: str
     is_copied: bool
-    """Whether `copy` is the value. If not, the value stays in the rank, since it may be large, or may not be picklable."""
+    """Whether `copy` is the value. If not, the value stays in the rank, because it may be large or not picklable."""
     copy: Any = None
 
 
@@ -48,7 +48,7 @@ class CellOutcome:
 def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
     """Run the cell with the variables of earlier cells, and with variables that the notebook has sent (`--push`).
 
-    Raises the cell's exception.
+    Raises the exception of the cell.
     """
     __tracebackhide__ = True
     state = mpwatch.current_worker().state

@@ -8,7 +8,7 @@ and lightning_fabric. The module imports Lightning only from the package to whic
 
 This module gives the guarantees of `mpwatch.run`, and these further guarantees:
 
-- No rank runs the script. (With Lightning's own launchers the ranks run it.)
+- No rank runs the script. With Lightning's own launchers, the ranks run the script.
 - The strategy that a rank receives does not contain the options of `watched`. In a rank, the launcher of the strategy only
   calls the function, and starts no processes.
 - Rank 0 sends the trained weights to the caller through memory, and not through a file.
@@ -50,14 +50,13 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     After `fit` the caller's Trainer has everything that Lightning's own spawning strategies return to the caller: weights,
     callback_metrics, state, best_model_path and the return value. With `watched`, the caller's Trainer also has
     logged_metrics, progress_bar_metrics, the states of callbacks and the progress of the training. `predict` returns the
-    predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns what fn has returned in rank 0. If
-    a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
+    predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns the value that `fn` returned in
+    rank 0. If a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
 
-    Lightning calls the `setup` of a callback only in the ranks. If a callback's `load_state_dict` uses an attribute that
-    only `setup` creates, `load_state_dict` raises an exception in the caller. If a callback's `load_state_dict` raises an
-    exception in the caller, a warning names the callback and the error, and all other state is restored. If a callback's
-    `state_dict` raises an exception after the training, mpwatch only warns. If the module's `load_state_dict` raises an
-    exception in the caller, mpwatch only warns, too.
+    Lightning calls the `setup` of a callback only in the ranks. So `load_state_dict` of a callback fails in the caller if it
+    uses an attribute that only `setup` creates. If `state_dict` or `load_state_dict` of a callback raises an exception,
+    mpwatch issues a warning that names the callback and the error, and copies all other state. If `load_state_dict` of the
+    module raises an exception in the caller, mpwatch issues a warning, too.
 
     Lightning's own spawning strategies have the same limits:
 
@@ -80,16 +79,16 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
             DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, or another subclass of ParallelStrategy.
-        run: the function that runs the ranks of several nodes. It is `mpwatch.integrations.ray.run`, or a
-            `functools.partial` of this function with more options. It is called with `nodes`, which is the Trainer's
-            num_nodes. None means `mpwatch.run`, on this machine.
+        run: the function that runs the ranks of several nodes: `mpwatch.integrations.ray.run`, or a `functools.partial` of
+            `mpwatch.integrations.ray.run` with more options. mpwatch passes the Trainer's num_nodes as the option `nodes`.
+            None means `mpwatch.run`, on this machine.
         options: options of `mpwatch.run`, such as timeout, grace_period, logs, on_event and max_restarts. Lightning sets fn,
             nprocs, args, kwargs and backend. `check`, `rendezvous` and `visible_devices` are not supported.
 
     Raises:
         TypeError: the strategy has another class, or an option does not exist.
-        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. If `run` is None,
-            Trainer and Fabric also raise it if they are made for more than one node.
+        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Trainer and Fabric
+            raise it if they are made for more than one node and `run` is None.
     """
     target: Any = strategy
     launchers = _import_launchers(target)
@@ -108,8 +107,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
 def _import_launchers(strategy: Any) -> ModuleType:
     """Return Lightning's module of launchers, such as `lightning.pytorch.strategies.launchers.multiprocessing`.
 
-    The module and the strategy belong to the same package, such as `lightning.pytorch` or `lightning_fabric`. Raise
-    TypeError if `watched` does not support the object.
+    Raise TypeError if `watched` does not support the strategy.
     """
     modules = {cls.__name__: cls.__module__ for cls in type(strategy).__mro__}
     module = modules.get("ParallelStrategy", "")
@@ -137,7 +135,8 @@ def _check_options(options: dict[str, Any]) -> None:
 class _StrategyHook:
     """An object that `watched` adds to a strategy.
 
-    A deep copy of the strategy gets a copy of this object. The object that `watched` adds is not sent to the ranks.
+    The `__reduce__` of each subclass puts another object in place of this object in the ranks. `__deepcopy__` is defined
+    because `copy.deepcopy` would otherwise use `__reduce__`.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class _LauncherFactory(_StrategyHook):
 
 
 class _FabricLauncherInRank:
-    """The launcher of a strategy in a rank. This launcher only calls the function, because all processes exist already."""
+    """The launcher of a strategy in a rank, where all processes exist already."""
 
     is_interactive_compatible = True
 
@@ -283,8 +282,7 @@ def _keep_signal_handlers() -> None:
 def _unshare_weights(values: list[Any]) -> None:
     """If weights are in shared memory, copy them, so that each rank has separate weights.
 
-    If one of Lightning's spawning strategies has trained a model before, the model is in shared memory. Without a copy, all
-    ranks would write to the same weights.
+    A model is in shared memory if one of Lightning's spawning strategies has trained it before.
     """
     from torch import nn
 

@@ -1,8 +1,7 @@
 """A callback for Lightning's Trainer, with which all ranks save and stop at the same step.
 
-The callback works with both packages of Lightning, `lightning` and `pytorch_lightning`. If `lightning` is installed,
-StopTogether is a subclass of the class Callback of `lightning`. A Trainer of `pytorch_lightning` accepts StopTogether, too,
-because StopTogether has all methods that the Trainer calls.
+If `lightning` is installed, StopTogether is a subclass of the class Callback of `lightning`. A Trainer of
+`pytorch_lightning` accepts StopTogether, too, because StopTogether has all methods that the Trainer calls.
 """
 
 from importlib import import_module
@@ -18,7 +17,7 @@ Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Any
-    """Make the Trainer stop at the same step in all ranks when a stop of the run is requested. See `mpwatch.should_stop`.
+    """Makes the Trainer stop at the same step in all ranks when a stop of the run is requested. See `mpwatch.should_stop`.
 
     Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
     To continue the training later, pass the path of the saved checkpoint to `fit`: `trainer.fit(..., ckpt_path="a.ckpt")`.
@@ -27,8 +26,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Any
     reached. Outside a rank the callback does nothing.
 
     Args:
-        checkpoint: the file to which the Trainer saves its state before it stops. If it is None, this callback saves
-            nothing.
+        checkpoint: the file to which the Trainer saves its state before it stops. None means that nothing is saved.
     """
 
     def __init__(self, checkpoint: str | PathLike[str] | None = None) -> None:

@@ -1,6 +1,5 @@
 """The state of a Lightning trainer, which rank 0 sends back to the caller's trainer.
 
-All ranks gather the state when their function has returned. The caller copies the state of rank 0 into the caller's trainer.
 This module does not import Lightning, and uses private names of Lightning only where no public names exist.
 """
 
@@ -61,9 +60,8 @@ class TrainerState:
     def restore(self, trainer: Any) -> None:
         """Copy the state into the caller's trainer.
 
-        If a callback or the module raises an exception while it loads its state, `restore` warns, and copies the rest of the
-        state. A warning filter can turn a warning into an exception, so `restore` copies the whole state before it issues
-        the first warning.
+        If a callback or the module cannot load its state, `restore` issues a warning, and copies the rest. A warning filter
+        can turn a warning into an exception, so `restore` issues the warnings after it has copied the whole state.
         """
         problems = [*self.problems]
         if self.weights:
@@ -104,10 +102,7 @@ def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
 
 
 def _gather_whole_weights(strategy: Any) -> Any:
-    """Return all weights of the module in rank 0.
-
-    If FSDPStrategy or ModelParallelStrategy shards the weights, gather the weights of all ranks in rank 0.
-    """
+    """Return all weights of the module in rank 0, even if FSDPStrategy or ModelParallelStrategy has sharded the weights."""
     for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
             setattr(strategy, name, value)
@@ -117,10 +112,8 @@ def _gather_whole_weights(strategy: Any) -> Any:
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
     """Load the weights into the caller's module, except weights for which the caller's module has no layer.
 
-    If some weights were not loaded, return a list with one text that names these weights, and otherwise [].
-
-    In the ranks, the module may have layers that the caller's module lacks, for example because `configure_model` has added
-    these layers only in the ranks.
+    If some weights were not loaded, return a list with one text that names these weights, and otherwise []. The caller's
+    module may lack layers that `configure_model` has added only in the ranks.
     """
     try:
         keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None

@@ -1,9 +1,7 @@
 """The part of the pytest plugin that runs in pytest's own process, and makes the ranks run each marked test.
 
 `redirect_to_ranks` makes pytest call `_run_test` instead of the function of a marked test. Tests that are in one module and
-have the same options share one `ModuleGroup`. `_run_test` runs the test on the test's ModuleGroup, and starts this
-ModuleGroup if it does not exist. If ranks fail, `_run_test` raises the exception of the rank that failed first. The module
-`rank_session` has the code that runs in the ranks.
+have the same options share one `ModuleGroup`. The module `rank_session` has the code that runs in the ranks.
 """
 
 import sys
@@ -51,7 +49,7 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
     """Store `nextitem`, the next test. The ranks keep each fixture whose scope includes the next test.
 
-    If the option `--pdb` is set and a marked test fails, the debugger opens in a rank, and not in pytest's own process.
+    With `--pdb`, the debugger for a marked test opens in a rank, so this function prevents a debugger in this process.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -155,10 +153,7 @@ class ModuleGroup:
         return [failure, *later]
 
     def close(self) -> list[RunFailedError]:
-        """If the ranks still exist, tear down the remaining fixtures, and end the ranks.
-
-        Return the failures that occurred while the fixtures were torn down.
-        """
+        """Tear down the remaining fixtures, and end the ranks. Return the failures of the fixtures."""
         __tracebackhide__ = True
         with self._group:
             result, failures = self._call_if_healthy(end_session)
@@ -168,7 +163,7 @@ class ModuleGroup:
         return failures
 
     def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
-        """Call the function in all ranks, with the timeout of the last test. If the group is not healthy, do nothing."""
+        """If the group is healthy, call the function in all ranks, with the timeout of the last test."""
         __tracebackhide__ = True
         if self._group.state is not WorkerState.HEALTHY:
             return None, []
@@ -191,7 +186,7 @@ class ModuleGroup:
             item.add_report_section(when, title, text)
 
     def _read_new_output(self, result: RunResult[Any]) -> Iterator[tuple[str, str]]:
-        """For each log file with new text, yield a title and the new text."""
+        """Yield a title and the new text for each log file that has new text."""
         for worker in result.workers:
             folder = Path(result.log_dir, f"attempt_{worker.restart_count}", str(worker.rank))
             for stream in ("stdout", "stderr"):
@@ -240,10 +235,7 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report the warnings and properties of a test that has passed in all ranks.
-
-    If several ranks have the same warning or property, report it only once.
-    """
+    """Report the warnings and properties of a test that has passed in all ranks, without duplicates."""
     warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
     for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
         arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
@@ -259,7 +251,7 @@ def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
 def _raise_failure(*failures: RunFailedError) -> None:
     """Raise the exception of the rank that failed first, with notes about other ranks and about later failures.
 
-    `failures` must be sorted by time, with the earliest failure first. Do nothing if there are no failures.
+    `failures` must be sorted by time, with the earliest failure first.
     """
     __tracebackhide__ = True
     if not failures:
@@ -281,10 +273,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. An unexpected failure has priority over a skip and over an expected failure.
-
-    For example, if rank 0 skips the test and rank 1 fails with an AssertionError, return the failure of rank 1.
-    """
+    """Return the root cause. An unexpected failure has priority over a skip and over an expected failure."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -304,7 +293,6 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 def _fail_without_traceback(text: str) -> NoReturn:
     """Fail the test.
 
-    If `__tracebackhide__` is set in all frames of a traceback, pytest prints a text about hidden frames.
-    `_fail_without_traceback` does not set `__tracebackhide__`, so its own frame is not hidden.
+    This function does not set `__tracebackhide__`, because pytest prints a text about hidden frames if all are hidden.
     """
     raise pytest.fail.Exception(text, pytrace=False) from None

@@ -1,8 +1,7 @@
 """The part of the pytest plugin that runs in each rank, and makes a pytest session there for one test module.
 
-The controller (controller.py, in pytest's own process) calls `prepare_session`, then `run_item` for each test, and finally
-`end_session`. After a test has failed, the controller calls `tear_down_fixtures`. `current_worker().state` holds the pytest
-session until `end_session` removes it.
+The controller (controller.py, in pytest's own process) calls `prepare_session` and `run_item` for each test, and finally
+`end_session`. After a test has failed, the controller calls `tear_down_fixtures`.
 """
 
 import io
@@ -41,10 +40,10 @@ IGNORE_REWRITE_WARNING = (
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The data from which each rank makes its pytest session. All ranks get the same data."""
+    """The data from which each rank makes its pytest session."""
 
     args: tuple[str, ...]
-    """The arguments of pytest. `--capture=no` is added, since mpwatch captures the output of ranks."""
+    """The arguments of pytest. `--capture=no` is added, because mpwatch captures the output of ranks."""
     invocation_dir: str
     """The folder in which pytest was called."""
     module: str
@@ -93,8 +92,7 @@ def get_name_in_module(item: pytest.Item) -> NameInModule:
 def prepare_session(config: SessionConfig) -> None:
     """Make the pytest session of this rank if it does not exist.
 
-    The controller calls this function before the timeout of the test begins, because a new session may need much time to
-    import large modules.
+    Call this function before the timeout of the test begins, because a new session may import large modules.
     """
     __tracebackhide__ = True
     _get_session(config)
@@ -107,7 +105,7 @@ def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
 
 
 def _get_session(config: SessionConfig) -> "RankSession":
-    """Return the pytest session of this rank. If the rank has no session, for example after a restart, make one."""
+    """Return the pytest session of this rank. Make one if the rank has none, for example after a restart."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK_KEY not in state:
@@ -142,7 +140,7 @@ class _NullTerminal(io.StringIO):
 class RankSession:
     """A pytest session in a rank.
 
-    A RankSession is also registered as a plugin of its pytest session, in order to receive the reports of the tests.
+    A RankSession is also a plugin of its pytest session, so that pytest calls its hooks.
     """
 
     def __init__(self, config: SessionConfig) -> None:
@@ -202,13 +200,10 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the exception of the test's first failure.
+        """Return the exception of the test's first failure, or else of a skip or an expected failure, or else None.
 
-        If no failure is found, return the exception of a skip or of an expected failure. If the test has passed, return
-        None.
-
-        The rank does not send pytest's report of the test to the controller. If the test has not passed, write the other
-        failures, the captured logging and the warnings of the test to stderr.
+        If the test has not passed, write its other failures, captured logging and warnings to stderr, because the rank does
+        not send pytest's report to the controller.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.
@@ -250,10 +245,7 @@ class RankSession:
             self._collection_errors.append(report.longreprtext)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
-        """If the option `--pdb` is set, open pdb in the terminal in which pytest was started.
-
-        pytest tears down the fixtures only after the user has left pdb.
-        """
+        """Open pdb in the terminal in which pytest was started, if the option `--pdb` is set."""
         if self._opens_debugger and call.excinfo is not None:
             with suppress(RuntimeError):  # the controller has no terminal
                 pdb.post_mortem(call.excinfo.tb)

@@ -1,15 +1,13 @@
 """Run one job on several nodes of a SLURM cluster through submitit. There are two ways.
 
 - `mpwatch.integrations.submitit.run(executor, train, 8, nodes=4)` waits for the values of all ranks (run.py).
-  mpwatch/cluster/__init__.py describes how the driver and the nodes work together. The module engine.py starts the nodes.
+  mpwatch/cluster/__init__.py describes how the driver and the nodes work together.
 - A program that calls `executor.submit(mpwatch.integrations.submitit.Job(train, 8))` can end while the job runs (job.py).
   Each SLURM task calls the `Job` object. The tasks find each other through a store, which the first task serves.
 
 `run` submits the minimum number of nodes as one SLURM job, with one task on each machine. SLURM starts all tasks of one
-SLURM job at the same time. `run` does not use a job array, because SLURM can start the jobs of an array at different times.
-In a job array, the first node can occupy its machine for hours before the other nodes start. Each further node, and each
-node that replaces a lost node, is a separate SLURM job. A separate SLURM job can start and end independently of the other
-nodes.
+SLURM job at the same time. `run` does not use a job array, because the first node of an array could occupy its machine for
+hours before the other nodes start. Each further node, and each node that replaces a lost node, is a separate SLURM job.
 
     driver: SubmititEngine                  folder of the executor                task of SLURM
     ----------------------                  ----------------------                -------------
@@ -17,8 +15,8 @@ nodes.
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-`run` writes pickles into a folder with a name such as mpwatch-1234abcd. Only the user can read and write this folder,
-because the pickles contain the secret of the job. A pickle that another user has changed could run any code.
+Only the user can read and write the folder mpwatch-1234abcd, because its pickles contain the secret of the job. A pickle
+that another user has changed could run any code.
 
 Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
 job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of

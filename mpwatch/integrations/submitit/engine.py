@@ -37,7 +37,7 @@ class SubmititEngine:
         executor: an executor of submitit. The engine uses a copy of it.
         least: the minimum number of nodes.
         address: the address of this process.
-        stop_seconds: how long a node may need to end after it has lost the driver.
+        stop_seconds: how many seconds a node may need to end after it has lost the driver.
 
     Attributes:
         is_preempted: whether a node has received the signal of submitit.
@@ -79,8 +79,7 @@ class SubmititEngine:
     def cancel(self, number: int) -> None:
         """Cancel the submitit job of a node if all other nodes of this job have ended.
 
-        If other nodes of this job still run, `cancel` does not end the job. The cancelled node ends when the driver closes
-        the connection to the node.
+        If other nodes of this job still run, the cancelled node ends when the driver closes the connection to the node.
         """
         with self._lock:
             self._futures[number].cancel()
@@ -220,10 +219,7 @@ class Task:
     numbers: tuple[int, ...]
 
     def __call__(self) -> None:
-        """Execute the function that `SubmititEngine.start` has stored for this node, and store its outcome.
-
-        submitit calls `Task.__call__` in each task of the job.
-        """
+        """Execute the function that `SubmititEngine.start` has stored for this node, and store its outcome."""
         path = os.path.join(self.folder, str(self.numbers[submitit.JobEnvironment().global_rank]))
         with open(f"{path}.call", "rb") as stream:
             call = pickle.load(stream)

@@ -1,4 +1,4 @@
-"""`Job` is for programs that submit a job with submitit, and do not need to wait for the result."""
+"""`Job` is for programs that submit a job with submitit, and can end while the job runs."""
 
 import os
 import secrets
@@ -22,10 +22,10 @@ class Job:
     Configure the executor so that it starts one task on each node (`tasks_per_node=1`).
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
-    list with the RunResult of each task. When SLURM announces with submitit's signal that the job will lose its machines,
-    `mpwatch.should_stop` returns True in the ranks. When `should_stop` returns True, the ranks can save and return. When the
-    ranks have returned, submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of
-    the executor to the number of seconds that the ranks may need to save.
+    list with the RunResult of each task. Before the job loses its machines, SLURM sends the signal of submitit. Then
+    `mpwatch.should_stop` returns True in the ranks, so that the ranks can save and return. When the ranks have returned,
+    submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of the executor to the
+    number of seconds that the ranks may need to save.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -34,9 +34,11 @@ class Job:
     Args:
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
-        min_nodes: the job continues without lost nodes as long as this number of nodes remains. None means all nodes. SLURM
-            must also continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
-        port: the port of the store, on the first node. If it is None, the port follows from the number of the job.
+        min_nodes: the job continues after the loss of nodes as long as this number of nodes remains. None means all nodes.
+            If you set `min_nodes`, set these parameters of the executor, too, so that SLURM does not end the job when a node
+            is lost: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
+        port: the port of the store, on the first node. None means a port from 20000 to 29999, which is computed from the id
+            of the job.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
         options: other options of `mpwatch.run`, except `rendezvous` and `stop_signals`.

@@ -15,15 +15,14 @@ POLL_SECONDS = 0.5  # between two requests to ranks that have not been started y
 
 @contextmanager
 def stop_when_preempted() -> Iterator[threading.Event]:
-    """During the `with` block, ask all ranks to stop when this process receives the signal of submitit.
+    """Ask all ranks to stop when this process receives the signal of submitit during the `with` block.
 
     Yield a `threading.Event` that is set when the signal arrives.
 
-    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a handler can run too late. A
-    separate thread does not wait for the main thread: it reads the signal from Python's wake-up descriptor
-    (`signal.set_wakeup_fd`). The kernel must deliver the signal to the separate thread, so the calling thread blocks the
-    signal during the `with` block. Threads and processes that the calling thread starts in the block, such as the guardian
-    process, also block the signal.
+    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a handler can run too late. So
+    a separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). The calling thread blocks
+    the signal, so that the kernel delivers the signal to the separate thread. Threads and processes that the calling thread
+    starts in the block, such as the guardian process, also block the signal.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

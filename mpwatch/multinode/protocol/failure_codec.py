@@ -1,15 +1,14 @@
 """Encode failures of ranks as JSON of limited size, which can be sent to other nodes, and decode this JSON.
 
-json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS. If a text is too long, the sender
-leaves out the middle of the text.
+json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS.
 
-An exception is sent as an ExceptionGraph, which contains the data that wire/exceptions/encoder.py reads from the exception.
-For each exception in the ExceptionGraph, the receiver builds a stand-in, which is an exception that looks like the original
-exception. A stand-in has the name, text, notes, cause, context, group members, frames and builtin base classes of the
-original exception. The receiver does not import or run any code that is named in the received data.
+An exception is sent as an ExceptionGraph, with the data that wire/exceptions/encoder.py reads from the exception. For each
+exception in the ExceptionGraph, the receiver builds a stand-in. A stand-in is an exception with the name, text, notes,
+cause, context, group members, frames and builtin base classes of the original exception. The receiver does not import or run
+any code that is named in the received data.
 
-The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores the
-received source lines under a new file name, because the receiver may have its own source lines under the sender's file name.
+The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores these
+lines under a new file name, because the receiver may have its own source lines under the sender's file name.
 """
 
 import builtins
@@ -58,7 +57,7 @@ EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]
 class EncodedException:
     """One exception of an ExceptionGraph.
 
-    An EncodedException refers to another exception by the index of that exception in the ExceptionGraph.
+    The fields `cause`, `context` and `members` contain indices of other exceptions in `ExceptionGraph.exceptions`.
     """
 
     name: str
@@ -88,8 +87,7 @@ class ExceptionGraph:
 def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
     """Encode a failure as JSON data.
 
-    If the failure is too large, shorten its texts, and leave out the exceptions that are farthest from the failure's
-    exception in the ExceptionGraph.
+    If the failure is too large, leave out the middle of its texts, and the last exceptions of the ExceptionGraph.
 
     Args:
         failure: any failure.
@@ -146,10 +144,7 @@ def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) 
 
 
 def _limit_value(value: Any) -> Any:
-    """Replace numbers that JSON cannot represent, and escape control characters.
-
-    If the value is a dict, keep at most MAX_MAPPING_ENTRIES of its entries, and shorten long keys.
-    """
+    """Replace numbers that JSON cannot represent, escape control characters, and limit the entries of a dict."""
     if _is_text(value):
         return clean_text(value)
     if isinstance(value, float):
@@ -175,7 +170,7 @@ def _encode_without_texts(value: Any) -> Any:
 
 
 def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Replace each text in `value` by the next text from the iterator `texts`, and return the new value."""
+    """Return a copy of `value` in which each text is replaced by the next text from `texts`."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value
@@ -210,7 +205,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Remove references to exceptions that the graph does not contain. The graph contains the first `count` exceptions."""
+    """Remove references to exceptions that the graph does not contain. The graph has the first `count` exceptions."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -244,7 +239,7 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
     """Encode as many frames of a traceback as fit into `bytes_left` bytes of JSON, but at most MAX_FRAMES.
 
-    If the traceback is too long, leave out the frames in the middle, because these frames usually belong to a recursion.
+    If the traceback is too long, leave out the frames in the middle, because they usually belong to a recursion.
     """
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):

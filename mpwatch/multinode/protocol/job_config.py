@@ -28,7 +28,7 @@ def make_job_config(spec: WorkerSpec[Any]) -> JobConfig:
 
 
 def describe_disagreement(infos: Iterable[NodeInfo]) -> str:
-    """Compare the options of all nodes. Return an error text about the first option that differs, or "" if none differs."""
+    """Return an error text about the first option that differs between the nodes, or "" if none differs."""
     first, *others = sorted(infos, key=lambda info: info.group_rank)
     for name, value in first.job_config.items:
         for other in others:
@@ -39,7 +39,7 @@ def describe_disagreement(infos: Iterable[NodeInfo]) -> str:
 
 
 def describe_difference(ours: JobConfig, theirs: JobConfig, our_name: str, their_name: str) -> str:
-    """Return an error text that names the first option in which two nodes differ, or "" if no option differs."""
+    """Return an error text about the first option that differs between two nodes, or "" if none differs."""
     their_items = dict(theirs.items)
     for name, value in ours.items:
         their_value = their_items.get(name, "nothing")

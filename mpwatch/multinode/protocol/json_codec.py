@@ -1,15 +1,12 @@
 """The JSON codec for all data that nodes send to one another.
 
-`to_json` encodes a dataclass as a JSON object that contains the fields of the dataclass. `from_json` checks and decodes each
-field according to the type hint of the field. A new field of a dataclass needs no further code, because `to_json` and
-`from_json` handle all fields of a dataclass. The type hint of a field may contain dataclasses, enums, tuples, lists,
-mappings with str or int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
+`to_json` encodes all fields of a dataclass as a JSON object. `from_json` checks and decodes each field according to its type
+hint. The type hint of a field may contain dataclasses, enums, tuples, lists, mappings with str or int keys, unions,
+`Literal`, `Any` (JSON data), str, bool, int, float and None.
 
-`to_json` and `from_json` refuse NaN and infinity, because JSON cannot represent these numbers. `to_json` and `from_json`
-also refuse integers beyond 2**53, because some readers of JSON round such integers. `to_json` escapes control characters and
-`from_json` refuses them, because control characters could disturb a terminal that shows the text.
-
-This module does no I/O.
+Both functions refuse NaN and infinity, because JSON cannot represent these numbers. Both refuse integers beyond 2**53,
+because some readers of JSON round such integers. `to_json` escapes control characters and `from_json` refuses them, because
+control characters could disturb a terminal that shows the text.
 """
 
 import math
@@ -55,15 +52,14 @@ def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
 
 
 def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T:
-    """Decode JSON data as a value of the type `wanted`. Usually, `to_json` on another node has made the data.
+    """Decode JSON data as a value of the type `wanted`.
 
     Args:
         wanted: the type, usually a dataclass.
         data: JSON data of unknown origin.
         omit: names of fields of the outermost dataclass that are not in the data. These fields get their defaults.
 
-    If the data are invalid, raises InvalidEntryError. The text of the exception names the invalid field. If the value of the
-    field is wrong, the text also says which values are allowed.
+    If the data are invalid, raises InvalidEntryError with a text that names the invalid field.
     """
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)

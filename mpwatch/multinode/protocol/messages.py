@@ -1,10 +1,7 @@
 """The messages that the nodes of a job send to one another, as frozen dataclasses.
 
-`encode_message` converts a message to JSON data, and `decode_message` converts JSON data to a message. If you add a field to
-the class of a message, you need no further code to send the field. This module does no I/O.
-
-The first line of a message's docstring names the receivers of the message. If a message contains failures of ranks,
-failure_codec.py has encoded these failures as JSON data.
+A new field of a message needs no further code, because json_codec.py handles all fields of a dataclass. The first line of a
+message's docstring names the receivers of the message. failure_codec.py encodes the failures of ranks in a message.
 """
 
 from collections.abc import Mapping
@@ -41,8 +38,7 @@ class NextStep(Enum):
 class RestartHistory:
     """Numbers about the earlier attempts of a job, such as the number of restarts.
 
-    Each node keeps the RestartHistory, and sends it to the leader of each round. The RestartHistory is not lost if another
-    node becomes the leader.
+    Each node keeps the RestartHistory and sends it to the leader of each round, because the next leader may be another node.
     """
 
     attempts: int = 0
@@ -91,8 +87,8 @@ class NodeInfo:
 class AttemptFailing:
     """A message to the leader: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The node whose
-    AttemptFailing comes first counts as the node that failed first.
+    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The first node whose
+    AttemptFailing the leader reads counts as the node that failed first.
     """
 
     group_rank: int
@@ -101,7 +97,7 @@ class AttemptFailing:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """The latest collectives that one rank has called. The messages AttemptReport and RanksStalled contain RankRecords."""
+    """The latest collectives that one rank has called."""
 
     rank: int
     has_returned: bool
@@ -115,8 +111,8 @@ class RankRecord:
 class RanksStalled:
     """A message to the leader: ranks of this node have stalled, or no rank of this node is stalled any more.
 
-    A rank has stalled if it has called no collective for `stall_after` seconds. A RanksStalled replaces the previous
-    RanksStalled of the same node.
+    A rank has stalled if it has called no collective for `stall_after` seconds. Each RanksStalled replaces the
+    previous RanksStalled of the same node.
     """
 
     group_rank: int
@@ -127,10 +123,7 @@ class RanksStalled:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A message to the leader: a stop was requested on this node.
-
-    After a StopRequest, the nodes agree on one step at which all ranks of the job save their state and return.
-    """
+    """A message to the leader: a stop was requested on this node, so all ranks have to return after the same step."""
 
     group_rank: int
     cause: str
@@ -139,10 +132,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """A message to the leader: the ranks of this node wait before their next step, because a stop was requested.
-
-    The ranks wait until the message StopAtStep comes.
-    """
+    """A message to the leader: the ranks of this node wait for StopAtStep before their next step."""
 
     group_rank: int
     attempt: int
@@ -154,10 +144,7 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """A message to the leader: all ranks of this node have ended.
-
-    The node sends its AttemptReport later, when the node has diagnosed the attempt.
-    """
+    """A message to the leader: all ranks of this node have ended. The AttemptReport follows after the diagnosis."""
 
     group_rank: int
     attempt: int
@@ -213,7 +200,7 @@ class ShutdownAck:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A message to one node: the ranks of the receiving node in the attempt that starts. They are consecutive numbers."""
+    """A message to one node: the ranks of the receiving node in the attempt that starts. These ranks are consecutive."""
 
     group_rank: int
     attempt: int
@@ -249,10 +236,7 @@ class StopAttempt:
 
 @dataclass(frozen=True, slots=True)
 class HoldSteps:
-    """A message to all nodes: a stop was requested.
-
-    After HoldSteps, the ranks wait before their next step until the message StopAtStep comes.
-    """
+    """A message to all nodes: a stop was requested, so the ranks wait for StopAtStep before their next step."""
 
     attempt: int
     cause: str
@@ -270,7 +254,7 @@ class StopAtStep:
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """A node that was lost or has left, and the node's ranks. An AttemptDecision contains LostNodes."""
+    """A node that was lost or has left, and its ranks."""
 
     group_rank: int
     hostname: str
@@ -307,10 +291,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job: the options of the first node.
-
-    Every node that joins compares its own options with the options in PublishedJobConfig.
-    """
+    """An entry in the store of the job: the options of the first node, which must be the options of every node."""
 
     hostname: str
     job_config: JobConfig
@@ -318,10 +299,7 @@ class PublishedJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry in the store of the job: a node that was refused, and the reason.
-
-    The nodes that wait for the refused node read RefusedNode, and report the reason in their error texts.
-    """
+    """An entry in the store of the job: a node that was refused, and the reason for the error texts of other nodes."""
 
     hostname: str
     reason: str
@@ -331,7 +309,7 @@ class RefusedNode:
 class RoundName:
     """An entry in the store of a round: the name of the round.
 
-    The name of the round is part of the signed data of every other entry, so that entries of other rounds are invalid.
+    The name is part of the signed data of every other entry, so that entries of other rounds are invalid.
     """
 
     name: str
@@ -354,7 +332,7 @@ MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_
 
 
 def encode_message(message: Message) -> dict[str, Any]:
-    """Encode a message as JSON data, which also contain the name of the message's class."""
+    """Encode a message as JSON data, with the name of its class."""
     return {"kind": type(message).__name__, **to_json(message)}
 
 

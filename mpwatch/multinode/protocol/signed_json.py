@@ -1,9 +1,7 @@
 """Encode the entries of the store as signed JSON, and verify them.
 
-The first line of an entry is the signature, which is an HMAC with the job's secret as the key. The second line of an entry
-is the message as JSON. If the job has no secret, the signature is empty. The signature is computed from the bytes of the
-JSON, the name of the job, and the name of the entry. `SignedJson.decode` verifies the size and the signature before it
-parses the JSON. After `SignedJson.decode`, json_codec.py checks whether each field of the message has the right type.
+The first line of an entry is the signature, and the second line is the message as JSON. The signature is an HMAC-SHA256 of
+the JSON, the name of the job and the name of the entry. If the job has no secret, the signature is empty.
 
 This module imports no other module of mpwatch and does no I/O.
 """
@@ -22,17 +20,13 @@ SIGNATURE = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")  # id of the key, 
 
 
 class InvalidEntryError(ValueError):
-    """An entry in the store is invalid, which means that it does not come from a node of this job.
-
-    The text of the exception says what is wrong with the entry.
-    """
+    """An entry in the store is invalid. The text of the exception says what is wrong with the entry."""
 
 
 class SecretMismatchError(InvalidEntryError):
-    """An entry is invalid, because its writer and this node do not have the same secret.
+    """An entry is invalid, because its writer and this node have different secrets, or only one of them has a secret.
 
-    This exception is also raised if only the writer or only this node has a secret. The text of the exception describes the
-    entry but does not name it. For example, the text is "not signed, but this node has a secret".
+    The text of the exception describes the entry but does not name it, such as "not signed, but this node has a secret".
     """
 
 
@@ -72,7 +66,7 @@ class SignedJson:
         return entry.decode()
 
     def decode(self, name: str, entry: bytes, *, limit: int = MAX_ENTRY_BYTES) -> dict[str, Any]:
-        """Verify an entry and return its JSON as a dict.
+        """Verify an entry and return its JSON as a dict. Check the size and the signature before the JSON is parsed.
 
         Raises:
             SecretMismatchError: the secrets of the writer and the reader differ. It is a subclass of InvalidEntryError.
@@ -104,10 +98,7 @@ class SignedJson:
 
 
 def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts.
-
-    The HMAC also includes the length of each part, so that different lists of parts have different HMACs.
-    """
+    """Return the HMAC-SHA256 of the parts and their lengths, so that different lists of parts have different HMACs."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 

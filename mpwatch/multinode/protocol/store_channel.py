@@ -1,6 +1,6 @@
 """Send and receive the messages of one round. Each message is a signed entry of limited size in the store of the round.
 
-The store of a round has these keys, which only the node thread uses:
+A StoreChannel uses these keys of the store, only in the node thread:
 
     round               the random name that the leader gives to the round; all other signatures of the round cover it
     inbox, inbox/<n>    the number of messages to the leader so far, and the n-th of these messages
@@ -8,9 +8,8 @@ The store of a round has these keys, which only the node thread uses:
     assignment/<a>/<g>  the ranks of the node with group rank g in attempt a
     heartbeat/<g>       how many heartbeats the node with group rank g has sent
 
-A StoreChannel uses only the methods `set`, `get`, `add` and `check` of the store. If an entry does not exist yet, a
-StoreChannel does not wait for the entry. A StoreChannel logs and ignores invalid entries. All methods of a StoreChannel
-raise StoreLostError if the store cannot be reached.
+A StoreChannel uses only the methods `set`, `get`, `add` and `check` of the store, and never waits for an entry. Invalid
+entries are logged and ignored. All methods raise StoreLostError if the store cannot be reached.
 """
 
 import time
@@ -68,8 +67,8 @@ class StoreChannel:
     def try_open(self) -> bool:
         """Open the channel if the round has a name, and return whether the channel is open.
 
-        The leader gives the round a name, and other nodes read the name. Messages can be sent only when the round has a
-        name, because the name is part of the signed data of each message.
+        The leader gives the round its name. Messages can be sent only when the round has a name, because the name is part of
+        the signed data of each message.
         """
         if not self._round_name:
             if self.group_rank == 0:
@@ -119,8 +118,8 @@ class StoreChannel:
     def read_broadcasts(self) -> list[MessageToAll]:
         """Return the messages that the leader has sent to all nodes since this method was last called.
 
-        If an entry is invalid, this method stops reading, and reads the same entry again at the next call. If another
-        program has written the invalid entry, the leader overwrites it when the leader sends its next message.
+        If an entry is invalid, this method reads the same entry again at the next call. If another program has written the
+        entry, the leader overwrites it with its next message.
         """
         found: list[MessageToAll] = []
         while True:
@@ -146,7 +145,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name that is part of an entry's signed data. The returned name contains the name of the round."""
+        """Return the name that is part of an entry's signed data. The name contains the name of the round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:

@@ -7,8 +7,8 @@ store (rounds.py). The entry point is client.py:
                      --> rounds.py          join a round: torch's dynamic rendezvous (torch_handler.py), or a static one
     CustomHandlerClient                     the same with a rendezvous handler that the user passes
 
-The rendezvous also works if the clocks of hosts differ (clock_skew.py). The shared state of torch's rendezvous is a pickle,
-which a restricted unpickler reads (torch_state.py). Each wait for a store that does not answer has a time limit (store.py).
+The rendezvous also works if the clocks of hosts differ (clock_skew.py). A restricted unpickler reads the shared state of
+torch's rendezvous (torch_state.py). Each wait for a store that does not answer has a time limit (store.py).
 
-The code in this folder does not depend on ranks or on the messages between nodes.
+The code in this folder does not depend on ranks.
 """

@@ -57,16 +57,13 @@ def call_with_deadline(
 ) -> T:
     """Run a call on a new thread, and return the result of the call or raise its exception.
 
-    If the deadline passes before the call ends, this function stops waiting for the call. If the call ends after the
-    deadline, `undo` releases the result of the call.
-
     Args:
         call: a call that cannot be interrupted.
-        deadline: the time limit. When its time is over, TimeoutError is raised. If it is cancelled, CancelledError is
-            raised.
+        deadline: the time limit of the wait. When the time is over, TimeoutError is raised. When the wait is cancelled,
+            CancelledError is raised.
         thread_name: name of the new thread.
-        undo: releases the result of a call that ends too late.
-        on_check: called every tenth of a second with False. When the wait ends early, it is called a last time with True.
+        undo: releases the result of a call that ends after the wait.
+        on_check: called every tenth of a second with False. When the wait ends before the call, called once with True.
     """
     future: futures.Future[T] = futures.Future()
 

@@ -1,8 +1,8 @@
 """Represents one node in torch's rendezvous: connects to the store, joins rounds, and leaves the rendezvous.
 
-Only the node thread may call `connect`, `join` and the other methods that may block. Any thread may call `cancel`, which
-never blocks. A method stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store that does
-not answer any more counts as lost (store.py).
+Only the node thread may call `connect`, `join` and the other methods that may block. Any thread may call `cancel`. A method
+stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store that does not answer any more
+counts as lost (store.py).
 
     connect --> join --> join --> ... --> close
        |          '-- rounds.py: torch's dynamic rendezvous, or a static one
@@ -84,19 +84,18 @@ class RendezvousClient:
 
         Args:
             deadline: seconds on the monotonic clock.
-            last_call: seconds to wait for more nodes when the minimum number of nodes has joined. If it is None,
-                options["last_call_timeout"] is used, or 30 if this option is not set. The time begins when a node sees that
-                the minimum has joined. The node with the shortest last call completes the round.
+            last_call: seconds to wait for more nodes when this node has seen that the minimum number of nodes has joined.
+                If it is None, options["last_call_timeout"] is used, or 30 if this option is not set. The node with the
+                shortest last call completes the round.
             expected_nodes: number of nodes of the previous round that will join again. When they have joined and no other
                 node waits, the last call ends at once.
             wait_report: logs once that this node waits for other nodes. If it is None, nothing is logged.
 
         Raises:
-            LaunchError: the deadline has passed. The text contains the number of nodes that have joined.
+            LaunchError: the deadline has passed, or this node cannot join for another reason.
             CancelledError: `cancel` was called.
             JobClosedError: the job is over.
-            StoreLostError: the store is lost. After any other error this node has left the rendezvous, and the other nodes
-                do not wait for it.
+            StoreLostError: the store is lost. After any other of these errors, no other node waits for this node.
         """
         if last_call is None:
             last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
@@ -107,10 +106,7 @@ class RendezvousClient:
         return self._get_implementation().count_waiting_nodes()
 
     def set_closed(self) -> None:
-        """Close the rendezvous for all nodes, because the job is over.
-
-        After `set_closed`, no node can join the job any more. Raises StoreLostError.
-        """
+        """Close the rendezvous, so that no node can join the job any more. Raises StoreLostError."""
         if (store := self.get_job_store()) is not None:
             store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
         self._get_implementation().set_closed()
@@ -127,16 +123,15 @@ class RendezvousClient:
     def cancel(self) -> None:
         """Make `connect` and `join` raise CancelledError. Any thread may call this method.
 
-        If `connect` or `join` is in progress, `cancel` ends it within 1 s. If `connect` or `join` is called after `cancel`,
-        it ends at once.
+        A call of `connect` or `join` that is in progress ends within 1 s. A later call ends at once.
         """
         self._cancelled.set()
 
     def close(self) -> None:
         """Leave the round. Release all threads and sockets, and stop the store's server if this process runs the server.
 
-        `close` takes at most 2 s, even if the network does not work. `close` does not wait for a name resolution that is
-        still in progress. The thread of the name resolution ends when the resolver answers or gives up.
+        `close` takes at most 2 s, even if the network does not work. `close` does not wait for the thread of a name
+        resolution, which ends when the resolver answers or gives up.
         """
         self.cancel()
         opened, implementation = self._opened_store, self._implementation

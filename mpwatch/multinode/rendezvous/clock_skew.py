@@ -1,18 +1,16 @@
 """Make torch's rendezvous work even if the clocks of hosts differ, or if somebody sets a clock during the rendezvous.
 
-torch's shared state contains times of the nodes' clocks: the time of each node's last heartbeat, and the time at which the
-wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch would
-remove a live node whose clock is behind the clocks of other nodes.
+torch's shared state contains times of the nodes' clocks: when each node sent its last heartbeat, and when the wait for more
+nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch would remove a live
+node whose clock is behind the clocks of other nodes.
 
-LocalClockBackend is a layer between torch and the backend that keeps the state. When this node reads a new time from the
-store, LocalClockBackend notes the local time. torch gets the noted local time instead of the other node's time. If the new
-time says when the wait for more nodes ends, torch gets the noted local time plus the length of the wait. If torch has not
-changed a time, LocalClockBackend writes the original time back:
+LocalClockBackend is a layer between torch and the backend that keeps the state. When LocalClockBackend reads a new time from
+the store, it notes the local time. torch gets the noted local time instead of the other node's time. If the new time is the
+end of the wait for more nodes, torch gets the noted local time plus the length of the wait. If torch has not changed a time,
+LocalClockBackend writes back the original time:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
-
-This module never waits and does not use the network.
 """
 
 import time
@@ -75,11 +73,7 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Convert the local times in the state back to the original times, and write the state to the store.
-
-        An original time is a time that another node has written. If torch has replaced a time by a new one, `set_state`
-        writes the new time.
-        """
+        """Write the state to the store, but restore the times of other nodes that torch has not replaced."""
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None

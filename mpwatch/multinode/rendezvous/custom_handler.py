@@ -3,9 +3,9 @@
 The user makes the handler and shuts it down. For each round, the handler gives every node a group rank and a store. The
 settings of the handler say how many nodes must join and how long the handler waits.
 
-Guarantee: this node waits for a round at most until the deadline. If this node stops waiting while a method of the handler
-runs, the method goes on in a separate thread until the handler's own timeout. If the handler joins a round after this node
-has stopped waiting, this node leaves the round at once.
+Guarantee: this node waits for a round at most until the deadline. Then a method of the handler may still run in a separate
+thread until the handler's own timeout. If the method joins a round of torch's dynamic rendezvous after the deadline, this
+node leaves the round at once.
 """
 
 import math
@@ -75,7 +75,7 @@ class CustomHandlerClient(RendezvousClient):
     ) -> Round:
         """See RendezvousClient. The handler decides for how many nodes it waits.
 
-        If the handler raises an exception that is not one of torch's rendezvous errors, `join` raises the same exception.
+        `join` converts only torch's exceptions and TimeoutError. Other exceptions of the handler stay as they are.
         """
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
@@ -134,7 +134,7 @@ class CustomHandlerClient(RendezvousClient):
         """Return None, because there is no store before the first round."""
 
     def close(self) -> None:
-        """Leave the round. The handler stays open. If the user shuts down the handler, no node can join any more."""
+        """Leave the round. The handler stays open, because after its shutdown no node could join any more."""
         self.cancel()
         if self._has_joined and self._connection is not None:
             leave_within_limit(self._leave, self._connection)
@@ -151,8 +151,7 @@ class CustomHandlerClient(RendezvousClient):
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node when they form the next round.
 
         torch has no public method that removes one node without closing the rendezvous for all nodes. If the user's handler
-        has another class than DynamicRendezvousHandler, this method does nothing. Then the other nodes wait until their
-        handlers count this node as lost.
+        has another class, the other nodes wait until their handlers count this node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):

@@ -7,9 +7,7 @@ torch's client waits without limit. Before torch connects, this module checks th
 - A program listens at the endpoint.
 - The listening program is a store.
 
-Each check has a time limit and can be cancelled. The error text of a failed check says what the user can do.
-
-This module does not import torch.
+Each check has a time limit and can be cancelled. This module does not import torch.
 """
 
 import errno
@@ -44,10 +42,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, default_port: int) -> "Endpoint":
-        """Parse `host:port` or `host`, where an IPv6 address is in brackets.
-
-        `parse` does not check the form of `text`. The class `Rendezvous` has already checked its option `endpoint`.
-        """
+        """Parse `host:port` or `host`, where an IPv6 address is in brackets. `Rendezvous` has checked the form of `text`."""
         host, colon, port = text.rpartition(":")
         if not colon or text.endswith("]"):
             host, port = text, str(default_port)
@@ -100,7 +95,7 @@ def _get_addresses(endpoint: Endpoint, flags: int) -> list[SocketAddress]:
 
 
 def is_local_address(address: SocketAddress) -> bool:
-    """Return whether this address belongs to this machine, so that a socket can be bound to the address."""
+    """Return whether a socket can be bound to this address, because the address belongs to this machine."""
     family, (host, _, *rest) = address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -173,8 +168,7 @@ def make_port_taken_error(endpoint: Endpoint) -> LaunchError:
 def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
     """Send a test request, and find out from the answer whether the connected program is a store.
 
-    Return NO_ANSWER if the program does not answer in time, or closes the connection without an answer. Raises OSError if
-    the network fails.
+    Raises OSError if the network fails.
     """
     deadline = time.monotonic() + seconds
     answer = b""

@@ -1,4 +1,4 @@
-"""The exceptions that end the rendezvous of a node. This module imports no other module."""
+"""The exceptions that end the rendezvous of a node."""
 
 
 class StoreLostError(Exception):

@@ -1,8 +1,7 @@
 """Open the store of a rendezvous: serve the store, or connect to it as soon as another node serves it.
 
-`open_store` tries again until the deadline, because the node that serves the store may start later than this node.
-`open_store` also tries again if the name cannot be resolved, because name servers may not yet know a node that has just
-started. This module imports torch.
+`open_store` tries again until the deadline, because the node that serves the store may start later than this node. It also
+tries again if the name cannot be resolved, because name servers may not yet know a node that has just started.
 """
 
 import time
@@ -54,7 +53,7 @@ def open_store(rendezvous: Rendezvous, deadline: Deadline) -> OpenedStore:
     """Serve the store, or connect to it.
 
     Raises:
-        LaunchError: the store cannot be opened. It is raised at the deadline or earlier.
+        LaunchError: the store cannot be opened.
         CancelledError: the call was cancelled.
         StoreLostError: the store has ended just after this node connected to it.
     """

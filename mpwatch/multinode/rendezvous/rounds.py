@@ -1,7 +1,6 @@
 """Form rounds in one of two ways: the nodes can come and go (dynamic), or each node has a fixed group rank (static).
 
-The method `join` blocks the node thread until the round is complete, the deadline passes, or another thread cancels the
-wait. This module raises LaunchError, JobClosedError or StoreLostError instead of torch's errors.
+This module raises LaunchError, JobClosedError or StoreLostError instead of torch's errors.
 """
 
 import math
@@ -63,8 +62,8 @@ class WaitReport:
 class Round:
     """One round of the job, as this node sees it.
 
-    If a node leaves while the round forms, the nodes may see different sizes of the round. The correct size of the round is
-    the `group_world_size` of the leader's Round. The leader is the node with group rank 0.
+    If a node leaves while the round forms, the nodes may see different sizes of the round. The correct size is the
+    `group_world_size` of the node with group rank 0, the leader.
     """
 
     store: PrefixedStore
@@ -93,7 +92,7 @@ class Round:
 class _NoRoomError(Exception):
     """Raised if this node cannot join before its deadline, because the job has its maximum number of nodes.
 
-    If the job has its maximum number of nodes, torch ignores the deadline and waits until another node leaves the job.
+    In this case torch itself ignores the deadline, and waits until another node leaves the job.
     """
 
 
@@ -172,11 +171,9 @@ class DynamicRendezvous:
             self._deadline = self._wait_report = None
 
     def _on_state(self, state: State) -> None:
-        """Record the state that torch has read, and check whether the join must end.
+        """Record the state that torch has read, and raise CancelledError or _NoRoomError if the join must end.
 
-        During a join, torch calls this method each time it has read the state: at least once a second.
-
-        Raises CancelledError and _NoRoomError.
+        During a join, this method is called at least once a second.
         """
         self._state = state
         node = self._handler.node
@@ -190,10 +187,8 @@ class DynamicRendezvous:
     def _last_call(self) -> timedelta:
         """Return how long a round waits for more nodes after the minimum number of nodes has joined.
 
-        The returned time is zero if all expected nodes have joined and no other node waits to join. After the first round,
-        only nodes of the previous round count as expected nodes.
-
-        Raises LaunchError if the store contains an invalid number of expected nodes.
+        The time is zero if all expected nodes have joined and no other node waits to join. After the first round, only nodes
+        of the previous round count as expected nodes. Raises LaunchError if the number in the store is invalid.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
@@ -270,8 +265,7 @@ class DynamicRendezvous:
     def has_other_nodes(self) -> bool:
         """Return whether the rendezvous state still contains at least one other node.
 
-        The state contains the nodes that have not left yet. The state may also contain lost nodes. Call this method after
-        this node has left.
+        The state may also contain lost nodes. Call this method after this node has left.
         """
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
@@ -295,8 +289,7 @@ class DynamicRendezvous:
 class StaticRendezvous:
     """Forms rounds in which each node has a fixed group rank. All nodes of the job must join each round.
 
-    Each node adds 1 to the key `here/<rank>` in the store of the round. The round is complete when the keys of all nodes
-    exist.
+    A round is complete when each node has added 1 to its key `here/<rank>` in the store of the round.
     """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore) -> None:

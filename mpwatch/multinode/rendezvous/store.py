@@ -1,8 +1,8 @@
 """Connections to torch's store (`TCPStore`). If the store does not answer, the connection is closed.
 
 torch's C++ client waits for an answer without limit, even if the network does not work any more. This module sets options
-of the connection's socket, so that the kernel ends the connection if no answer comes. If a node cannot leave the rendezvous
-in time, the node itself shuts down the connection. torch's errors become StoreLostError.
+of the connection's socket, so that the kernel ends the connection if no answer comes. StoreLostError replaces torch's
+errors.
 """
 
 import os
@@ -48,7 +48,7 @@ class StoreConnection:
     """The connection of this process to a store. All threads of a RendezvousClient share one StoreConnection.
 
     Args:
-        store: torch's store. If this process serves the store, the server ends when no reference to this object is left.
+        store: torch's store. If this process serves the store, the server ends when no reference to the store is left.
         sockets: duplicates of the client's sockets, which this object closes. The list is empty if they are not known.
         description: the endpoint, or another name of the store, for error messages.
         errors: exceptions that also say that the store cannot be reached, in addition to torch's own errors.
@@ -70,8 +70,7 @@ class StoreConnection:
     def get_store(self) -> Store:
         """Return torch's store, for use in one call. Raises StoreLostError if the connection is closed.
 
-        Do not keep the returned store after this call. Any reference to the store keeps its server alive, even a reference
-        in a traceback.
+        Do not keep the returned store. Any reference to the store keeps its server alive, even a reference in a traceback.
         """
         if self._store is None:
             raise self._make_error()
@@ -80,8 +79,8 @@ class StoreConnection:
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function`, which uses the store, and return its result.
 
-        Raises StoreLostError if the store cannot be reached. After the connection is lost, each call raises StoreLostError
-        immediately.
+        Raises StoreLostError if an expected entry is missing or the store cannot be reached. After the connection is lost,
+        each call raises StoreLostError at once.
         """
         # torch prints pages to stderr if it finds a closed connection, so it is not called in this case.
         if self._lost_reason is None and (reason := self._find_disconnect()):
@@ -140,8 +139,8 @@ class StoreConnection:
 class PrefixedStore(Store):
     """The part of a store whose keys have the same prefix.
 
-    The methods of a PrefixedStore raise StoreLostError instead of torch's errors. After the StoreConnection is closed, all
-    methods of a PrefixedStore raise StoreLostError. A PrefixedStore does not keep the store's server alive.
+    The methods raise StoreLostError instead of torch's errors, and also after the StoreConnection is closed. A PrefixedStore
+    does not keep the store's server alive.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -164,9 +163,9 @@ class PrefixedStore(Store):
         return self._call(PrefixStore.add, key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write `desired` if the present value is `expected`.
+        """Write `desired` if the present value is `expected`. Return the value that the key has after the call.
 
-        To write a key that has no value yet, pass an empty `expected`. Return the value that the key has after the call.
+        To write a key that has no value yet, pass an empty `expected`.
         """
         return self._call(PrefixStore.compare_set, key, expected, desired)
 
@@ -198,7 +197,7 @@ def open_tcp_store(
 ) -> StoreConnection:
     """Connect to the store at the endpoint. If `listener` is passed, this process also serves the store.
 
-    `open_tcp_store` may take long, because torch also looks up the name of the machine to which it connects.
+    This function may take long, because torch also looks up the name of the machine to which it connects.
 
     Args:
         endpoint: the endpoint with the port. It is also used for error messages.
@@ -227,10 +226,7 @@ def open_tcp_store(
         return StoreConnection(store, sockets, endpoint)
 
     def end_stuck_connections(is_late: bool) -> None:
-        """If the store does not answer or the deadline has passed, end the connection that torch is making.
-
-        torch itself waits for an answer without limit.
-        """
+        """If the store does not answer or the wait is over, end the connection that torch is making."""
         for connection in _find_connected(_list_sockets() - sockets_before[0], endpoint.port) if sockets_before else ():
             with suppress(OSError), connection:
                 end_connection_after_silence(connection, silence_timeout)
@@ -287,8 +283,7 @@ def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[
 def _list_sockets() -> set[tuple[int, int]]:
     """Return a set with the descriptor and the inode of each open socket of this process.
 
-    A descriptor alone does not identify a socket, because the system reuses the number of a closed descriptor. If the system
-    has no list of open descriptors, the returned set is empty.
+    A descriptor alone does not identify a socket, because the system reuses the number of a closed descriptor.
     """
     found = set()
     for folder in FD_FOLDERS:
@@ -329,7 +324,7 @@ def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
 def _duplicate_socket(fd: int) -> socket.socket:
     """Duplicate a socket. Raises OSError if the descriptor is not a socket any more.
 
-    Another thread may close the socket before this call. Then a newly opened file may get the same descriptor.
+    Another thread may close the socket before this call, and a newly opened file may get the same descriptor.
     """
     duplicate = os.dup(fd)
     try:

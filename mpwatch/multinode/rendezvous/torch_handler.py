@@ -1,14 +1,11 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The handlers of the other nodes
-  wait for the address of this store in C++ code. The wait for the address may take minutes. mpwatch gives the ranks a new
-  store for each attempt, so mpwatch's handler opens no store.
-- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
-  beginning of a wait.
+- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The other nodes may wait for the
+  address of this store for minutes, in C++ code. mpwatch gives the ranks a new store for each attempt, so mpwatch's handler
+  opens no store.
+- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls more often at first.
 - torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
 - If the store is lost, the thread that sends heartbeats ends and logs nothing.
-
-This module imports torch's private names from torch_private.py.
 """
 
 import os
@@ -57,10 +54,7 @@ class JoinTimeouts(RendezvousTimeout):
 
     @property
     def join(self) -> timedelta:
-        """The time until the deadline of the join.
-
-        torch may read this property several times while a node joins. Each read computes the remaining time again.
-        """
+        """The time until the deadline of the join, which is computed again each time torch reads it."""
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
     @property
@@ -72,8 +66,7 @@ class JoinTimeouts(RendezvousTimeout):
 class _NodeIdGenerator(_NodeDescGenerator):
     """Makes the id of a node from its address, its pid and a random number.
 
-    Two nodes in containers of one machine may have the same address and the same pid. The random number makes their ids
-    different.
+    The random number is necessary because two nodes in containers of one machine may have the same address and pid.
     """
 
     def generate(self, local_addr: str | None = None) -> Node:
@@ -81,10 +74,7 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """torch's executor of operations on the rendezvous state.
-
-    Where torch sleeps for 1 s, this executor sleeps for the time that `poll_interval` returns.
-    """
+    """torch's executor of operations on the state, but it sleeps for `poll_interval` where torch sleeps for 1 s."""
 
     def run(
         self,
@@ -106,10 +96,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 
 def poll_interval(waited: float, node_count: int) -> float:
-    """Return the number of seconds after which a node polls the state again.
-
-    The result is about a tenth of the time that the node has waited.
-    """
+    """Return the number of seconds after which a node polls the state again."""
     return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, POLL_SHARE * waited, node_count / MAX_POLLS_PER_SECOND))
 
 
@@ -145,11 +132,7 @@ class Handler(DynamicRendezvousHandler):
 
 
 class _NullStore(Store):
-    """A store that keeps no values.
-
-    torch's handler writes the address of a store for the ranks into the _NullStore. mpwatch does not use the address that
-    torch's handler writes.
-    """
+    """A store that keeps no values, because mpwatch does not use the address that torch's handler writes into the store."""
 
     def set(self, key: str, value: str) -> None:
         """Ignore the value."""

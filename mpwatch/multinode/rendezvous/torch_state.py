@@ -1,11 +1,8 @@
 """Read and write the state that torch's dynamic rendezvous keeps in the store. The state says which nodes are in the round.
 
 torch keeps the state as a pickle. Without this module, torch would unpickle any data in the store, and a pickle can execute
-code. The state is the only pickle that nodes share. In this module a restricted unpickler reads the pickle, and creates only
-objects of the six classes that a state needs. This module also checks the values in the state. Then this module makes a new
-pickle from the checked state, and torch unpickles the new pickle instead of the data in the store.
-
-This module imports torch.
+code. This module reads the pickle with a restricted unpickler, which creates only objects of the six classes that a state
+needs. After a check of all values, this module makes a new pickle of the state, and torch unpickles the new pickle.
 """
 
 import io
@@ -52,11 +49,7 @@ def dump_state(state: State) -> bytes:
 
 
 def _check_state(state: State) -> None:
-    """Check the types of all parts of a state.
-
-    Raises ValueError if a part has the wrong type. If a part is missing, this function raises another exception, such as
-    AttributeError.
-    """
+    """Check the types of all parts of a state. Raises ValueError, or another exception if a part is missing."""
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))
     _require([type(part) for part in (state.participants, state.last_heartbeats)] == [dict, dict])

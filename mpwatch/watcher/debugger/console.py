@@ -5,7 +5,7 @@
     rank <--- "line" --------------- RankSession <--- the user
 
 The debugger pdb runs in the rank. The docstring of worker/debugger.py lists the messages between the rank and the console.
-The console itself handles three commands: `ranks`, `rank N` and `all COMMAND`. The console passes all other lines to the
+The console itself handles three commands: `ranks`, `rank N` and `all COMMAND`. The console sends all other lines to the
 rank.
 
 While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
@@ -60,8 +60,8 @@ class RankSession:
     Args:
         rank: the global rank.
         connection: the socket to the rank.
-        is_inspector: whether the rank's end of the socket belongs to its inspector. The inspector shows the main thread
-            while that thread runs or waits.
+        is_inspector: whether the socket belongs to the rank's inspector. The inspector shows the rank's main thread while
+            the main thread runs or waits.
     """
 
     def __init__(self, rank: int, connection: Connection, *, is_inspector: bool) -> None:
@@ -143,14 +143,11 @@ class DebuggerConsole:
 
     @property
     def connections(self) -> list[Connection]:
-        """The sockets of all sessions, on which the caller's thread waits for messages.
-
-        The method `serve` reads the messages that arrive on the sockets.
-        """
+        """The sockets of all sessions. When a message arrives on one of the sockets, call `serve`."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
-        """Show the prompts of all ranks that wait at a prompt. The method ends when no rank waits at a prompt any more."""
+        """Show the prompts of the ranks until no rank waits at a prompt."""
         self._update()
         first = self._choose()
         if first is None:
@@ -231,11 +228,7 @@ class DebuggerConsole:
                     self._current = None
 
     def _choose(self) -> RankSession | None:
-        """Return the session to show next, or None if no rank is at a prompt.
-
-        If the rank of the current session is at a prompt, return the current session. If the rank of the current session is
-        not at a prompt, return the session of the lowest rank that is at a prompt.
-        """
+        """Return the session to show next, or None if no rank is at a prompt."""
         if self._has_quit:
             return None
         stopped = self._get_stopped()
@@ -324,20 +317,14 @@ class DebuggerConsole:
             self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
     def _take_statuses(self) -> Sequence[RankStatus]:
-        """Return the status of each rank of this node.
-
-        If the watcher thread does not answer in time, return an empty sequence.
-        """
+        """Return the status of each rank of this node, or an empty sequence if the watcher thread answers too late."""
         request = StatusRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
         return request.statuses or ()
 
     def _take_stacks(self) -> Stacks:
-        """Return the stacks of the ranks of this node.
-
-        If the watcher thread does not answer in time, return an empty dict.
-        """
+        """Return the stacks of the ranks of this node, or an empty dict if the watcher thread answers too late."""
         request = StacksRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
@@ -390,10 +377,7 @@ class DebuggerConsole:
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show the captured output of all ranks, and then the output of pdb in `session`.
-
-        Make `session` the current session.
-        """
+        """Show the captured output of all ranks, then the output of pdb in `session`. Make `session` the current session."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:

@@ -1,10 +1,9 @@
 """Read a line from the user, in a terminal or in a notebook. This module runs in the main thread of the calling program.
 
 Python's `input` also works in a notebook, because IPython's kernel replaces `input` with its own function. In a terminal,
-`input` uses the readline module for editing, history and completion, if Python has this module. While `input` waits for the
-user, another thread watches the rank's socket. If the rank ends, the watching thread sends SIGURG to the main thread. The
-handler of SIGURG raises PromptClosedError while `input` waits for the user. After `input` has returned, a SIGURG has no
-effect, because a process ignores SIGURG by default.
+`input` uses the readline module, if Python has this module. While `input` waits for the user, another thread watches the
+rank's socket. If the rank ends, the watching thread sends SIGURG to the main thread, and the handler of SIGURG raises
+PromptClosedError. A process ignores SIGURG by default, so a late SIGURG has no effect.
 """
 
 import os
@@ -34,7 +33,7 @@ REPEAT_MS = 50
 
 
 class PromptClosedError(BaseException):
-    """The rank has ended while the prompt of its debugger was open.
+    """The exception for a rank that has ended while the prompt of its debugger was open.
 
     PromptClosedError is no subclass of Exception, because IPython's kernel would log and ignore a subclass of Exception.
     """
@@ -58,7 +57,7 @@ class LineInput:
     """A context manager that reads the lines that the user types at the prompts of debuggers.
 
     Args:
-        commands: passes the modes of the terminal to the guardian, which restores them if this process is killed.
+        commands: the command queue of the watcher thread.
         history: the lines that the user entered in earlier interactions.
     """
 
@@ -110,7 +109,7 @@ class LineInput:
         return line
 
     def _close_prompt(self, *_: object) -> None:
-        """Raise PromptClosedError if `input` is waiting. This method is the handler of SIGURG."""
+        """Raise PromptClosedError if `input` is waiting (handler of SIGURG)."""
         if self._is_reading:
             self._is_reading = False
             raise PromptClosedError

@@ -3,24 +3,23 @@
 torch's flight recorder numbers the collectives of each process group. In a correct program, collective number N of a process
 group is the same collective on all ranks of the group. Three things can be wrong:
 
-- MISMATCH: two ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
+- MISMATCH: ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
   collective with a mismatch normally cannot succeed.
 - ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. The absent rank
-  can still call the collective, unless its function has returned.
-- CROSSED: ranks wait for one another in different collectives. Ranks that wait for one another can still continue if one of
-  their calls was asynchronous.
+  can still call the collective until its function returns.
+- CROSSED: ranks wait for one another in different collectives. These ranks can still continue if one of their calls was
+  asynchronous.
 
 An ABSENT verdict blames absent ranks. MISMATCH and CROSSED verdicts blame the ranks that are in the minority. If it is not
-certain which ranks are in the minority, the verdict names the ranks whose collectives differ, and blames no rank.
+certain which ranks are in the minority, the verdict blames no rank.
 
 A rank can have different numbers in torch and in mpwatch. A program can make several torch worlds (default process groups),
 or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a world
 report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are unknown.
 
-mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher's process
-would have to import torch. torch's comparison always takes the call of the first rank as correct, even if most ranks made a
-different call. torch's comparison also reports a mismatch if tensors have different shapes, but the same number of elements.
-A test compares the verdicts of mpwatch with the verdicts of torch.
+mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher would
+have to import torch. torch's comparison always takes the call of the first rank as correct, even if most ranks made a
+different call.
 """
 
 import math
@@ -85,7 +84,7 @@ class CollectiveVerdict:
 
     Attributes:
         kind: in which way the collectives do not fit together.
-        blamed: the ranks to blame. The tuple is empty if they are not certain.
+        blamed: the ranks to blame, or an empty tuple if it is not certain which ranks are to blame.
         sentence: the verdict as a sentence.
         evidence: for each blamed rank, a phrase that follows the rank's name.
         group: the process group of the collective.
@@ -94,7 +93,7 @@ class CollectiveVerdict:
         have_returned: whether the ranks to blame have returned.
         is_blocking: whether the main thread of a rank certainly waits in the collective.
         is_complete: whether it is known what each of these ranks waits for. If not, the cause may be a rank that has not
-            answered, or a rank that waits for a message of an unknown rank.
+            answered, or a rank that waits in send or recv.
     """
 
     kind: VerdictKind
@@ -133,7 +132,7 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
     The order is: MISMATCH, ABSENT for ranks that have returned, ABSENT for other ranks, CROSSED.
 
     Args:
-        answers: a dict from mpwatch's global rank to the rank's answer. There is no verdict on ranks that are not in it.
+        answers: a dict from mpwatch's global rank to the rank's answer. A verdict blames only ranks in this dict.
         returned: ranks whose function has returned.
     """
     worlds = _find_members(answers)
@@ -145,27 +144,18 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits.
-
-    If the rank waits in no collective, return its last collective. If the rank has called no collective, return None.
-    """
+    """Return the collective in which the rank waits, or else its last collective, or None if it has called none."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
-    """Return a warning that says how long ranks have waited in a collective.
-
-    The warning also says where the late ranks are.
-    """
+    """Return a warning that says how long ranks have waited in a collective, and where the late ranks are."""
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
-    """For each torch world, return a dict from torch's rank numbers to mpwatch's rank numbers.
-
-    If two ranks report the same number in the same torch world, the result leaves out this world.
-    """
+    """Return, for each torch world, a dict from torch's rank numbers to mpwatch's rank numbers."""
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
     for rank, answer in answers.items():
@@ -194,7 +184,7 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 class _GroupTable:
-    """Gives each process group a number, because a number is faster to compare and hash than the tuple of the group's ranks.
+    """A table that numbers the process groups. Numbers are faster to compare and hash than the tuples of the groups' ranks.
 
     Args:
         worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
@@ -250,7 +240,7 @@ class _RankCalls:
         return next(reversed(self.by_key.values()), None)
 
     def has_not_called(self, key: Key, *, has_all: bool) -> bool:
-        """Return True if it is certain that the rank has not called the collective. RankCollectives explains `has_all`."""
+        """Return True if it is certain that the rank has not called the collective."""
         number = self.last_numbers.get(key[0])
         return has_all if number is None else number < key[1]
 
@@ -284,7 +274,7 @@ def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> Coll
 
 
 def _find_camps(called: Mapping[int, Collective]) -> list[list[int]]:
-    """Return the groups of ranks that made the same call, the largest group first.
+    """Return the camps, the largest camp first. A camp is a group of ranks that made the same call.
 
     Return an empty list if all calls are the same.
     """
@@ -353,8 +343,7 @@ def _make_mismatch(
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
     """Return a phrase that says what the ranks of each camp have called.
 
-    A camp is a group of ranks that made the same call. In messages, the phrase follows the names of the ranks of
-    `camps[0]`, as in "rank 2 called ...".
+    In messages, the phrase follows the names of the ranks of `camps[0]`, as in "rank 2 called ...".
     """
     parts = []
     for camp in camps:
@@ -388,11 +377,7 @@ def _format_place(call: Collective) -> str:
 def _find_absent(
     groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
 ) -> list[CollectiveVerdict]:
-    """Return the ABSENT verdicts, and then the CROSSED verdict, if there is one.
-
-    The list begins with the verdicts on ranks whose function has returned. Verdicts on other ranks come next, the longest
-    wait first. A verdict on ranks that wait for one another comes last.
-    """
+    """Return the ABSENT verdicts, and then the CROSSED verdict, if there is one."""
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
         key = next((key for key, call in of_rank.by_key.items() if _is_waiting(call)), None)
@@ -422,7 +407,6 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
     """Return the collectives of `keys` that are blocked only by one another.
 
     For example, if rank 0 waits in collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B.
-    A collective belongs to the result only if each of its absent ranks waits in a collective of the result.
     """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
@@ -433,10 +417,7 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
-    """Return the call in which the rank waits.
-
-    If the rank waits in several calls, return the first call whose source line is known.
-    """
+    """Return a call in which the rank waits, or None. Prefer a call whose source line is known."""
     pending = [call for call in answer.collectives if _is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 
@@ -487,8 +468,7 @@ def _make_crossed(
 ) -> CollectiveVerdict:
     """Return the verdict on ranks that wait for one another. The ranks wait in different collectives, or in send or recv.
 
-    If a rank that is not in `waiting` may be the cause, the verdict blames no rank. For example, a rank that has reported no
-    collectives may be the cause.
+    If a rank that is not in `waiting` may be the cause, the verdict blames no rank.
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}

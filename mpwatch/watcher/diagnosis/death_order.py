@@ -10,8 +10,8 @@ selector returns descriptors in the order in which they became ready. So two lim
 If the death of a rank causes an exception in another rank, the death usually gets an earlier time than the exception, even
 if the watcher notices the death late.
 
-A message can arrive much later than its time stamp. The time of a death is never earlier than the first signal that the
-watcher sent to the dead rank. A rank that the watcher killed must not look like the first failure.
+A message can arrive much later than its time stamp. A rank that the watcher killed must still not look like the first
+failure. So the time of a death is never earlier than the first signal that the watcher sent to the dead rank.
 """
 
 import math
@@ -21,14 +21,14 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
 class DeathClock:
-    """Sets `died_at` of the ranks that died in the current wake-up of the event loop."""
+    """A clock that sets `died_at` of the ranks that died in the current wake-up of the event loop."""
 
     def __init__(self) -> None:
         self._deaths: list[tuple[float, RankObservations]] = []  # of this wake-up: the earliest possible time, and the rank
         self._latest_stamp = 0.0
 
     def start_wakeup(self) -> None:
-        """Begin a new wake-up. The messages of the new wake-up do not change the times of deaths in earlier wake-ups."""
+        """Begin a new wake-up. Later messages do not change the times of deaths in earlier wake-ups."""
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
@@ -39,8 +39,7 @@ class DeathClock:
     def record_message(self, stamp: float) -> None:
         """Move the times of the deaths in this wake-up to values before `stamp`.
 
-        `stamp` is the time stamp of a message that the watcher has just read. A death never gets a time before the messages
-        that the watcher read before the death.
+        `stamp` is the time stamp of a message that the watcher has just read.
         """
         limit = stamp
         for earliest, observed in reversed(self._deaths):

@@ -12,8 +12,8 @@ only if the rules before it leave a tie:
 
 If all failures only report that a peer was late, mpwatch blames the rank that was late (stragglers.py).
 
-This module unpickles exceptions and return values, which runs user code. The user code may run for any length of time,
-because no rank waits for the watcher while the user code runs.
+This module unpickles exceptions and return values, which runs user code. The user code may take any time, because no rank
+waits for the watcher while the user code runs.
 """
 
 import signal
@@ -135,10 +135,10 @@ class LoadedValue(NamedTuple):
 
 
 def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
-    """Rebuild a return value by running user code, which can raise any exception.
+    """Rebuild a return value. This function runs user code.
 
     Args:
-        content: the body of the RETURNED message, or the content of its file. It is an OSError if the file was unreadable.
+        content: the body of the RETURNED message, or the content of its file, or an OSError if the file was unreadable.
     """
     kind = "unknown"
     try:
@@ -188,9 +188,8 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict ended the attempt, return the verdict that ended it. If there is a newer verdict with the same `finding`,
-    return the newer verdict. A newer verdict can name more ranks, because more ranks have reported their collectives since
-    the older verdict.
+    If a verdict ended the attempt, return this verdict or a newer verdict with the same `finding`. A newer verdict can name
+    more ranks, because more ranks have reported their collectives since the older verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -203,7 +202,7 @@ def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectiv
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """If a rank has lost a peer or has timed out waiting for a peer, mark the rank's last collective as WAITING.
+    """Mark the last collective of each rank that lost a peer, or timed out waiting for a peer, as WAITING.
 
     torch marks a collective as completed even if the collective has failed.
     """
@@ -220,8 +219,6 @@ def _correct_collectives(attempt: AttemptObservations) -> None:
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
     """Return the ranks that timed out while they waited for a peer, and the silent ranks that waited in a collective.
 
-    A silent rank is a rank that sent no heartbeat within `heartbeat_timeout`.
-
     Call this before `drop_payloads`.
     """
     silent = {rank for rank in attempt.silent_ranks if is_in_collective(attempt.ranks[rank])}
@@ -237,10 +234,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 
 
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
-    """Return a failure for each rank of this node that probably kept ranks on other nodes waiting.
-
-    If a rank was not in a collective when the watcher stopped it, the rank probably kept other nodes waiting.
-    """
+    """Return a failure for each rank of this node that was in no collective, and so probably kept other nodes waiting."""
     at = attempt.stopped_at
     if at is None:
         return []
@@ -254,11 +248,7 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the failures that another failure explains, and mark them as secondary.
-
-    This function considers only two kinds of failures: a broken connection (POSSIBLY_PEER), and an exception whose text is
-    perhaps about a peer (HINT).
-    """
+    """Return the failures of the kinds POSSIBLY_PEER and HINT that another failure explains, marked as secondary."""
     peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
     deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
     has_cause = any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
@@ -291,10 +281,8 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    If a rank failed only because a peer was lost or late, the verdict can explain the failure of the rank. A MISMATCH
-    verdict also explains the abort of a rank. gloo calls abort() in a rank if a peer sends more bytes than the rank expects.
-    A rank that is only late does not break a connection. A late rank can cause the failure of another rank only if the other
-    rank times out.
+    A MISMATCH verdict also explains SIGABRT: gloo calls abort() in a rank if a peer sends more bytes than the rank expects.
+    A rank that is only late does not break a connection. So a late rank explains failures only if a rank has timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -322,11 +310,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return a dict from each rank to the collective in which the rank waited.
-
-    If a rank waited in no collective, the dict has the rank's last collective. If a rank called no collective, the rank is
-    not in the dict.
-    """
+    """Return a dict from each rank to the collective in which the rank waited, or else to its last collective."""
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()
@@ -356,8 +340,8 @@ def _find_silent_ranks(
 ) -> Failures:
     """Return a HANG failure for each silent rank, and for each rank that kept silent ranks waiting.
 
-    The time of a silent rank's HANG failure is the time of the rank's last heartbeat. If a silent rank waits for another
-    rank, the failure of the silent rank is secondary, even if the other rank sent heartbeats.
+    The time of a silent rank's failure is the time of its last heartbeat. If a silent rank waits for another rank, the
+    failure of the silent rank is secondary.
     """
     assert attempt.stopped_at is not None
     stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout

@@ -1,8 +1,8 @@
 """Builds the ProcessFailure of one rank from what the watcher observed of the rank.
 
-This module runs in the caller's thread, and its entry point is `find_failure`. diagnose.py decides which failure is the root
-cause, and which failures are consequences. This module marks a failure as secondary only if a lost or late peer has
-certainly caused the failure (peer_errors.py).
+This module runs in the caller's thread, except `may_be_oom_kill` and `is_crash`, which the watcher thread calls. This module
+marks a failure as secondary only if a lost or late peer has certainly caused the failure (peer_errors.py). diagnose.py finds
+the other secondary failures and the root cause.
 """
 
 import signal
@@ -47,9 +47,9 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
     """Return whether the function of this rank has returned, and the return value is valid.
 
-    If the function returned after the watcher began to stop the ranks, the return value is not valid. A signal may have
-    made the function return early. After a timeout, a return value is valid only if the watcher received it before the
-    watcher began to stop the ranks.
+    If the function returned after the watcher began to stop the ranks, the return value is not valid, because a signal may
+    have made the function return early. After a timeout, a return value is valid only if the watcher received it before
+    the watcher began to stop the ranks.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -87,10 +87,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    """Return the kind of peer error that has ended a dead rank.
-
-    Return None if the rank did not die of a peer error, or if the cause of its death is unknown.
-    """
+    """Return the kind of peer error that has ended a dead rank, or None if no peer error is known."""
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
     backend = collective.backend if collective is not None and is_waiting else ""
@@ -156,8 +153,7 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    Ranks that are still running may need a rank whose function has returned. Therefore the death of the returned rank is a
-    failure.
+    The death is a failure, because ranks that are still running may need the rank that has returned.
     """
     if (
         observed.died_at is None
@@ -172,9 +168,6 @@ def _find_death_after_return(attempt: AttemptObservations, observed: RankObserva
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
     """Return True if the rank died by itself, or False if the watcher caused the death.
 
-    If a rank died before the watcher began to stop the ranks, the rank died by itself. If a rank died while the watcher
-    stopped the ranks, the rank died by itself in two cases: it crashed, or it got a SIGKILL that the watcher did not send.
-    If the watcher had not yet sent a signal to the rank and no signal has interrupted the run, the rank also died by itself.
     When a signal interrupts the run, the cause is not certain, because some schedulers send SIGTERM to the program and to
     the ranks.
     """
@@ -221,10 +214,7 @@ def _get_exit_status(code: object) -> int:
 
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
-    """Build the failure of a rank that announced an exception, but did not send this exception to the watcher.
-
-    The message FAILING announces an exception.
-    """
+    """Build the failure of a rank that announced an exception (message FAILING), but did not send the exception."""
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)

@@ -39,7 +39,7 @@ class RankObservations:
     """The texts of local variables, with the option `capture_locals`."""
     died_at: float | None = None
     exit_code: int | None = None
-    """The exit code as in multiprocessing, which is negative after a signal. It is None if it is unknown."""
+    """The exit code as in multiprocessing: negative after a signal, and None if the exit code is unknown."""
     oom_proof: str = ""
     """Text that proves that the kernel's out-of-memory killer killed the rank."""
     oom_hint: str = ""
@@ -58,8 +58,8 @@ class RankObservations:
     is_dump_for_report: bool = False
     """Whether the watcher asked for stacks because it stops the rank. It is False if only a StacksRequest has asked."""
     collectives: RankCollectives | None = None
-    """The rank's latest collectives at the first sign of a failure, or when the rank raised. It is None if the rank was not
-    asked or did not answer."""
+    """The rank's latest collectives at the first sign of a failure, or when the rank raised. None if the rank was not asked
+    or did not answer."""
     collectives_at: float = 0.0
     """When `collectives` was read."""
     wants_collectives: bool = False
@@ -78,9 +78,8 @@ class RankObservations:
     def add_collectives(self, answer: RankCollectives) -> None:
         """Store the rank's collectives.
 
-        If `answer` contains no call that is missing in the earlier report of the rank, keep the earlier report. While a rank
-        waits in a collective, its report can name the source line of the call. After the collective has failed, a new report
-        does not name the source line any more.
+        If `answer` contains no new call, keep the rank's earlier report. While a rank waits in a collective, its report can
+        name the source line of the call. After the collective has failed, a new report does not name the source line.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -109,13 +108,13 @@ class AttemptObservations:
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None
-    """The signal to the calling program that stopped the run, or a signal with the same effect as the real cause."""
+    """The signal that stopped the run. If the run was stopped without a signal, a signal with the same effect."""
     interrupt_cause: InterruptCause = InterruptCause.SIGNAL
     """Why the run was stopped, if there is a `signum`."""
     stop_cause: str = ""
     """What has asked the ranks to save and return. The text is empty if no stop was requested."""
     stop_timeout: float | None = None
-    """The time limit for the ranks to return after that request, if they have exceeded it."""
+    """The time limit for the ranks to return after a stop request, or None if the ranks have not exceeded the limit."""
     log_dir: str = ""
     collective_verdict: CollectiveVerdict | None = None
     """The verdict on the ranks' collectives that has ended the attempt."""
@@ -128,7 +127,7 @@ class AttemptObservations:
 
     @property
     def attempt(self) -> int:
-        """The number of this attempt. The first attempt has the number 0, and each restart has a higher number."""
+        """The number of this attempt. The first attempt has the number 0."""
         return next(iter(self.ranks.values())).worker.restart_count
 
     @property
@@ -150,8 +149,7 @@ class AttemptObservations:
     def drop_payloads(self) -> None:
         """Delete the return values and exceptions in the ranks' answers, because they can be large.
 
-        The observations of an attempt can exist long after the attempt has ended. The kind and the time of each answer are
-        not deleted, because the live view needs them.
+        The method keeps the kind and the time of each answer, because the live view needs them.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:

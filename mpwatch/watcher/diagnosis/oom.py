@@ -3,9 +3,8 @@
 A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
 
 1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If mpwatch can read the kernel's
-   log, only the log decides: the OOM killer has killed exactly the suspects that the log names. To use the log, the watcher
-   needs the right to read it, and must be in the kernel's first PID namespace. In most containers, mpwatch cannot read the
-   kernel's log.
+   log, only the log decides. To use the log, the watcher needs the right to read it, and must be in the kernel's first PID
+   namespace. In most containers, mpwatch cannot read the kernel's log.
 2. The counter `oom_kill` of the watcher's memory cgroup counts the processes that the OOM killer has killed. The kernel
    increments the counter before it kills a process. mpwatch uses the counter if it cannot read the kernel's log:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
@@ -36,10 +35,7 @@ KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+
 
 
 class OomDetector:
-    """Finds out from the kernel's log and the counters which deaths of ranks were OOM kills.
-
-    Use an OomDetector as a context manager, and enter the context before the ranks are started.
-    """
+    """A context manager that finds out which deaths were OOM kills. Enter the context before the ranks are started."""
 
     def __init__(self, deferred_log: DeferredLog) -> None:
         self._deferred_log = deferred_log
@@ -78,11 +74,10 @@ class OomDetector:
         self._suspects += killed
 
     def resolve_suspects(self) -> str:
-        """Look up the suspects in the kernel's log, if it can be read.
+        """Look up the suspects in the kernel's log. Return a text about OOM kills of processes that are not ranks.
 
-        Call this method when all ranks of a restart group have ended. Return a text about OOM kills of processes that are
-        not ranks. The text covers the time since the last call of this method. If the OOM killer killed only ranks, or no
-        process, the text is empty.
+        Call this method when all ranks of a restart group have ended. The text covers the time since the last call of this
+        method. The text is empty if there were no such OOM kills.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)

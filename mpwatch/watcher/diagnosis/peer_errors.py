@@ -1,10 +1,8 @@
 """Recognises failures that are only the consequence of another rank's failure: the rank lost a peer, or waited for a peer.
 
-The table PATTERNS lists exceptions that a lost or late peer causes. Pure.
-
-A failure that a peer has caused is secondary even if it comes first. Before a rank fails, it often closes its connections,
-so its peers can fail earlier than this rank. The patterns for gloo, TCPStore and sockets are texts that were observed in
-runs. The patterns for NCCL are texts from NCCL's source code. The patterns for UCC and MPI are untested.
+A failure that a peer has caused is secondary even if it comes first, because a rank often closes its connections before it
+fails. The patterns for gloo, TCPStore and sockets are texts that were observed in runs. The patterns for NCCL are texts from
+NCCL's source code. The patterns for UCC and MPI are untested. This module is pure.
 """
 
 import re
@@ -105,7 +103,7 @@ HINT_WORDS = re.compile(
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
     """Return the most certain kind of peer error in a reported exception and its causes, or None if there is no peer error.
 
-    This function reads only class names and texts. It unpickles nothing.
+    This function unpickles nothing.
     """
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)

@@ -5,8 +5,8 @@ it:
 
 - When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. If Python leaves out stacks,
   it writes a block with the head OTHER_THREADS_HEAD. If Python does not answer in time, faulthandler writes the stack of the
-  main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of Python's or
-  faulthandler's text is missing if the rank was too slow, or if the pipe was full.
+  main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of a text is missing
+  if the rank was too slow, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME, unless the main thread
@@ -88,7 +88,7 @@ class StackDumpParser:
     def is_unanswered(self, request: int) -> bool:
         """Return whether the rank has written nothing since the latest request for stacks.
 
-        Return False if `request` is not the number of the latest request. The first request has the number 1.
+        `request` is the number of a request. The first request has the number 1. If a later request exists, return False.
         """
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
@@ -148,8 +148,7 @@ class StackDumpParser:
 
         The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
         stacks of the other threads. If a complete stack from faulthandler comes before Python's text, Python's text is left
-        out. While the main thread executes C code, Python cannot write its text. Python writes its text after the end of the
-        C code, so Python's text shows a later moment than faulthandler's stack.
+        out. Python can write only after the main thread's C code has ended, so Python's text shows a later moment.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -185,7 +184,7 @@ def _reaches_outermost_frame(stack: str) -> bool:
 def _is_whole(stack: str) -> bool:
     """Return whether the stack ends with a whole frame, for example with the outermost frame of a greenlet.
 
-    A stack is not complete if it ends with half a line, or with a line such as faulthandler's "<invalid frame>".
+    A stack is not whole if it ends with half a line, or with a line such as faulthandler's "<invalid frame>".
     """
     last_line = stack.rstrip("\n").rpartition("\n")[2]
     ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None
@@ -206,7 +205,7 @@ def add_source_lines(stacks: str, started_at: float) -> str:
     """After each frame, add its line of source code, if the line is known.
 
     If a file was changed after `started_at` (seconds since 1970), its lines are left out, because the rank runs an earlier
-    version of the file.
+    version.
     """
     lines = []
     for line in stacks.splitlines():

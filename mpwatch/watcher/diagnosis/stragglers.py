@@ -1,10 +1,9 @@
 """Finds the ranks that keep other ranks waiting in a collective, from the stacks of all ranks at one moment. Pure.
 
-A rank that waits in a collective is the victim of a rank that is not in this collective. If it is certain that no rank waits
-in a collective, `find_stragglers` and `find_cause_of_silence` blame no rank. Otherwise, the ranks that certainly were in no
-collective are blamed. If all ranks are in collectives, the majority decides: if three of four ranks are in `all_reduce` and
-one rank is in `broadcast`, the rank in `broadcast` is blamed. A rank without stacks counts as a rank in no collective if its
-process cannot run (BLOCKED_STATES).
+A rank that waits in a collective is the victim of a rank that is not in this collective. So mpwatch blames the ranks that
+certainly were in no collective. If no rank is in a collective, `find_stragglers` blames no rank. If all ranks are in
+collectives, the majority decides: if three of four ranks are in `all_reduce` and one rank is in `broadcast`, mpwatch blames
+the rank in `broadcast`. A rank without stacks counts as a rank in no collective if its process cannot run (BLOCKED_STATES).
 """
 
 import re
@@ -46,9 +45,8 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
     """Return the ranks that caused the silence of the ranks in `silent`. If in doubt, return an empty set.
 
-    This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, this function looks
-    among all running ranks. The search among all running ranks takes place only if the stacks show silent ranks in exactly
-    one collective.
+    This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, and the stacks show
+    silent ranks in exactly one collective, this function looks among all running ranks.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -69,9 +67,9 @@ def is_in_collective(observed: RankObservations) -> bool:
 
 
 def get_stacks_or_state(observed: RankObservations) -> str:
-    """Return the rank's stacks, if the rank has written stacks.
+    """Return the rank's stacks, or the reason why the rank has written no stacks, such as "starting".
 
-    If the rank has written no stacks, return the reason, such as "starting". If the reason is unknown, return an empty text.
+    If the reason is unknown, return an empty text.
     """
     return observed.stacks or describe_blocked_process(observed) or ("" if observed.was_ready else "starting")
 

@@ -1,4 +1,1 @@
-"""The state machine of a restart group. The state machine uses no clock, process, pipe or signal.
-
-Begin with transitions.py.
-"""
+"""The state machine of a restart group. Read transitions.py first."""

@@ -1,14 +1,11 @@
 """The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
 
-All heartbeats of running ranks are read at the same time. The first reading is due when half of `heartbeat_timeout` has
-passed since the start of the call. A heartbeat is late when it is older than half of `heartbeat_timeout`. After a reading,
-the next reading is due when the oldest of the heartbeats becomes late. While the heartbeat of a rank is late, all heartbeats
-are read more often.
+A heartbeat is late when it is older than half of `heartbeat_timeout`. The heartbeats of all running ranks are read together,
+when the oldest heartbeat becomes late. While a heartbeat is late, all heartbeats are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
-as failed only if it is also silent at the second reading. If a suspended rank continues, the rank has time to send a
-heartbeat before the second reading. If a rank hangs, the ranks that wait for this rank also send no heartbeat. So all these
-ranks are silent at both readings.
+as failed only if it is also silent at the second reading. A suspended rank that continues has time to send a heartbeat
+before the second reading. If a rank hangs, the ranks that wait for this rank are also silent.
 
 The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat.
 """
@@ -40,7 +37,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Count the silence of all ranks from `now`, because a debugger or Ctrl-Z has stopped some ranks."""
+        """Count the silence of all ranks from `now`, because a debugger or Ctrl-Z has stopped ranks until now."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False

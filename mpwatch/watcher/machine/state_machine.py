@@ -1,19 +1,18 @@
-"""The decisions of the watcher: which ranks are called, stopped, killed and restarted, and when. Pure.
+"""The decisions of the watcher: which ranks it calls, stops and kills, and when. Pure.
 
     event loop --- event, time ---> StateMachine.handle            ---> actions for the event loop
                --- time ----------> StateMachine.handle_deadline   ---> actions for the event loop
 
 transitions.py has the tables, the drawings and the rules. heartbeats.py is the part for `heartbeat_timeout`.
-The machine does not decide whether failed ranks are restarted. run_controller.py decides that.
+run_controller.py, and not the machine, decides whether failed ranks are restarted.
 
 Guarantees:
 
-- The stage IDLE has a deadline only while ranks start or while the node has a lease. The stage RUNNING also has deadlines
-  for the limits of the call and for heartbeats. The stage AWAITING_DECISION has no deadline, because the user code that
-  decides about a restart can take any time. The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline.
-  The stage AWAITING_ROOT_CAUSE has a deadline except while a debugger's prompt is open.
-- In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the machine waits at most
-  ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank has returned or raised an exception by then, all ranks stay
+- The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. The stage AWAITING_ROOT_CAUSE has a
+  deadline except while a debugger's prompt is open. The stage AWAITING_DECISION has no deadline, because the user code that
+  decides about a restart can take any time.
+- In a run, the first failure that is not secondary ends the attempt at once. In a WorkerGroup, the machine waits at most
+  ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank returns or raises an exception in this time, all ranks stay
   alive.
 - In one call, the machine asks a rank for its stacks at most once, and stops, kills and abandons a rank at most once.
 - If a rank reports a failure before the machine stops the ranks, the result of the call contains this failure.
@@ -103,7 +102,7 @@ class StateMachine:
     def state(self) -> WorkerState:
         """A single state that summarises all ranks of this state machine.
 
-        The final states of the ranks come from the diagnosis, and not from this property.
+        The diagnosis, and not this property, gives the final states of the ranks.
         """
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
@@ -221,7 +220,7 @@ class StateMachine:
         return [m.ReadHeartbeat(rank) for rank in self.heartbeats.begin_reading(running, now)]
 
     def _on_limits(self, event: m.SuspendLimits | m.ResumeLimits, now: float) -> None:
-        """Suspend the time limits of the call, or continue each limit with the time that was left."""
+        """Suspend the time limits of the call, or end the suspension."""
         suspended_at = self._limits_suspended_at
         if isinstance(event, m.SuspendLimits):
             self._limits_suspended_at = now if suspended_at is None else suspended_at
@@ -235,9 +234,9 @@ class StateMachine:
             self.heartbeats.restart(now)
 
     def _on_resumed(self, event: m.Resumed, now: float) -> None:
-        """Shift all deadlines by the time for which the ranks were suspended.
+        """Shift the deadlines by the time for which the ranks were suspended.
 
-        The times of a Lease are not shifted, because the other nodes were not suspended.
+        Do not shift the times of the Lease, because the other nodes were not suspended.
         """
         seconds = now - event.suspended_at
         self._timeout_at += seconds
@@ -331,7 +330,7 @@ class StateMachine:
         return actions
 
     def _on_rank_lost(self, now: float) -> list[Action]:
-        """Stop the other ranks, because a rank has exited, and has neither returned nor reported a failure."""
+        """Stop the other ranks, because a rank has exited before it returned or reported a failure."""
         if self.stop_reason is None:
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         return self._terminate(now, self.stop_reason)
@@ -371,7 +370,7 @@ class StateMachine:
         return self._shut_down(now, StopReason.SUCCEEDED)
 
     def _become_idle(self, now: float) -> list[Action]:
-        """Keep the ranks for the next call. If a rank has exited after it returned, ask the other ranks to exit."""
+        """Keep the ranks for the next call, unless a rank has exited after it returned."""
         if self.stop_reason is None:
             self.stop_reason = StopReason.FAILED if self.stage is RunStage.AWAITING_ROOT_CAUSE else StopReason.SUCCEEDED
         self.phase_table.move_all(RankPhase.RETURNED, to=RankPhase.READY)
@@ -383,7 +382,7 @@ class StateMachine:
         return []
 
     def _on_shutdown(self, now: float) -> list[Action]:
-        """Ask idle ranks to exit. Stop ranks that are starting or running."""
+        """Ask idle ranks to exit, and stop ranks that are starting or running."""
         self._keep_ranks = False
         if self.stage is RunStage.IDLE and not self.phase_table.counts[RankPhase.STARTING]:
             return self._shut_down(now, StopReason.SUCCEEDED)
@@ -391,7 +390,7 @@ class StateMachine:
         return self._terminate(now, self.stop_reason or StopReason.INTERRUPTED) if is_running else []
 
     def _on_abort(self, now: float) -> list[Action]:
-        """Stop ranks that are running or idle. Do nothing if the ranks are exiting or are being stopped already."""
+        """Stop ranks that are running or idle, and prevent restarts."""
         self._may_restart = False
         if self.is_call_running():
             return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
@@ -408,14 +407,11 @@ class StateMachine:
         return [m.RequestExit(rank) for rank in ranks]
 
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
-        """After the first signal that interrupts the run, ask the ranks for their stacks and stop the ranks.
-
-        After the second signal, kill the ranks.
+        """Stop the ranks after the first signal that interrupts the run. Kill the ranks after the second signal.
 
         If mpwatch has already sent SIGTERM to the ranks for another reason, the first signal kills the ranks. If other nodes
         have ended the attempt, only the second signal kills the ranks. The other nodes may have ended the attempt because
-        they received the same signal a moment earlier. The calling program's own handler always gets the signal after the
-        run.
+        they received the same signal a moment earlier.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -434,10 +430,9 @@ class StateMachine:
         )
 
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
-        """Record that the ranks are asked to return, and that they will not be restarted.
+        """Record that the ranks are asked to return. If there are no ranks, finish.
 
-        If there are no ranks, a stop request of this node moves the machine to FINISHED. A stop request of the leader has no
-        effect if there are no ranks, because all nodes together decide what follows.
+        A stop request of the leader does not finish the machine, because all nodes together decide what follows.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -448,10 +443,7 @@ class StateMachine:
             self._stop_deadline = now + self._stop_timeout
 
     def _on_stop_timeout(self, now: float) -> list[Action]:
-        """Stop ranks that have not returned in time after a stop request.
-
-        The call counts as interrupted if a signal has requested the stop, and otherwise as timed out.
-        """
+        """Stop ranks that have not returned in time after a stop request."""
         assert self.stop_request is not None
         self.is_stop_overdue = True
         if self.stop_request.signum is None:
@@ -480,10 +472,9 @@ class StateMachine:
     # --- stopping: DumpStacks, SIGTERM, SIGKILL, AbandonRank
 
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
-        """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
+        """Ask the running ranks for their stacks. Stop all ranks when the stacks have come, or STACK_DUMP_SECONDS later.
 
-        Ask the ranks that have returned for their collectives, unless the run is interrupted. Other ranks may have failed
-        while they waited for a rank that has returned.
+        Ask the ranks that have returned for their collectives, because a failed rank may have waited for one of them.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
@@ -518,7 +509,7 @@ class StateMachine:
     def _terminate(
         self, now: float, stop_reason: StopReason | None, signum_for_running: int = signal.SIGTERM
     ) -> list[Action]:
-        """Send SIGTERM to all ranks that are alive. Running ranks get the signal `signum_for_running` instead of SIGTERM.
+        """Send `signum_for_running` to running ranks, and SIGTERM to all other ranks that are alive.
 
         Each rank also gets SIGCONT, because a process that SIGSTOP has stopped handles SIGTERM only after SIGCONT.
         """

@@ -6,17 +6,15 @@ Rules:
 
 1. Each rank is in one `RankPhase`. For each phase, `TRANSITIONS` lists the legal events, and the phase that follows each
    event.
-2. If TRANSITIONS does not list an event, the machine raises IllegalEventError, which names the event and the phase. An
-   IllegalEventError shows that mpwatch has a bug.
-3. Each restart group has one StateMachine, and is in one `RunStage`. The second drawing below shows what changes the stage.
+2. If TRANSITIONS does not list an event, mpwatch has a bug, and the machine raises IllegalEventError.
+3. Each restart group has one StateMachine, and is in one `RunStage`.
 4. Each event of a rank has a `generation`: 0 for the first start of the rank, 1 for the second start, and so on. The machine
    ignores events of an earlier generation, because a restart has replaced the process that sent these events.
-5. The machine uses no clock, pid, pipe or signal. The inputs of the machine are events and times, and its outputs are
-   actions.
+5. The machine uses no clock, pid, pipe or signal.
 
-Theory of operation. The event loop turns each message, exit, signal and command into an `Event`, and passes it to
-`StateMachine.handle`. When the time `StateMachine.deadline` comes, the event loop calls `StateMachine.handle_deadline`.
-`handle` and `handle_deadline` return `Action`s, which the event loop executes.
+The event loop turns each message, exit, signal and command into an `Event`, and passes it to `StateMachine.handle`. When the
+time `StateMachine.deadline` comes, the event loop calls `StateMachine.handle_deadline`. The event loop executes the
+`Action`s that `handle` and `handle_deadline` return.
 
 The phases of a rank, with the events and the actions that change them:
 
@@ -55,11 +53,8 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-In a WorkerGroup, each running call has its own state machine for the ranks of this call. One more state machine is for all
+In a WorkerGroup, each running call has its own state machine for the ranks of this call. Other state machines are for the
 ranks that have no call.
-
-The event Resumed moves the deadlines of the state machine to a later time. Resumed does not move the times of a Lease,
-because the other nodes were not suspended. Resumed does not change the stage.
 
 In a job of several nodes, the machine begins in the stage AWAITING_DECISION and has no ranks yet, because all nodes decide
 together which ranks start.
@@ -123,7 +118,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """An event of one rank. The state machine ignores an event of a process that a restart has replaced."""
+    """An event of one rank."""
 
     rank: int
     generation: int = field(default=0, kw_only=True)  # which start of the rank, from 0
@@ -148,8 +143,7 @@ class Failing(RankEvent):
 class Failed(RankEvent):
     """The rank has reported a failure.
 
-    The failure is secondary if another rank may have caused this failure. For example, the rank has lost the connection to
-    another rank.
+    The failure is secondary if another rank may have caused it, for example because the connection to that rank was lost.
     """
 
     is_secondary: bool = False
@@ -204,7 +198,7 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The run or the call is interrupted. Whatever the `cause`, the machine acts as if the signal `signum` had come."""
+    """The run or the call is interrupted. For each `cause`, the machine acts as if the signal `signum` had come."""
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -343,7 +337,7 @@ class ReadHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the rank's process group. SIGINT is sent only to the rank itself, and not to its process group."""
+    """Send a signal to the rank's process group. SIGINT is sent only to the rank itself."""
 
     rank: int
     signum: int
@@ -360,7 +354,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """Is raised if an event is not legal in the present phase of the rank, or in the present stage of the run."""
+    """An event is not legal in the present phase of the rank, or in the present stage of the run."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

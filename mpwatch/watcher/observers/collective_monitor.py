@@ -5,19 +5,13 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch ends the call only if two successive checks find this mismatch. One check is not enough, because some collectives
-succeed even if the ranks use different data types.
+One check is not enough for a mismatch, because some collectives succeed even if the ranks use different data types.
 
-The module also measures how long ranks have waited in a collective. The measured time begins with the first check that finds
-the ranks waiting, and ends with the latest check. The measured time does not grow while the program is suspended, or while a
-debugger's prompt is open.
+The module also measures how long ranks have waited in a collective. Between two checks, at most MAX_GAP_PERIODS periods
+count, because the program may have been suspended.
 
 On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
-leader node compares the collectives of the ranks of all nodes. If a rank has called no collective for `stall_after` seconds,
-the node of this rank sends the collectives of all its ranks to the leader node.
-
-On a single node, the checks begin when two ranks have a torch process group. On several nodes, the checks begin when one
-rank has a torch process group. The checks run only during a call, and pause while a debugger's prompt is open.
+leader node compares the collectives of the ranks of all nodes.
 """
 
 import time
@@ -112,7 +106,7 @@ class CollectiveMonitor:
             self._check_later()
 
     def begin_call(self) -> None:
-        """When a call begins, delete the results of checks during earlier calls."""
+        """Delete the results of checks during earlier calls, because a call begins."""
         self.final_verdict = self._last_mismatch = None
         self._asked.clear()
         self._answers.clear()
@@ -229,7 +223,6 @@ class CollectiveMonitor:
         """Return whether this collective can never end, because a rank that must call it has returned.
 
         In a WorkerGroup, the next call can complete an asynchronous collective. There is no next call while the main thread
-        of a rank waits in the collective. So in a WorkerGroup, return True only if the main thread of a rank certainly waits
-        in the collective.
+        of a rank waits in the collective.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

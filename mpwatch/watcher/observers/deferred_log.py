@@ -1,8 +1,7 @@
 """A queue of log records: the watcher thread and the output thread add records, and the caller's thread logs them.
 
 A logging handler is user code, which may wait for a lock. Because a logging handler runs only in the caller's thread, it
-never delays the watcher thread or the output thread. KeyboardInterrupt and exceptions of signal handlers end the run. Every
-other exception that a logging handler raises is ignored.
+never delays the watcher thread or the output thread.
 """
 
 import logging
@@ -35,10 +34,7 @@ class DeferredLog:
         return bool(self._records)
 
     def emit(self) -> None:
-        """Log the queued records, in the caller's thread.
-
-        If KeyboardInterrupt ends a call of `emit`, the next call of `emit` continues with the next record.
-        """
+        """Log the queued records, in the caller's thread."""
         while self._records:
             level, text, args = self._records.popleft()
             log_now(level, text, *args)
@@ -51,7 +47,7 @@ class DeferredLog:
 def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
     """Log a record in the caller's thread.
 
-    Ignore an exception that a logging handler raises, unless this exception ends the run, as KeyboardInterrupt does.
+    Ignore the exceptions of logging handlers, except those that end the run, such as KeyboardInterrupt.
 
     Args:
         level: a level of the logging module.

@@ -2,8 +2,8 @@
 
     watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
 
-An observer is user code. An observer that is slow, or waits for a lock, delays only the caller's thread and not the ranks.
-If an observer raises any exception except KeyboardInterrupt, the exception is logged and the observer is removed.
+An observer is user code. A slow observer delays only the caller's thread, and not the ranks. If an observer raises an
+exception that is not in ENDS_RUN, the exception is logged and the observer is removed.
 """
 
 import logging
@@ -75,7 +75,7 @@ class EventBus:
 
     def _is_observed(self, kind: type[Event]) -> bool:
         if kind is Progressed:
-            return any(map(_wants_progress, self._observers))
+            return any(map(receives_progress, self._observers))
         return len(self._observers) > 1 or self._log.wants(kind)
 
     def publish_run_started(self, spec: GroupSpec, *, fn: str) -> None:
@@ -103,8 +103,8 @@ class EventBus:
     def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
         """Publish that the run has ended, and pass all queued events to the observers.
 
-        If an exception interrupts this method, the caller calls it a second time. The event RunEnded is never published
-        twice. In the second call, the observers get the events that are still in the queue.
+        If an exception interrupts this method, call it again, so that the observers get the rest of the events. The event
+        RunEnded is never published twice.
         """
         if self._has_started and not self._has_ended:
             if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call
@@ -121,7 +121,7 @@ class EventBus:
             self.dispatch()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state of the run or the WorkerGroup. If the state is new, publish the event StateChanged.
+        """Set the state of the run or the WorkerGroup, and publish the event StateChanged if the state is new.
 
         Raises ValueError if the transition to this state is not legal.
         """
@@ -150,7 +150,7 @@ class EventBus:
     def _notify(self, event: Event) -> None:
         interrupt: BaseException | None = None
         for observer in self._observers:
-            if isinstance(event, Progressed) and not _wants_progress(observer):
+            if isinstance(event, Progressed) and not receives_progress(observer):
                 continue
             try:
                 observer(event)
@@ -171,5 +171,6 @@ def _latest_attempt(workers: Iterable[Worker]) -> int:
     return max((worker.restart_count for worker in workers), default=0)
 
 
-def _wants_progress(observer: Observer) -> bool:
+def receives_progress(observer: Observer) -> bool:
+    """Return whether the observer is marked with `wants_progress`, and so receives Progressed events."""
     return getattr(observer, "wants_progress", False) is True

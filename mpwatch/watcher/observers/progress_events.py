@@ -1,8 +1,4 @@
-"""Publish the progress reports of running ranks for the observers that want them. Runs in the caller's thread.
-
-A ViewDriver calls `ProgressEvents.show` at regular intervals, as it calls `show` of a live view. For each update, the
-ViewDriver requests the statuses of the ranks from the watcher thread.
-"""
+"""Publish the progress reports of running ranks for the observers that want them. Runs in the caller's thread."""
 
 from collections.abc import Sequence
 
@@ -45,5 +41,5 @@ class ProgressEvents:
         """Do nothing, because this view shows nothing."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """At the end of the call, publish the progress reports that have come since the last call of `show`."""
+        """Publish the progress reports that have come since the last call of `show`."""
         self.show(statuses)

@@ -4,9 +4,8 @@
                                       `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-Before the state machine stops the ranks, it also asks the ranks for stacks and collectives. The CollectiveMonitor also asks
-the ranks for collectives. If several requests wait for an answer of the same rank, one answer of this rank is enough for all
-of them.
+The state machine and the CollectiveMonitor also ask the ranks. If several requests wait for an answer of the same rank, one
+answer of this rank is enough for all of them.
 """
 
 import time
@@ -100,7 +99,7 @@ class StackRequests:
             self._answer()
 
     def add_stacks(self, handle: RankHandle) -> None:
-        """Record the stacks of a rank when the rank has sent all its stacks or has exited."""
+        """Record the stacks of a rank. Call this method when the rank has sent all its stacks, or has exited."""
         if handle in self._asked:
             self._take(handle)
             self._answer_if_complete()

@@ -1,8 +1,7 @@
 """The status of each rank at one moment: state, heartbeat, last report, and memory and CPU time from the kernel.
 
-When the caller's thread posts a StatusRequest, `current_statuses` runs in the watcher thread, which owns the data of the
-running ranks. `current_statuses` takes some tens of microseconds for each rank, and changes nothing. When the call is over,
-`final_statuses` runs in the caller's thread, and uses the observations that the watcher has recorded for each rank.
+`current_statuses` runs in the watcher thread, which owns the data of the running ranks. `current_statuses` takes some tens
+of microseconds for each rank. When the call is over, `final_statuses` runs in the caller's thread.
 """
 
 import math

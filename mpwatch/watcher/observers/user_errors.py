@@ -1,4 +1,4 @@
-"""Ignores exceptions of user code, such as a logging handler. KeyboardInterrupt is not ignored, because it ends the run."""
+"""Ignores exceptions of user code, such as a logging handler."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 def ignore_user_errors() -> Iterator[None]:
     """Ignore the exceptions that the `with` block raises, even SystemExit.
 
-    Do not ignore the exceptions in ENDS_RUN, such as KeyboardInterrupt, because they have to end the run.
+    Do not ignore the exceptions in ENDS_RUN, such as KeyboardInterrupt.
     """
     try:
         yield

@@ -6,9 +6,8 @@
 A live view in a terminal reserves some rows of the terminal for itself. If the calling program is killed, the guardian
 process releases the rows of the live view by writing bytes to the terminal.
 
-A view runs code of other packages (rich, IPython), and writes to a terminal that may be slow or closed. If a view raises an
-exception, the exception is logged and the view is removed. A view never makes a run fail. If a call has no view, the driver
-requests no statuses from the watcher thread.
+A view runs code of other packages (rich, IPython), and writes to a terminal that may be closed. If a view raises an
+exception, the driver logs the exception and removes the view, so that the run does not fail.
 """
 
 import logging
@@ -85,10 +84,7 @@ class ViewDriver:
         return max(0.0, self._due_at - time.monotonic())
 
     def update(self) -> None:
-        """Show the statuses that the watcher thread has sent.
-
-        If an update is due, request new statuses from the watcher thread.
-        """
+        """Show the statuses that the watcher thread has sent, or request new statuses if an update is due."""
         if self._view is None:
             return
         if self._request is None:
@@ -119,9 +115,9 @@ class ViewDriver:
     def close(self) -> None:
         """Close the view, because the call is over or an exception has ended the call.
 
-        If an exception such as KeyboardInterrupt has interrupted `close`, the BlockingCall calls `close` again. The second
-        call of `close` tries again to close the view, because the view may not have restored the terminal yet. The third and
-        later calls of `close` do not try again, because the view may raise an exception at every try.
+        If an exception such as KeyboardInterrupt interrupts `close`, the BlockingCall calls `close` again. The second call
+        closes the view again, because the view may not have restored the terminal yet. Later calls do not close the view,
+        because the view may raise an exception each time.
         """
         view = self._view
         self._close_count += 1
@@ -155,11 +151,7 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If `do` raises an exception, remove the view and log a warning.
-
-        If `do` raises an exception that ends the run, such as KeyboardInterrupt, raise this exception again, and schedule no
-        more updates.
-        """
+        """Call `do`. If `do` raises an exception that does not end the run, remove the view and log a warning."""
         try:
             do()
         except ENDS_RUN:

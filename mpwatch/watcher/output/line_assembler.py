@@ -1,7 +1,7 @@
 r"""Assemble the bytes of one stream into lines as a terminal would show them. Pure.
 
-A progress bar is one line that is written many times. Each update of the progress bar starts with a carriage return ("\r"),
-which moves the cursor back to the start of the line. Only the text after the last carriage return of a line is kept:
+A progress bar writes the same line many times, with a carriage return ("\r") between two updates. Only the text after the
+last carriage return of a line is kept:
 
     "10%\r20%\r30%\n"    becomes    "30%\n"
 
@@ -24,10 +24,7 @@ class LineAssembler:
         self._unfinished = b""  # the line without a newline so far
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes that the rank has written to its stdout or stderr.
-
-        Return the lines that are now complete, each with its newline.
-        """
+        """Add bytes that the rank has written, and return the lines that are now complete, each with its newline."""
         end = data.rfind(b"\n") + 1
         complete = b"".join((self._unfinished, memoryview(data)[:end])) if end else b""
         self._unfinished = _remove_overwritten(data[end:] if end else self._unfinished + data)
@@ -46,7 +43,7 @@ class LineAssembler:
 
 
 def add_prefix(lines: bytes, prefix: bytes) -> bytes:
-    """Put the prefix before each line, and return the lines. Each line ends with a newline."""
+    """Put the prefix before each line, and return the lines. Each of the `lines` must end with a newline."""
     if not lines or not prefix:
         return lines
     with_one_more = memoryview(lines.replace(b"\n", b"\n" + prefix))

@@ -5,16 +5,12 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-If `is_line_mode` is True, the call begins in line mode. If `is_line_mode` is False and only one rank can be shown, the call
-begins in passthrough mode. If `is_line_mode` is False and several ranks can be shown, the call begins without a mode.
+If a call begins without a mode, output is held back for at most HOLD_SECONDS. If a second rank prints in this time, line
+mode begins. Otherwise passthrough mode begins. Passthrough mode changes to line mode as soon as a second rank prints. Line
+mode stays until the end of the call.
 
-Until a mode begins, output is held back for at most HOLD_SECONDS. If a second rank prints before HOLD_SECONDS have passed,
-line mode begins. If only one rank prints during HOLD_SECONDS, passthrough mode begins. As soon as a second rank prints,
-passthrough mode changes to line mode. Line mode stays until the end of the call.
-
-In line mode, LineAssembler keeps only the latest update of a progress bar. Every SHOW_SECONDS, the latest update of a
-progress bar is shown as a separate line if the update is new. The last update of a progress bar is shown when its line ends
-with a newline, its stream ends, or the call ends (`flush`).
+In line mode, LineAssembler keeps only the latest update of a progress bar. A new update is shown as a separate line, at most
+every SHOW_SECONDS. The last update of a progress bar is always shown.
 """
 
 import math
@@ -57,10 +53,7 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the present text of the unfinished line, with a newline.
-
-        Return empty bytes if the line has no text, or if the same text was already shown.
-        """
+        """Return the unfinished line with a newline, or empty bytes if there is no text that was not shown yet."""
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
@@ -132,8 +125,7 @@ class OutputMultiplexer:
     def take_pending(self) -> list[tuple[str, bytes]]:
         """Return the output that has to be written now, and remove it from this object.
 
-        Each element of the list is a pair: the name of a stream of the caller, and bytes to write to this stream. An example
-        is ("stdout", b"epoch 1").
+        Each element is the name of a stream of the caller, and bytes for this stream, such as ("stdout", b"epoch 1").
         """
         pending, self._pending = self._pending, []
         return pending
@@ -162,8 +154,7 @@ class OutputMultiplexer:
     def _change_to_line_mode(self) -> None:
         """Begin line mode, because a second rank prints.
 
-        The first rank may have printed only the first part of a line. A newline ends this part. When the first rank prints
-        the rest of the line, the whole line is shown.
+        If the first rank has printed only a part of a line, a newline ends this part, and the whole line is shown later.
         """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:

@@ -37,10 +37,8 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 class OutputThread:
     """The output thread, and the methods with which other threads use it.
 
-    Other threads call `start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close`. Other threads post
-    `hold`, `start_call`, `add_pipes` and `end_pipes` as jobs, which the output thread runs. After `stop_when_drained`, the
-    output thread ends and releases its resources, even if Ctrl-C prevents the call of `close`. The constructor raises
-    LaunchError.
+    Other threads must post `hold`, `start_call`, `add_pipes` and `end_pipes` as jobs. After `stop_when_drained`, the output
+    thread ends and releases its resources, even if Ctrl-C prevents the call of `close`. The constructor raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -86,11 +84,7 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """Set whether output is held.
-
-        While output is held, the output thread reads pipes and writes output only in jobs. For example, `drain_all` posts a
-        job that reads all pipes and writes all output.
-        """
+        """Set whether output is held. While output is held, the thread reads pipes and writes output only in jobs."""
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
@@ -114,8 +108,8 @@ class OutputThread:
     def drain_ended_ranks(self, timeout: float | None) -> bool:
         """Wait until the output thread has drained the pipes of all ended ranks.
 
-        The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done. Do
-        not write unfinished lines of ranks that still run. Return False if the wait takes longer than `timeout` seconds.
+        The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done.
+        Return False if the wait takes longer than `timeout` seconds.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -138,8 +132,7 @@ class OutputThread:
     def close(self) -> None:
         """End the output thread and release its resources.
 
-        Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams. If the latest wait of `drain_all` or
-        `drain_ended_ranks` took longer than its `timeout`, do not wait for the reader.
+        Wait at most LAST_DRAIN_SECONDS for a slow reader of the caller's streams.
         """
         if self._thread is None:
             self._release()
@@ -249,8 +242,8 @@ class OutputThread:
     def _wait_for_batch(self) -> None:
         """After a small read, wait BATCH_SECONDS for more output. If a job comes, end the wait and run the job.
 
-        If the output thread did not wait, each line that a rank prints would wake the output thread. Waking the output
-        thread takes the rank more time than printing the line.
+        Without this wait, each line that a rank prints would wake the output thread. Waking the output thread takes the rank
+        more time than printing the line.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -270,10 +263,7 @@ class OutputThread:
                 break
 
     def _read(self, pipe: OutputPipe) -> int:
-        """Read bytes once from the pipe, and pass them to the log file and the multiplexer.
-
-        Return how many bytes were read.
-        """
+        """Read bytes once from the pipe, pass them to the log file and the multiplexer, and return their number."""
         self._is_drained = False
         data = pipe.read(READ_SIZE) if pipe.is_polled else None
         if data:

@@ -18,7 +18,7 @@ PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread h
 class StdioFds:
     """The descriptors that become the stdout and stderr of one rank.
 
-    If `stdout` is None, the rank inherits the caller's stdout. If `stderr` is None, the rank inherits the caller's stderr.
+    If `stdout` or `stderr` is None, the rank inherits this stream from the caller.
     """
 
     def __init__(self) -> None:

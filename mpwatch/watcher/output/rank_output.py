@@ -11,8 +11,8 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-The watcher does not read every stream. If the watcher does not read a stream, the rank writes the stream directly to a log
-file, to the caller's descriptor or to /dev/null (StreamRoute in log_spec.py).
+If the watcher does not read a stream, the rank writes the stream directly to a log file, to the caller's descriptor or to
+/dev/null (StreamRoute in log_spec.py).
 
 Owners:
     RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
@@ -46,8 +46,8 @@ from mpwatch.watcher.output.sinks import open_sink
 class RankOutput:
     """The output of all ranks of one watcher thread.
 
-    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`, and the caller's thread calls the other
-    methods. If Python deletes a WorkerGroup that was not closed, the watcher thread calls `close`.
+    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls the other methods.
+    If Python deletes a WorkerGroup that was not closed, the watcher thread calls `close`.
 
     Args:
         spec: where the output goes.
@@ -71,8 +71,8 @@ class RankOutput:
     def use_current_streams(self) -> None:
         """When a call begins, choose the streams to which the output of the ranks is written.
 
-        The streams are those of the LogSpec. If the LogSpec does not set a stream, the output is written to the present
-        sys.stdout or sys.stderr. In a notebook, sys.stdout and sys.stderr show the output in the cell that runs now.
+        If the LogSpec does not set a stream, the output is written to the present sys.stdout or sys.stderr. In a notebook,
+        the present sys.stdout shows the output in the cell that runs now.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -111,11 +111,9 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """Set whether output is held.
+        """Set whether output is held. Output is held while a debugger's prompt is open.
 
-        Output is held while a debugger's prompt is open. While output is held, the output thread writes output only when it
-        runs a job. For example, `drain_all` and `end_rank` give jobs to the output thread.
-
+        While output is held, the output thread writes output only in jobs, such as the jobs of `drain_all` and `end_rank`.
         While output is held, a rank has to wait if its pipe is full.
         """
         if self._output_thread is not None and not self._output_thread.is_over:
@@ -130,10 +128,7 @@ class RankOutput:
         return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
-        """Do what `drain_all` does, but only for ranks that have ended.
-
-        Do not write unfinished lines of ranks that still run.
-        """
+        """Do what `drain_all` does, but only for ranks that have ended."""
         return self._output_thread is None or self._output_thread.drain_ended_ranks(timeout)
 
     @property

@@ -3,8 +3,8 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. When the descriptor
-`stop_fd` becomes readable, the output thread stops waiting. So a run can end even if the reader never reads again.
+If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. A _FileSink stops
+waiting when the descriptor `stop_fd` becomes readable, so that a run can end even if the reader never reads again.
 """
 
 import codecs
@@ -31,8 +31,7 @@ class Sink(Protocol):
     def write(self, data: bytes) -> bool:
         """Write all data.
 
-        If the reader is slow, wait for the reader. If `stop_fd` becomes readable while this method waits, return False.
-        Raises any exception that the stream raises.
+        Return False if `stop_fd` has ended the wait for a slow reader. Raises any exception that the stream raises.
         """
 
     def flush(self) -> None:
@@ -45,8 +44,7 @@ class Sink(Protocol):
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
     """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    Call this function in the caller's thread. The contextvars of this thread tell a notebook's stream which cell shows the
-    output.
+    Call this function in the caller's thread, because a notebook's stream finds its cell by the contextvars of this thread.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
@@ -69,9 +67,8 @@ class _FileSink:
     """Writes bytes to the file, pipe or terminal behind the caller's stream.
 
     The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
-    to be atomic. A write ends at the end of a line, unless the line is too long for one write. A pipe guarantees that a
-    write of at most PIPE_BUF bytes is atomic. If the pipe is empty, mpwatch also writes more than PIPE_BUF bytes at once,
-    because an empty pipe has room for all these bytes.
+    to be atomic, and ends at the end of a line if possible. A pipe guarantees that a write of at most PIPE_BUF bytes is
+    atomic. If the pipe is empty, mpwatch also writes more bytes at once, because an empty pipe has room for them.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -117,10 +114,7 @@ class _FileSink:
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
-    """Return a new descriptor for the file behind `fd`.
-
-    The second returned value says whether a write to the new descriptor can block. The third returned value is a number of
-    bytes. mpwatch treats a write of at most this number of bytes as atomic.
+    """Return a new descriptor for the file behind `fd`, whether a write to it can block, and the size of an atomic write.
 
     The blocking mode of the caller's descriptor is not changed, because other processes may share the open file. If the
     system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.

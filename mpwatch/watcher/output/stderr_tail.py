@@ -46,11 +46,7 @@ class StderrTail:
 
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
-    """Read the part of the file that begins at `offset`. Return the last TAIL_BYTES bytes of this part.
-
-    If the part has fewer bytes, return the whole part. The second returned value says whether the part has more than
-    TAIL_BYTES bytes.
-    """
+    """Return at most the last TAIL_BYTES bytes of the file from `offset` on, and whether earlier bytes were cut off."""
     with suppress(OSError), open(path, "rb") as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(tail_offset)

@@ -2,8 +2,7 @@
 
 This module reads files and does not import torch, because the import takes a second. This module can find an accelerator
 that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count as an
-accelerator, because no backend of torch.distributed supports it. The package accelerate does not use the GPU of a Mac if
-there are several processes.
+accelerator, because no backend of torch.distributed supports it.
 """
 
 import os
@@ -37,10 +36,7 @@ def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
 
 
 def read_torch_builds() -> set[str]:
-    """Return the kinds of GPU that the installed torch was built for.
-
-    If mpwatch cannot read torch/version.py, return {"cuda"}.
-    """
+    """Return the kinds of GPU that the installed torch was built for. Return {"cuda"} if torch/version.py is unreadable."""
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:

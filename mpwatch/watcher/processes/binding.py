@@ -65,8 +65,8 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - If the cores cannot be divided equally, some ranks get one extra core. If all cores are of one kind, mpwatch
-      distributes the extra cores with one aim: as few ranks as possible use cores of two packages or two NUMA nodes.
+    - If the cores cannot be divided equally, some ranks get one extra core. If all cores are of one kind, as few ranks as
+      possible get cores of two packages or two NUMA nodes.
     - On a hybrid processor, which has several kinds of cores, each rank gets its share of each kind.
 
     Raises ValueError if there are fewer CPUs than ranks.
@@ -128,8 +128,7 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
     """Return for each rank all CPUs of the NUMA node of its GPU.
 
-    If the node of the GPU is unknown or has no usable CPU, the rank gets its share of all NUMA nodes. The share of a rank is
-    a contiguous block of nodes. If there are fewer nodes than ranks, several ranks share a node.
+    If the node of the GPU is unknown or has no usable CPU, the rank gets its share of all NUMA nodes, a contiguous block.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:
@@ -159,7 +158,6 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 def _add_shares(users: Counter[int]) -> int:
     """Return how many cores (or CPUs) the rank has for itself. Return at least 1.
 
-    If several ranks share cores, these ranks divide the cores equally. For example, if `users` is {1: 4, 2: 6}, the rank
-    uses 4 cores alone and shares 6 cores with one other rank. In this example, the result is 4 + 6 // 2 = 7.
+    For example, {1: 4, 2: 6} are 4 cores of the rank alone, and 6 cores that it shares with one other rank: 4 + 6 // 2 = 7.
     """
     return max(1, sum(count // ranks for ranks, count in users.items()))

@@ -44,7 +44,7 @@ class CollectiveSockets:
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
         """Start to use a socket that the rank has sent as a descriptor. Raises OSError.
 
-        From now on, this CollectiveSockets object owns the descriptor `fd`, and will close `fd`.
+        From now on, this object owns the descriptor `fd`, and will close `fd`.
 
         Args:
             selector: calls `on_readable` when an answer, or the stack of a crash, has come.
@@ -103,10 +103,10 @@ class CollectiveSockets:
             return None
 
     def hold_crash(self) -> bool:
-        """Make a crashing rank wait until `read_crash` is called.
+        """Make a crashing rank wait until `read_crash` is called, and ask the rank for its collectives.
 
-        `hold_crash` also asks the rank for its collectives. If mpwatch cannot ask the rank, the rank does not wait. The same
-        rank waits at most once. Return True if this call of `hold_crash` has made the rank wait.
+        The rank waits at most once. If mpwatch cannot ask the rank, the rank does not wait. Return True if this call has
+        made the rank wait.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
 
 class Guardian:
-    """The guardian of one run. If the calling program dies, the guardian kills each process group passed to `guard`.
+    """The guardian process of one ProcessPool.
 
     Close this object when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
     """

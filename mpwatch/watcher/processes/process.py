@@ -2,10 +2,6 @@
 
     ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
-machine/state_machine.py decides when to send SIGTERM or SIGKILL, and returns the action SendSignal. event_loop.py executes
-this action: it calls `RankPopen.send_signal_to_group`, which calls killpg. SIGINT is sent only to the rank itself
-(`ProcessPool.interrupt_call`).
-
 A rank is an ordinary multiprocessing.Process of the spawn context. So `multiprocessing.active_children()` lists the rank,
 and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
 points:
@@ -21,9 +17,8 @@ points:
 Guarantee: mpwatch kills the process group of a dead rank before it reaps the rank. Until a rank is reaped, no other process
 can get the rank's pid.
 
-This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. If a
-new version of CPython does not call one of these three methods, a part of mpwatch breaks. The docstring of
-os_support/cpython_private.py describes for each method what breaks.
+This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
+docstring of os_support/cpython_private.py describes what breaks if CPython no longer calls these methods.
 """
 
 import errno
@@ -70,8 +65,8 @@ POLL_SECONDS = 0.001
 class RankPopen(Popen):
     """The child process of one rank: its pid, sentinel, signals, exit code and reaping.
 
-    `start` makes a RankPopen. Any thread of the calling program may call the methods of multiprocessing: `poll`, `wait`,
-    `terminate`, `kill` and `close`. Only the watcher thread calls the methods that mpwatch adds, such as `reap`.
+    Any thread of the calling program may call the methods of multiprocessing: `poll`, `wait`, `terminate`, `kill` and
+    `close`. Only the watcher thread calls the methods that mpwatch adds, such as `reap`.
 
     Attributes:
         name: the name of the multiprocessing.Process.
@@ -275,9 +270,8 @@ class RankPopen(Popen):
     def _wait_for_status(self) -> tuple[int, int]:
         """Return the pid and the status that waitpid returns for a dead rank.
 
-        Usually, waitpid returns the status at once. A debugger of the rank can delay the status. If the sentinel is a pipe,
-        the status can also be late, because the pipe closes shortly before the rank is dead. Wait at most DEBUGGER_SECONDS
-        for the status.
+        Wait at most DEBUGGER_SECONDS for the status, because a debugger of the rank can delay the status. If the sentinel is
+        a pipe, the status can also be late, because the pipe closes shortly before the rank is dead.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
@@ -287,8 +281,8 @@ class RankPopen(Popen):
     def abandon(self) -> None:
         """Close the descriptors of a rank that cannot be killed or reaped, and never wait for this rank again.
 
-        The calling program does not wait for this rank when the program ends. If the rank dies later, the subprocess module
-        reaps the rank when the program starts its next process with `subprocess.Popen`.
+        If the rank dies later, the subprocess module reaps the rank when the program starts its next process with
+        `subprocess.Popen`.
         """
         with self._lock:
             if not self._is_reaped:
@@ -333,7 +327,7 @@ class _WatchedProcess(RankProcess):
 def _fill_pipe(pipe: int, data: bytes) -> None:
     """Write all data to the pipe before the child is started.
 
-    A write after the start of the child could block forever, because the child may die before it reads.
+    A write after the start of the child could block without limit, because the child may die before it reads.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE

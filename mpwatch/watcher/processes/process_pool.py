@@ -1,6 +1,6 @@
 """The pool of the ranks' processes. The pool starts and reaps the ranks, and owns their pipes, sockets and memory.
 
-Runs in the watcher thread.
+This module runs in the watcher thread.
 
     ProcessPool --- Selector: the one place where the event loop waits
                 --- Guardian: kills the ranks if the calling program is killed
@@ -15,11 +15,11 @@ Runs in the watcher thread.
     sentinel, multiprocessing's pipe         by RankPopen, in `reap` and `abandon`
     pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
 
-A helper is a process that a rank started in its process group. When the pool reaps a rank, it also kills the rank's helpers.
+A helper is a process that a rank has started in its process group. When the pool reaps a rank, the pool also kills the
+rank's helpers.
 
-Guarantee: when the pool is closed, every rank that it started is dead and reaped, and every descriptor that it opened is
-closed. The guarantee has two exceptions, which are logged: a rank that SIGKILL does not end, and a dead rank that cannot be
-reaped because of a debugger.
+Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. There are two
+exceptions: a rank that SIGKILL does not end, and a dead rank that cannot be reaped because of a debugger.
 """
 
 import dataclasses
@@ -182,8 +182,8 @@ class ProcessPool:
     def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
         """Send a rank its call. Before the rank's first call, also send the startup output of its interpreter.
 
-        The rank, not the watcher, writes the startup output to the rank's stderr. A write to the rank's stderr can block,
-        and the watcher must not block. Raises LaunchError.
+        The rank writes the startup output to its stderr, because this write can block and the watcher must not block.
+        Raises LaunchError.
         """
         try:
             if handle.stack_parser.startup_output:
@@ -217,11 +217,11 @@ class ProcessPool:
         return read_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def read_heartbeat_time(self, handle: RankHandle) -> float | None:
-        """Read only the time of the rank's last heartbeat. This method is faster than `read_heartbeat`."""
+        """Read only the time of the rank's last heartbeat, which is faster than `read_heartbeat`."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def get_stop_memory(self, rank: int) -> StopMemory:
-        """Return the StopMemory of a rank that was started. The method also works if the rank is dead."""
+        """Return the StopMemory of a rank that was started, even if the rank is dead."""
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
     def map_slots(self) -> None:
@@ -278,7 +278,7 @@ class ProcessPool:
             self.abandon(handle)
 
     def _wait_for_debuggers(self) -> None:
-        """Wait until debuggers allow the reaping of dead ranks. Abandon a rank that is not reaped within KILL_SECONDS."""
+        """Reap the dead ranks that debuggers hold. Abandon a rank that cannot be reaped within KILL_SECONDS."""
         for process, reap_started_at in self._held_by_debugger.items():
             while not (is_reaped := process.reap()) and time.monotonic() < reap_started_at + KILL_SECONDS:
                 pass  # each `reap` waits for DEBUGGER_SECONDS
@@ -290,10 +290,9 @@ class ProcessPool:
                 process.abandon()
 
     def wait_for_helpers(self) -> None:
-        """Wait until the helpers (child processes) of reaped ranks are gone.
+        """Wait until the killed helpers of reaped ranks are gone.
 
-        The helpers were killed when their rank was reaped. The kernel needs time to free the memory or the GPU of a killed
-        helper, and a restarted rank may need that memory or GPU.
+        The kernel needs time to free the memory or the GPU of a helper, and a restarted rank may need that memory or GPU.
         """
         while self._killed_groups:
             group = self._killed_groups.pop()
@@ -343,11 +342,9 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread while a process is started.
 
-    The new process inherits the blocked signals, so these signals cannot end the process. When the program of a rank begins,
-    it ignores these signals and then unblocks them.
-
-    A scheduler such as SLURM may send a signal to the watcher and all ranks, although only the watcher should handle the
-    signal.
+    A scheduler such as SLURM may send a signal to the watcher and to all ranks, but only the watcher should handle it. The
+    new process inherits the blocked signals, so these signals cannot end the process. The program of a rank first ignores
+    these signals, and then unblocks them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -359,7 +356,7 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
 def _worker_fields(worker: Worker) -> dict[str, Any]:
     """Return a dict of the Worker's fields that are sent to the rank.
 
-    The field `state` is not sent, because it is for the function in the rank and is empty when the rank starts.
+    The field `state` is left out, because it is empty when the rank starts.
     """
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
 

@@ -1,21 +1,17 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has five parts, listed below. A variable of part 2, 3 or 4 of the environment replaces the variable of
-the same name in an earlier part. Part 5 replaces none.
+A rank's environment has five parts. A variable of part 2, 3 or 4 replaces the variable of the same name in an earlier part.
 
 1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
 3. The user's `env` option.
-4. Variables that list visible GPUs, such as CUDA_VISIBLE_DEVICES. mpwatch sets these variables only with the option
-   visible_devices="own". If the user's `env` already lists at most one GPU, mpwatch sets none of these variables.
+4. With visible_devices="own": a variable that lists the visible GPUs, such as CUDA_VISIBLE_DEVICES. If the user's `env`
+   already lists at most one GPU, mpwatch does not set such a variable.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
-   TORCH_NCCL_ASYNC_ERROR_HANDLING.
-
-The defaults also include TORCH_FR_BUFFER_SIZE=128, unless the user sets TORCH_NCCL_TRACE_BUFFER_SIZE. With
-TORCH_FR_BUFFER_SIZE=128, torch's flight recorder keeps the last 128 collectives (worker/collectives.py). If there are
-several ranks and torch can find no accelerator, the defaults also include ACCELERATE_USE_CPU=true.
+   TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. The last two have further conditions
+   (`_add_defaults`).
 """
 
 import os
@@ -61,8 +57,8 @@ class RankSetup(NamedTuple):
 def reserve_port() -> socket.socket:
     """Return a socket that reserves its port for the ranks while the socket is open. Raises LaunchError.
 
-    The socket is bound and has SO_REUSEADDR, but does not listen. The store of torch also sets SO_REUSEADDR, so the store
-    can listen on the same port. The kernel does not give the reserved port to a program that asks for any free port.
+    The socket does not listen. The store of torch can listen on the same port, because both sockets have SO_REUSEADDR. The
+    kernel does not give the reserved port to a program that asks for any free port.
     """
     try:
         reserved = socket.socket()
@@ -78,7 +74,7 @@ def reserve_port() -> socket.socket:
 
 
 def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
-    """Return a Worker for each rank in `ranks`. The run has only one node."""
+    """Return a Worker for each rank in `ranks`, for a run on one node."""
     nprocs = spec.nprocs
     assert isinstance(nprocs, int)  # GroupSpec has resolved what the user passed
     return [
@@ -174,8 +170,8 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
     """Return how many threads a rank should use to compute, and how many processes should compile for this rank.
 
-    A rank that is bound to CPUs gets one thread for each of its cores. torch.compile gets one process for each of the rank's
-    CPUs (hardware threads). If the cgroup has a CPU quota, the quota is divided equally among the ranks.
+    A rank that is bound to CPUs gets one thread for each of its cores, and one process to compile for each of its CPUs
+    (hardware threads). The rank's share of the cgroup's CPU quota limits both numbers.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:

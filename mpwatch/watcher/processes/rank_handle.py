@@ -101,10 +101,10 @@ class RankHandle:
         self._register(self.process.sentinel, on_exit)
 
     def can_be_called_directly(self) -> bool:
-        """Return whether the caller's thread itself can send a call to the rank, without help of the watcher thread.
+        """Return whether the caller's thread can send a call to the rank without the watcher thread.
 
-        Return False if the channel is closed. An interpreter can print output before the rank is ready. The watcher sends
-        this output back to the rank. Until the watcher has sent it, return False.
+        If the rank's interpreter has printed startup output, the watcher thread must first send this output to the rank
+        (`ProcessPool.send_call`).
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
@@ -138,7 +138,7 @@ class RankHandle:
             self._selector.remove(fd)
 
     def close(self) -> None:
-        """Close the watcher's ends of all connections. The ProcessPool reaps the rank's process."""
+        """Close the watcher's ends of all connections."""
         self._close_channel()
         self.collective_sockets.close()
         for fd in list(self._registered_fds):
@@ -156,10 +156,10 @@ class RankHandle:
         self.send_frame(encode_frame(kind), fds)
 
     def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message and the descriptors in `fds`. A message has at most a few thousand bytes. Raises OSError.
+        """Send a message of at most a few thousand bytes, and the descriptors in `fds`. Raises OSError.
 
-        The method never blocks, because the channel's buffer is empty when a message is sent, and has room for the whole
-        message. A message to a dead rank is dropped.
+        The method never blocks. The channel's buffer is empty when a message is sent, and has room for the whole message. A
+        message to a dead rank is dropped.
         """
         if self.channel.fileno() == -1:
             return
@@ -246,11 +246,7 @@ class RankHandle:
                 _close(fd)
 
     def on_ready(self, body: bytes) -> None:
-        """Record that the rank is ready.
-
-        Until a rank is ready, its stderr is the stack pipe. When the rank is ready, it writes nothing but stacks to the
-        stack pipe.
-        """
+        """Record that the rank is ready."""
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
         self.observations.was_ready = True
@@ -270,11 +266,13 @@ class RankHandle:
     def request_native_stack_dump(self, request: int) -> None:
         """Make faulthandler write the main thread's stack, if the rank has not begun to answer the stack request `request`.
 
-        While a rank's main thread runs C code, only faulthandler can write its stack, because Python cannot run a signal
-        handler. Do nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
-        code. This method sends the signal directly to the main thread, because faulthandler writes the stack of the thread
-        that gets the signal. If a signal is sent to a whole process, the kernel chooses the thread that gets the signal.
-        While PYTHON_DUMP_SIGNAL is pending in the main thread, the kernel may choose another thread.
+        While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. The
+        method does nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
+        code.
+
+        faulthandler writes the stack of the thread that gets the signal, so the method sends the signal to the main thread.
+        While PYTHON_DUMP_SIGNAL is pending in the main thread, the kernel may give a signal for the whole process to another
+        thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
@@ -285,8 +283,7 @@ class RankHandle:
         """Return whether the signal `signum` can make the rank write its stacks.
 
         A rank cannot write stacks if it is stopped, or has replaced itself with another program. A rank that has closed its
-        end of the stack pipe must not write stacks, because the number of the closed descriptor may now belong to another
-        file.
+        end of the stack pipe must not write stacks, because the descriptor's number may now belong to another file.
         """
         state = read_process_state(self.process.pid)
         if state is None or signum is None:

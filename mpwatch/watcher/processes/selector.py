@@ -1,14 +1,14 @@
-"""The only place where the watcher thread waits.
-
-`Selector.wait` returns the handlers of ready descriptors in the order in which these descriptors became ready.
+"""The place where the event loop waits.
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - If mpwatch passed all descriptors to `wait`, each call of `wait` would register all descriptors again.
-- The selector uses a set of descriptors in the kernel (epoll). The kernel lists ready descriptors in the order in which they
+- The selector uses a set of descriptors in the kernel (epoll), which lists ready descriptors in the order in which they
   became ready. If one rank dies and another rank then sends a message, the kernel lists the death first, even if the watcher
-  reads both much later. If a descriptor becomes ready again before the watcher reads it, the descriptor keeps its old place
-  in the kernel's list. So an event can come too early in the kernel's list, but never too late.
+  reads both much later.
+
+A descriptor that becomes ready again before the watcher reads it keeps its old place in the kernel's list. So an event can
+come too early in the list, but never too late.
 """
 
 import selectors
@@ -21,7 +21,7 @@ LONGEST_WAIT = 86_400.0  # seconds; poll(2) takes milliseconds in an int, which 
 
 
 class Selector(Generic[T]):
-    """A context manager with the descriptors that a thread waits for. Each descriptor has a function as its handler."""
+    """A context manager with the descriptors that a thread waits for, and their handlers."""
 
     def __init__(self) -> None:
         self._selector: Any = selectors.DefaultSelector()  # epoll or kqueue: another poll can wait for its descriptor
@@ -39,8 +39,7 @@ class Selector(Generic[T]):
     def remove(self, fd: int) -> None:
         """Remove a descriptor. Call this method before the descriptor is closed.
 
-        Without a call of `remove`, a closed descriptor stays in the kernel's set as long as a forked process has a copy of
-        the descriptor.
+        Otherwise the closed descriptor stays in the kernel's set while a forked process has a copy of the descriptor.
         """
         self._selector.unregister(fd)
 

@@ -10,8 +10,8 @@ A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm
         The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
 
 mpwatch need not remove files of multiprocessing from /dev/shm. After the death of a process, multiprocessing's resource
-tracker removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. A semaphore of the fork
-context has no name in /dev/shm, so the kernel frees the semaphore when the last process that uses it ends.
+tracker removes files of `multiprocessing.shared_memory`, and semaphores of the spawn context. Semaphores of the fork context
+have no name in /dev/shm.
 
 `remove_left_files` removes a file only if all five conditions hold:
 
@@ -22,12 +22,10 @@ context has no name in /dev/shm, so the kernel frees the semaphore when the last
 4. no process of this machine has opened or mapped the file (`is_used_elsewhere`)
 5. the file's count of users is 0
 
-Conditions 1 to 3 use the pid in the file's name to find the process that made the file. Two processes can have the same pid,
-one after the other. Two processes in different containers that share /dev/shm can even have the same pid at the same time.
-Even if two processes have the same pid, conditions 4 and 5 ensure that mpwatch removes no file that a process still needs.
-With torch's strategy file_descriptor, only the process that makes a file uses the name of the file. This process keeps the
-file open until it unlinks the file. With torch's strategy file_system, each file contains a count of its users, which is
-above 0 while the file is in use.
+Two processes can have the same pid: one after the other, or in two containers that share /dev/shm. So conditions 4 and 5
+ensure that mpwatch removes no file that a process still needs. With the strategy file_descriptor, the process that makes a
+file keeps the file open until it unlinks the file. With the strategy file_system, the count of users is above 0 while the
+file is in use.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.

@@ -8,10 +8,8 @@ The driver of each vendor reads variables that list the devices to use:
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
 For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
-one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. The new value of the
-variable has only one entry. If the caller has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or
-HIP_VISIBLE_DEVICES (for ROCm). For GPUs of Intel, the caller has to set a list of devices, because only the driver library
-Level Zero can count these GPUs.
+one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. For GPUs of Intel, the
+user must set a list of devices, because only the driver library Level Zero can count these GPUs.
 
 This module initialises no GPU, because it reads only environment variables and files of the drivers (os_support/gpus.py).
 """
@@ -88,10 +86,7 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
 
 
 def find_gpu_nodes(devices: VisibleDevices, ranks: int) -> list[int | None]:
-    """Return a list with the NUMA node of each rank's GPU.
-
-    If there are fewer GPUs than ranks, several ranks use the same GPU.
-    """
+    """Return a list with the NUMA node of each rank's GPU. If there are too few GPUs, several ranks use the same GPU."""
     gpus = devices.gpus or [None]
     return [gpu.node if (gpu := gpus[rank % len(gpus)]) is not None else None for rank in range(ranks)]
 
@@ -170,7 +165,7 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
     """Return the GPU that an entry in a list of devices stands for, or None if this GPU is unknown.
 
-    An entry can be the beginning of a GPU's name. If an entry is the beginning of several GPUs' names, return None.
+    An entry can be the beginning of a GPU's name.
     """
     if entry.isdecimal():
         return numbered[int(entry)] if int(entry) < len(numbered) else None

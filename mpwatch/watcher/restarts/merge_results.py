@@ -1,4 +1,4 @@
-"""Merge the results of several restart groups into the result of a run. Pure.
+"""Merges the results of several restart groups into the result of a run. The functions of this module are pure.
 
 With scope="worker", each rank is a restart group of its own, and has its own result.
 """
@@ -26,10 +26,11 @@ def merge_results(
 ) -> RunResult[T]:
     """Merge the results of all restart groups into the result of the run.
 
-    Without `keep_going`, the result has return values only if all ranks have returned. The earliest of all restart groups'
-    root causes is the root cause of the run. `restartable_groups` contains the lowest rank of each failed restart group that
-    mpwatch may restart. For the root cause of the run, `merge_results` first looks at the groups outside
-    `restartable_groups`. If the groups outside `restartable_groups` have no root cause, `merge_results` looks at all groups.
+    Without `keep_going`, the result has return values only if all ranks have returned.
+
+    `restartable_groups` contains the lowest rank of each failed restart group that mpwatch may restart. The root cause of
+    the run is the earliest root cause of the other groups. If the other groups have no root cause, the root cause of the run
+    is the earliest one of all groups.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
@@ -48,7 +49,7 @@ def merge_results(
 
 
 def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
-    """Merge the results of several calls, each on different ranks, into one result. `results` has at least one element."""
+    """Merge the results of one or more calls, each on different ranks, into one result."""
     return RunResult(
         state=_merge_states(results),
         return_values=_merge_dicts(result.return_values for result in results),

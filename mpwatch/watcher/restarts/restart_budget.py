@@ -1,7 +1,6 @@
 """Applies a RestartPolicy to one run: decides after a failure whether the ranks are restarted, and how long the delay is.
 
-This module reads no clock, so its caller passes the times. The random numbers for the jitter come from a function that a
-test can replace.
+This module reads no clock: its caller passes the times.
 """
 
 import math
@@ -17,7 +16,7 @@ NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """Facts about a failed attempt. RestartBudget uses these facts to decide whether the ranks are restarted."""
+    """The facts about a failed attempt that RestartBudget needs to decide about a restart."""
 
     cause: ProcessFailure | None
     """The root cause."""
@@ -37,7 +36,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """The decision whether the ranks are restarted, and how long the delay before the restart is."""
+    """The decision about a restart."""
 
     delay: float | None = None
     """Seconds before the restart, or None if the ranks are not restarted."""
@@ -48,7 +47,7 @@ class RestartDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCounters:
-    """Counters that describe the earlier attempts of a restart group, such as the number of restarts."""
+    """Counters of the earlier attempts of a restart group."""
 
     restarts_used: int = 0
     """Restarts since the first start, or since `reset_after` has set the count to 0."""
@@ -149,10 +148,7 @@ def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt)
 
 
 def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
-    """Return why the rank would fail again after a restart: the rank cannot start, or its code is wrong.
-
-    Return an empty text if a restart may succeed. This function is used only if the policy has no `retry_if`.
-    """
+    """Return why the rank would fail again after a restart, or an empty text if a restart may succeed."""
     if cause.kind is FailureKind.START:
         return "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"
     is_programming_error = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)

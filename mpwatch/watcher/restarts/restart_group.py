@@ -1,12 +1,10 @@
 """The ranks of one RestartGroup are started, called, stopped and restarted together.
 
-With scope="worker", each rank is a separate RestartGroup.
+With scope="worker", each rank is a separate RestartGroup. In a WorkerGroup, the ranks of each call are one RestartGroup, and
+the idle ranks are in one or more other RestartGroups.
 
-In a WorkerGroup, the ranks of each call are one RestartGroup, and all ranks without a call are another RestartGroup.
-
-This module runs in the watcher thread. A RestartGroup contains the state machine, the environments and the observations of
-its ranks, and publishes the events of these ranks. The event loop, not the RestartGroup, executes the actions of the state
-machine, such as the start of a process.
+This module runs in the watcher thread. A RestartGroup contains the state machine of its ranks, and publishes their events.
+The event loop executes the actions of the state machine, such as the start of a process.
 """
 
 import math
@@ -97,8 +95,7 @@ class RestartGroup:
     def read_machine(self) -> None:
         """Copy the present state of the state machine to attributes of this object.
 
-        To find out what has changed, the event loop compares the values of the attributes before and after a call of
-        `read_machine`. `due_at` is the state machine's deadline, or infinity if the state machine has no deadline.
+        The event loop compares the attributes before and after a call of `read_machine` to find out what has changed.
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
@@ -109,10 +106,7 @@ class RestartGroup:
         self.due_at = math.inf if deadline is None else deadline
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
-        """Pass an event to the state machine, and publish the event for observers.
-
-        Return the actions that the state machine asks for.
-        """
+        """Pass an event to the state machine, publish it for observers, and return the actions of the state machine."""
         was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late_ranks
         was_running, generation = self.machine.is_call_running(), self.machine.generation
         actions = self.machine.handle(event, now)
@@ -134,10 +128,7 @@ class RestartGroup:
         return actions
 
     def handle_deadline(self, now: float) -> list[m.Action]:
-        """Pass the present time to the state machine. Return the actions that the state machine asks for.
-
-        The list of actions is empty if the deadline of the state machine has not passed.
-        """
+        """Pass the present time to the state machine, and return the actions of the state machine."""
         return self.machine.handle_deadline(now)
 
     def observations(
@@ -145,7 +136,7 @@ class RestartGroup:
     ) -> AttemptObservations:
         """Return what the watcher has observed of the ranks since their last start.
 
-        In a WorkerGroup, return what the watcher has observed of the ranks in their last call.
+        In a WorkerGroup, return what the watcher has observed in the last call of the ranks.
         """
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
@@ -221,8 +212,8 @@ class RestartGroup:
     def _publish_call_started(self) -> None:
         """Publish the event CallStarted once for each call.
 
-        In a run of several nodes, the call begins before this node knows its ranks. Each of these nodes publishes
-        CallStarted when the ranks of the node are started for the first time.
+        In a run of several nodes, the call begins before this node knows its ranks. The node then publishes the event at the
+        first start of its ranks.
         """
         if self.setups and self._run_started_at < math.inf and not self._has_published_call:
             self._has_published_call = True

@@ -4,13 +4,12 @@
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
-The function `schedule_restart` delays every restart, on one node and on several nodes. RestartBudget computes the length of
-the delay. The watcher thread waits for the end of the delay. Observers run in the caller's thread, so a slow observer cannot
-make the delay longer.
+RestartBudget computes the delay before a restart. The watcher thread waits for the end of the delay, so a slow observer in
+the caller's thread cannot make the delay longer.
 
-This module runs user code, because it unpickles exceptions and return values, and calls `retry_if` and `env`. If an
-exception cannot be unpickled, the result contains a stand-in for this exception. If a return value cannot be unpickled, the
-rank that has returned it counts as failed. If `retry_if` or `env` raises an exception, this exception ends the run.
+This module runs user code, because it unpickles exceptions and return values, and calls `retry_if` and `env`. If a return
+value cannot be unpickled, the rank that has returned it counts as failed. If `retry_if` or `env` raises an exception, this
+exception ends the run.
 """
 
 import logging
@@ -88,7 +87,7 @@ class RunController(Generic[T]):
             self._decide(watcher_thread, observations, result)
 
     def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Decide whether a failed restart group is restarted. Schedule the restart, or post the command DoNotRestart."""
+        """Decide whether a failed restart group is restarted, and pass the decision to the watcher thread."""
         group_id, commands = min(observations.ranks), watcher_thread.commands
         budget = self._budgets.setdefault(group_id, RestartBudget(self._spec.policy))
         stop_reason = self._find_stop_reason()
@@ -121,10 +120,7 @@ class RunController(Generic[T]):
         schedule_restart(commands, decision.delay, partial(commands.post, restart))
 
     def _find_stop_reason(self) -> str:
-        """If a requested stop prevents restarts, return a text that names the cause of the stop.
-
-        The text is empty if no stop was requested, or if max_restarts is 0.
-        """
+        """If a requested stop prevents restarts, return a text that names the cause of the stop. Otherwise return ""."""
         request = None if self._pending_call is None else self._pending_call.stop_request
         return f"a stop was requested ({request.cause})" if request is not None and self._spec.policy.max_restarts else ""
 
@@ -207,18 +203,14 @@ class RunController(Generic[T]):
     def _list_dropped_values(self) -> tuple[int, ...]:
         """Return the ranks whose return values mpwatch drops because keep_going=True is not set.
 
-        Return () if keep_going=True is already set, or is not allowed in this run.
+        Return () if keep_going=True is set, or is not allowed in this run.
         """
         if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
 
     def end_with_error(self, error: BaseException) -> None:
-        """Publish that an error, and not the failure of a rank, has ended the run.
-
-        The error may be a LaunchError, or an exception in the caller's thread. If ranks had failed before the error, the
-        error gets a note about their failures.
-        """
+        """Publish that an error, and not the failure of a rank, has ended the run."""
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):
             add_note(error, "\n".join(["raised after ranks had failed:", *format_attempts(failed)]))
@@ -255,7 +247,7 @@ def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
-    """Publish the failures (the root cause first), the stopped ranks, and the collectives of each rank, as events."""
+    """Publish the failures (the root cause first), the stopped ranks, and the collectives of each rank as events."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,

@@ -1,4 +1,4 @@
-"""Decode an exception that encoder.py has encoded. This module runs in the watcher.
+"""Decodes an exception that encoder.py has encoded. This module runs in the watcher.
 
 In the rank, encoder.py uses this module to test whether an exception can be rebuilt from its pickles.
 
@@ -9,13 +9,8 @@ node in the best way that works:
     rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
     stand-in   create a class of the same name, derived from the same builtin classes, with the same text
 
-When all nodes are rebuilt, `decode_exception` sets the cause, context, notes and traceback of each exception
-(tracebacks.py).
-
 The functions `read_cause_chain`, `read_summary` and `read_traceback_text` run no user code, because they only read texts
 from the message "plain".
-
-This module imports only three other modules of mpwatch: source_lines, tracebacks and return_values.
 """
 
 import builtins
@@ -57,10 +52,7 @@ def set_builtin_attribute(error: BaseException, name: str, value: object) -> Non
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception.
-
-    Unlike the method `add_note`, this function also works if the exception is a frozen dataclass.
-    """
+    """Add a note to an exception, even if the exception is a frozen dataclass."""
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
@@ -68,8 +60,7 @@ def add_note(error: BaseException, note: str) -> None:
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
     """Rebuild an exception from the three messages into which encoder.py has encoded it.
 
-    This function runs user code. Ignore every exception that user code raises, except KeyboardInterrupt and
-    HostHandlerError.
+    This function runs user code, and ignores the exceptions of this code, except KeyboardInterrupt and HostHandlerError.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.
@@ -85,10 +76,7 @@ def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes 
 
 
 def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
-    """Build all exceptions of a graph, and return the exception of the first node.
-
-    If a node has no pickles, build a stand-in for its exception.
-    """
+    """Build all exceptions of a graph, and return the exception of the first node."""
     built: dict[int, BaseException] = {}
     for number in _order_members_first(nodes):
         members = [built[member] for member in nodes[number]["members"] if member in built]
@@ -154,14 +142,13 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 def is_builtin_class(cls: type) -> bool:
     """Return whether a class is builtin.
 
-    This function does not read the attribute `__module__`, because this attribute can be wrong: in pytest's class Skipped,
-    its value is "builtins".
+    The function does not read `__module__`, because it can be wrong: in pytest's class Skipped, `__module__` is "builtins".
     """
     return getattr(builtins, cls.__name__, None) is cls
 
 
 def has_same_text(one: str, other: str) -> bool:
-    """Return whether two texts are equal apart from memory addresses. Many texts from `repr` contain a memory address."""
+    """Return whether two texts are equal apart from memory addresses, such as those in texts from `repr`."""
     return MEMORY_ADDRESS.sub("", one) == MEMORY_ADDRESS.sub("", other)
 
 
@@ -177,10 +164,9 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 
 
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
-    """Create a stand-in: an exception with the same text and a new class.
+    """Create a stand-in: an exception with the same text, and a new class with the same name and builtin base classes.
 
-    The new class has the name of the original class, and the same builtin base classes. If the original exception is a
-    ValueError, for example, `except ValueError` also catches the stand-in.
+    For example, `except ValueError` also catches the stand-in of a ValueError.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}

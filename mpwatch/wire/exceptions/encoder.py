@@ -3,23 +3,21 @@
 This module runs in the rank, and in any process that pickles a ProcessFailure.
 
 Exceptions are the nodes of a graph, because an exception refers to its cause, to its context and, if it is a group, to its
-members. `ExceptionEncoder` makes a list of an exception and all exceptions that it refers to, and encodes this list in three
-messages. The three messages contain the exceptions in the same order. In the message `plain`, a node refers to its cause,
-for example, by the index of the cause.
+members. `ExceptionEncoder` encodes all nodes in three messages, in the same order:
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-The message `plain` is sent first. To make the message `plain`, the encoder runs no code of the exceptions' classes except
-`__str__` and `__notes__`. The encoder catches every exception that `__str__` and `__notes__` raise.
+The message `plain` is sent first. To make `plain`, the encoder runs only `__str__` and `__notes__` of the exceptions'
+classes, and catches every exception that they raise. Since Python 3.12, the module traceback also calls `dir()` of the
+object of an AttributeError, to suggest a similar name.
 
-To make the message `details`, the encoder pickles each exception and tries to rebuild it. Pickling and rebuilding run
-code of the exception's class. Even if code of an exception's class crashes or hangs while the encoder makes `details`, the
-watcher knows from `plain` where and why the rank failed.
+To make `details`, the encoder pickles and rebuilds each exception, which runs code of the exception's class. Even if code of
+the exception's class crashes or hangs, the watcher knows from `plain` where and why the rank failed.
 
-To make the message `locals`, the encoder runs code of the classes of all local variables, so `locals` is sent last.
+To make `locals`, the encoder runs code of the classes of all local variables, so `locals` is sent last.
 
 If an attribute of an exception cannot be pickled, only this attribute is left out. If an argument of an exception cannot be
 pickled, the argument's `repr` is pickled instead.
@@ -62,8 +60,7 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 class ExceptionEncoder:
     """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` is a list of the exception and of all exceptions that it refers to, in breadth-first order. Each item of `nodes`
-    describes an exception, as a dictionary of builtin values.
+    `nodes` describes these exceptions in breadth-first order, each as a dictionary of builtin values.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -143,8 +140,7 @@ def _get_class_name(cls: type, name: str) -> str:
 def _find_builtin_bases(cls: type) -> list[str]:
     """Return the names of the nearest builtin exceptions from which this class is derived.
 
-    For a subclass of KeyError, for example, return `["KeyError"]`. Leave out LookupError and Exception, because they are
-    base classes of KeyError.
+    For a subclass of KeyError, for example, return `["KeyError"]`, without its base classes LookupError and Exception.
     """
     found: list[type] = []
     for base in cls.__mro__:
@@ -155,7 +151,7 @@ def _find_builtin_bases(cls: type) -> list[str]:
 
 
 def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | None:
-    """Return the pickles from which this exception can be rebuilt. Return None if the exception cannot be rebuilt."""
+    """Return the pickles from which this exception can be rebuilt, or None if it cannot be rebuilt."""
     try:
         members = list(_get_members(error))
         attributes = {
@@ -180,8 +176,7 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
     """Pickle the whole exception, and add the pickles of the attributes that are lost when the exception is unpickled.
 
-    The default `__reduce__` of an exception, for example, does not pickle slots. Return None if the exception cannot be
-    rebuilt from these pickles.
+    The default `__reduce__` of an exception, for example, does not pickle slots.
     """
     data = _try_pickle(error)
     if data is None:
@@ -222,7 +217,7 @@ def _try_pickle(value: Any) -> bytes | None:
 
 
 def _try_pickle_and_load(value: Any) -> bytes | None:
-    """Return a pickle of the value. Return None if the value cannot be pickled or the pickle cannot be loaded."""
+    """Return a pickle of the value, or None if the value cannot be pickled or the pickle cannot be loaded."""
     data = _try_pickle(value)
     if data is not None:
         try:
@@ -235,7 +230,7 @@ def _try_pickle_and_load(value: Any) -> bytes | None:
 def _get_plain_text(read: Callable[[], Any]) -> str:
     """Return the text that `read()` returns, as a plain `str` of at most MAX_TEXT characters.
 
-    A subclass of `str` is converted to `str`, because the module marshal refuses subclasses of `str`.
+    The module marshal refuses subclasses of `str`.
     """
     try:
         text = read()

@@ -1,8 +1,7 @@
 """Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
 
-The text of a variable comes from `repr`, which runs code of the variable's class. The number and the length of the texts are
-limited. A daemon thread makes the texts, because `repr` can hang. The rank waits at most LIMIT_SECONDS for the texts of all
-local variables. A fixed text replaces each text that is not ready after LIMIT_SECONDS.
+A daemon thread makes the texts, because `repr` runs code of the variable's class and can hang. The rank waits at most
+LIMIT_SECONDS for the texts of all local variables. A fixed text replaces each text that is not ready in time.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ class LocalText(str):
 class BoundedRepr(Repr):
     """Makes texts of limited length from objects. Reads only the beginning of containers, strings and bytes.
 
-    If a class `Name` is derived from a container such as `list`, its objects are shown as `Name([...])`. A dataclass or a
-    named tuple is shown with its fields. The text of any other object is the object's own `repr`.
+    An object of a subclass of a container such as `list` is shown as `Name([...])`. A dataclass or a named tuple is shown
+    with its fields, and any other object by its own `repr`.
     """
 
     def __init__(self) -> None:
@@ -113,10 +112,7 @@ class BoundedRepr(Repr):
         return f"{left}{', '.join(texts)}{comma}{right}"
 
     def repr_instance(self, x: object, level: int) -> str:  # noqa: ARG002  as in the base class
-        """Return the text of an object that is not a container.
-
-        If the object's repr raises an exception, the text says so.
-        """
+        """Return the text of an object that is not a container."""
         try:
             text = str.__str__(repr(x))
         except BaseException as error:  # noqa: BLE001  even SystemExit
@@ -125,12 +121,11 @@ class BoundedRepr(Repr):
 
 
 def format_local_variables(traces: Iterable[TracebackType | None]) -> list[dict[int, dict[str, str]]]:
-    """Return a list with one dict for each traceback.
+    """Return a list with one dict for each traceback. Raises RuntimeError if no thread can be started.
 
-    In the dict of a traceback, each key is the index of a frame, and the value is the dict of this frame. Frames without
-    variables are left out. The outermost frame of a traceback has the index 0. The dict of a frame maps the name of each
-    local variable to its value as text. Leave out variables that Python itself has created, such as `__name__`. Raises
-    RuntimeError if no thread can be started.
+    The dict of a traceback maps the index of each frame to the dict of the frame. The outermost frame has the index 0. The
+    dict of a frame maps the name of each local variable to its value as text. Leave out frames without variables, and
+    variables that Python itself has created, such as `__name__`.
     """
     found: list[dict[int, dict[str, object]]] = [
         {number: variables for number, frame in _select_frames(trace) if (variables := _get_variables(frame))}
@@ -172,7 +167,7 @@ def _get_variables(frame: FrameType) -> dict[str, object]:
 
 
 def _format_all(found: list[dict[int, dict[str, object]]], texts: list[dict[int, dict[str, str]]]) -> None:
-    """Convert the values of all variables to text. In each traceback, begin with the innermost frame."""
+    """Convert the values of all variables to text, in each traceback from the innermost frame to the outermost."""
     bounded, total, deadline = BoundedRepr(), 0, time.monotonic() + LIMIT_SECONDS
     for variables_by_frame, texts_by_frame in zip(found, texts, strict=True):
         for number in sorted(variables_by_frame, reverse=True):

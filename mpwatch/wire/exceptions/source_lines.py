@@ -1,9 +1,8 @@
-"""Send source code that is in no file: notebook cells, a program on stdin, and generated code.
+"""Sends source code that is in no file: notebook cells, a program on stdin, and generated code.
 
-A traceback is printed with the source lines that the module `linecache` finds. Each call is sent with the sources of its
+Python prints a traceback with the source lines that the module `linecache` finds. Each call is sent with the sources of its
 functions, because a rank does not have the cells of the caller's notebook. Each exception is sent with the sources of its
-frames, because the caller does not have code that a rank has generated. The process that receives the call or the exception
-adds these sources to its `linecache`, but never replaces a source that its `linecache` already has.
+frames, because the caller does not have code that a rank has generated. The receiver adds these sources to its `linecache`.
 
 This module runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
 """
@@ -25,7 +24,7 @@ MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or o
 
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the sources that `linecache` has for these file names. Leave out names of files that exist on disk."""
+    """Return the sources that `linecache` has for these file names, except for files that exist on disk."""
     import linecache
 
     found: dict[str, str] = {}
@@ -41,10 +40,7 @@ def collect_for_files(names: Iterable[str]) -> dict[str, str]:
 
 
 def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
-    """Return the sources of these code objects, except sources that are in files.
-
-    The source of a program on stdin (`python < program`) is included.
-    """
+    """Return the sources of these code objects, except sources that are in files."""
     all_code = list(codes)
     found = collect_for_files({code.co_filename for code in all_code})
     on_stdin = [code for code in all_code if code.co_filename == STDIN]
@@ -56,15 +52,12 @@ def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
 
 
 def get_ipython_shell() -> Any:
-    """Return IPython's shell object if this program runs in IPython. Otherwise return None."""
+    """Return IPython's shell object, or None if this program does not run in IPython."""
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def cell_name(file: str) -> str:
-    """Return IPython's name, such as `Cell In[3]`, for the notebook cell with this file name.
-
-    Return an empty string if no cell has this file name.
-    """
+    """Return IPython's name of the notebook cell with this file name, such as `Cell In[3]`, or "" if there is none."""
     name_of = getattr(
         getattr(get_ipython_shell(), "compile", None), "format_code_name", lambda _: None
     )  # in IPython 8 and newer
@@ -83,7 +76,7 @@ def add_to_linecache(sources: Mapping[str, str]) -> None:
 
 
 def _read_program_on_stdin() -> str:
-    """Return the program's text, or an empty text if stdin is a pipe, because a pipe cannot be read again."""
+    """Return the text of a program on stdin (`python < program`), or "" if stdin is a pipe, which cannot be read again."""
     try:
         size = os.fstat(0).st_size
         return os.pread(0, min(size, MAX_SIZE), 0).decode()
@@ -94,8 +87,7 @@ def _read_program_on_stdin() -> str:
 def _contains(text: str, wanted: list[CodeType]) -> bool:
     """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
 
-    A shell can read the first lines of a file from stdin, and then start Python, which runs only the rest of the file. In
-    this case, return False.
+    Return False if a shell has read the first lines of a file from stdin, and has then started Python with the rest.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

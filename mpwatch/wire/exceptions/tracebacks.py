@@ -1,21 +1,19 @@
-"""Convert the frames of a traceback to builtin values in the rank, and rebuild the frames in the watcher.
+"""Converts the frames of a traceback to builtin values in the rank, and rebuilds the frames in the watcher.
 
     in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
-A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`:
-the function's qualified name, the function's first line, and the position of the expression that raised the exception. From
-a whole traceback, tblib makes nested dictionaries: the dictionary of each entry contains the dictionary of the next entry.
-This module makes a separate dictionary for each entry, because the traceback of a RecursionError is too deep for nested
-dictionaries.
+A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`
+(`make_frame`). tblib puts the dictionary of the next entry into the dictionary of each entry. This module makes a separate
+dictionary for each entry, because the traceback of a RecursionError is too deep for nested dictionaries.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
 object. For each frame of the rank, `build_traceback` compiles a stub, which is a code object with the same file, function,
-lines and columns. A stub begins at the function's first line, and its only statement is a `raise` at the position of the
-rank's frame. When `build_traceback` runs a stub, the exception of the stub has a traceback with a new frame, which looks
-like the rank's frame. The new frame has the local variables that are stored in the `Frame`. If the rank's frame had the
-variable `__tracebackhide__ = True`, the new frame also has this variable, so pytest and IPython hide the new frame. With the
-option `capture_locals`, the new frame also shows the local variables of the rank's frame as text (local_variables.py).
+lines and columns. The only statement of a stub is a `raise` at the position of the rank's frame. When `build_traceback` runs
+a stub, the traceback of the stub's exception has a new frame, which looks like the rank's frame.
+
+The new frame has the local variables that are stored in the `Frame`. With `__tracebackhide__`, pytest and IPython hide the
+frame. With the option `capture_locals`, the frame has the rank's local variables as text (local_variables.py).
 """
 
 from __future__ import annotations
@@ -40,10 +38,7 @@ RAISED = "__mpwatch_error"  # the variable of a stub, which is removed when the 
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
-    """Return a list of the frames of a traceback, from the outermost to the innermost.
-
-    The frames contain only builtin values.
-    """
+    """Return the frames of a traceback, from the outermost to the innermost. The frames contain only builtin values."""
     frames = []
     while trace is not None:
         frames.append(_read_frame(trace))

@@ -5,23 +5,16 @@
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
 The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each further section,
-called a part, contains one rank's values of the arguments that differ between ranks. A rank loads only the first section of
-the bundle and its own part. If an object is in the first section and in a part, only the first section contains the object's
-pickle. A part never refers to an object of another part, because a rank loads only its own part.
+called a part, contains one rank's values of the arguments that differ between ranks. A rank loads only the first section and
+its own part, so a part can refer to the first section, but never to another part.
 
-A rank does not import the caller's `__main__`. So the functions and classes of the caller's `__main__` are pickled by value,
-that is, with their code (pickler.py). The rank adds the functions and classes of the caller's `__main__` to its own module
-`__main__`. The rank's own `__main__` also contains the global variables that functions of the caller's `__main__` use.
-Because the caller's functions and classes are in the rank's `__main__`, plain pickle, torch.save and DataLoader workers find
-them by name.
+A rank does not import the caller's `__main__`. So functions and classes of `__main__` are pickled by value, that is, with
+their code (pickler.py). The rank adds these functions and classes to its own `__main__`, so that plain pickle, torch.save
+and DataLoader workers find them by name. The rank's `__main__` also contains the global variables that these functions use.
 
-Most calls use only functions from importable modules, and mpwatch pickles these functions by name. `PlainPickler` does not
-use cloudpickle, because the import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call.
-`PlainPickler` raises an exception if it finds an object that is defined in `__main__`. If `PlainPickler` fails, CallPickler
-(pickler.py) pickles the call, because CallPickler can also pickle objects of `__main__`.
-
-Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process. While
-mpwatch pickles a call, `_SpawnPopenStub` acts as the spawned process, and duplicates the descriptors in the arguments.
+The import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call. So `pack` usually tries
+`PlainPickler` first, which does not use cloudpickle. If `PlainPickler` fails, for example at an object of `__main__`,
+`CallPickler` (pickler.py) pickles the call.
 """
 
 from __future__ import annotations
@@ -84,9 +77,9 @@ class Call:
 
 
 class Payload:
-    """A pickled call. A payload owns the pickled bytes of the call and the duplicates of the descriptors in the arguments.
+    """A pickled call. A payload owns the bundle of the call, and the duplicates of the descriptors in the arguments.
 
-    Close the payload when no rank needs it any more. A payload also closes itself when it is garbage-collected.
+    Close the payload when no rank needs it any more. A payload is also closed when it is garbage-collected.
     """
 
     def __init__(self, bundle: PickleBundle) -> None:
@@ -121,16 +114,13 @@ class Payload:
 
 
 class FdPlaceholder:
-    """A placeholder for a descriptor in the arguments of a call.
-
-    In the rank, `detach` returns a duplicate of the descriptor that the placeholder stands for.
-    """
+    """A placeholder for a descriptor in the arguments of a call."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     def detach(self) -> int:
-        """Return a duplicate of the descriptor. The caller of `detach` must close the duplicate."""
+        """In the rank: return a duplicate of the descriptor. The caller of `detach` must close the duplicate."""
         return os.dup(_received_fds[self.index])
 
 
@@ -144,8 +134,9 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """While a call is pickled, multiprocessing uses this object as if it were the Popen object of a new process.
+    """The object that multiprocessing uses instead of a new process's Popen object while mpwatch pickles a call.
 
+    Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
     os_support/cpython_private.py describes what multiprocessing expects of this object.
     """
 
@@ -216,10 +207,7 @@ class PlainPickler(pickle.Pickler):
         super().__init__(bundle, 5, buffer_callback=bundle.keep_buffer)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Raise PicklingError if an object or its class is defined in `__main__`.
-
-        pickle calls this method for each object.
-        """
+        """Raise PicklingError if an object or its class is defined in `__main__`."""
         if getattr(obj, "__module__", None) == "__main__":
             # The text is never shown. It has no repr of the object, because a repr can run user code.
             raise pickle.PicklingError("of __main__")
@@ -242,8 +230,8 @@ def _collect_reducers() -> dict[type, Any]:
 def _can_try_plain_pickler(fn: object) -> bool:
     """Return whether `pack` tries `PlainPickler` for a call of this function.
 
-    Return False if the function is defined in `__main__`. Also return False if the user has told cloudpickle to pickle the
-    functions of some modules by value (`register_pickle_by_value`).
+    If the user has registered modules with cloudpickle's `register_pickle_by_value`, only cloudpickle pickles the functions
+    of these modules by value.
     """
     if getattr(fn, "__module__", None) == "__main__":
         return False
@@ -299,7 +287,7 @@ def _dump_sections(
 def _pickle_main_description(main: Any) -> bytes:
     """Return a pickle of the attributes of `__main__` that ranks need, such as `__file__`.
 
-    The workers of a DataLoader need the attributes of `__main__` to find the script of the program.
+    The workers of a DataLoader need these attributes to find the script of the program.
     """
     global _main_description
     description = _describe_main(main)
@@ -328,8 +316,7 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
     Args:
         body: the body of the message.
         fds: the descriptors that came with the message, or None if the rank could not receive them.
-        choose_part: returns the index of this rank's part. Its argument is the number of parts. It is not called if the
-            bundle has no parts.
+        choose_part: returns the index of this rank's part. Its argument is the number of parts.
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
@@ -356,11 +343,7 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
 
 
 def _load_section(unpickler: pickle.Unpickler) -> Any:
-    """Unpickle a section of the bundle, and return its object.
-
-    Add the functions and classes in the section to the rank's `__main__`, and add the source lines in the section to
-    `linecache`.
-    """
+    """Unpickle a section, add its definitions to `__main__` and its source lines to `linecache`, and return its object."""
     content = unpickler.load()
     while names := unpickler.load():
         vars(sys.modules["__main__"]).update(names)
@@ -391,7 +374,7 @@ def is_unpacking(thread: threading.Thread) -> bool:
 def _load_main_description(stream: Any) -> None:
     """Copy attributes of the caller's `__main__`, such as `__file__`, to the rank's `__main__`.
 
-    Unpickle the attributes of `__main__` only if they have changed since the previous call.
+    Unpickle the attributes only if they have changed since the previous call.
     """
     global _main_description
     description, packed = _main_description

@@ -35,7 +35,6 @@ class PerRank(Generic[T]):
 def refuse_per_rank(_: PerRank[Any]) -> NoReturn:
     """Raise TypeError, because a PerRank was found inside another argument of a call, such as a list.
 
-    The pickler of a call uses this function for each PerRank. If a PerRank is itself an argument, mpwatch takes the
-    values out of the PerRank before pickling the call.
+    If a PerRank is itself an argument, mpwatch takes the values out of the PerRank before pickling the call.
     """
     raise TypeError("a PerRank must itself be one of args or kwargs, not a part of another value")

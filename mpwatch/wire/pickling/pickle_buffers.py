@@ -1,18 +1,15 @@
-"""A pickle bundle contains pickles, and the large buffers of the pickled objects. A small bundle is a bytes object.
+"""A pickle bundle contains pickles, and the large buffers of the pickled objects.
 
-A large bundle is an anonymous file.
+A small bundle is a bytes object. A large bundle is an anonymous file.
 
     [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
                                         `-- each buffer begins a new page
 
-A bundle begins with the common pickles, which are for all receivers. A bundle can also have parts. A part consists of
-pickles for only one receiver. The trailer at the end of the bundle contains the number of buffers, the number of parts, and
-a magic number.
+A bundle begins with the common pickles, which are for all receivers. A part consists of pickles for only one receiver.
 
-In the sending process, pickle writes its output directly into the bundle. The receiver of a large bundle maps the bundle's
-file into memory. When large arrays, tensors and memoryviews are unpickled, they are not copied out of the mapped file. All
-receivers share the memory pages of the bundle's file. If a receiver writes to a page of the file, the kernel copies the page
-for this receiver. The kernel frees the memory of a bundle's file when no process uses the file.
+The receiver of a large bundle maps the bundle's file into memory. When large arrays, tensors and memoryviews are unpickled,
+they are not copied out of the mapped file. All receivers share the memory pages of the file. If a receiver writes to a page,
+the kernel copies the page for this receiver.
 
 This module runs in the watcher and in the ranks. Some modules are imported inside functions, because only large bundles need
 these modules.
@@ -52,7 +49,8 @@ class PickleBundle:
 
     Args:
         name: the name of the file in /proc.
-        limit: a bundle with large buffers or with more bytes than this has a file.
+        limit: if the pickles have more bytes than this, the bundle has a file. A bundle with large buffers always has a
+            file.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -74,12 +72,7 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return True for a small buffer, so that pickle writes the buffer itself.
-
-        Return False for a large buffer, because the bundle keeps large buffers and writes them after the pickles.
-
-        pickle calls this method.
-        """
+        """Keep a large buffer, and return False. Return True for a small buffer, so that pickle writes the buffer itself."""
         raw = buffer.raw()
         if raw.nbytes < MIN_BUFFER_SIZE:
             return True
@@ -126,8 +119,7 @@ class PickleBundle:
         """Write all buffers into the file, and return the offset and the size of each buffer.
 
         If objects in several parts share memory, such as slices of one tensor, this memory is written only once. Two buffers
-        for the same receiver are always written separately, so that the receiver can change one buffer without changing the
-        other.
+        for the same receiver are written separately, so that the receiver can change one buffer without changing the other.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -152,23 +144,17 @@ class PickleBundle:
 
 
 def _get_address(buffer: memoryview) -> int:
-    """Return the address of the buffer's memory.
-
-    If the buffer is read-only, return the id of the buffer object instead of an address.
-    """
+    """Return the address of the buffer's memory, or the id of the buffer object if the buffer is read-only."""
     import ctypes
 
     return id(buffer) if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class NullBundle:
-    """Discards all bytes that pickle writes.
-
-    A NullBundle is used instead of a PickleBundle to find out whether an object can be pickled.
-    """
+    """A substitute for a PickleBundle that discards all bytes. It is used to find out whether an object can be pickled."""
 
     def write(self, _: object) -> None:
-        """Discard bytes. pickle calls this method."""
+        """Discard the bytes that pickle writes."""
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         buffer.raw()  # raises if the buffer is not contiguous
@@ -190,8 +176,8 @@ def map_bundle(fd: int) -> memoryview:
 class OpenBundle:
     """A bundle from which an unpickler reads, for example `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
 
-    The unpickler first loads the common pickles, which are for all receivers. After the call `open_part(number)`, the same
-    unpickler loads the pickles of the part with this number. Raises ValueError if the data are not a bundle.
+    The unpickler first loads the common pickles. After a call of `open_part`, the same unpickler loads the pickles of this
+    part. The constructor raises ValueError if the data are not a bundle.
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:
@@ -253,10 +239,7 @@ class BundleReader:
         return bytes(self._take(size))
 
     def readinto(self, target: memoryview) -> int:
-        """Copy the next bytes into `target`.
-
-        Return the number of bytes read, which is less than the size of `target` only at the end of the data.
-        """
+        """Copy the next bytes into `target`, and return the number of bytes copied."""
         taken = self._take(len(target))
         target[: len(taken)] = taken
         return len(taken)
@@ -293,7 +276,7 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
     """The `dispatch_table` of a pickler. The table is filled when the pickler looks up a class for the first time.
 
-    If only functions, strings and lists are pickled, for example, pickle looks up no class, and `collect` is not called.
+    pickle looks up no class for functions, strings and lists, so the table often stays empty.
 
     Args:
         collect: the function that returns the reducers.

@@ -1,8 +1,4 @@
-"""Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank.
-
-CallPickler uses the reducers that torch and multiprocessing have registered (reducers.py). AnswerPickler uses the reducers
-that are passed to its constructor.
-"""
+"""Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank."""
 
 import functools
 import io
@@ -26,9 +22,6 @@ LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated func
 
 class _ClassPickler(cloudpickle.Pickler):
     """Pickles like cloudpickle, and also keeps the qualified name and the slots of a class that is pickled by value.
-
-    This pickler also keeps the file name of code objects, because tracebacks and debuggers need this name to show the
-    source.
 
     Args:
         stream: the file that receives the pickle.
@@ -73,7 +66,7 @@ def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Pickle a code object like cloudpickle, but keep the file name in the code object.
+    """Pickle a code object like cloudpickle, but keep its file name, which tracebacks and debuggers need.
 
     cloudpickle 3.1.3 replaces the file name of a code object by "<dynamic-code>".
     """
@@ -82,10 +75,7 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:
-    """Find the module of a class whose `__module__` is wrong, such as pytest's Skipped.
-
-    Return None if no module is found.
-    """
+    """Return the module of a class whose `__module__` is wrong, such as pytest's Skipped, or None if none is found."""
     for base in cls.__mro__[1:]:
         module = sys.modules.get(base.__module__)
         # with vars(), since getattr() could make a module load something
@@ -108,9 +98,9 @@ def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
 class CallPickler(_ClassPickler):
     """Pickles functions and classes of `__main__` by value.
 
-    If CallPickler pickles a function or class that has a name in `__main__`, CallPickler adds the function or class to
-    `main_definitions`. For a nested class `Outer.Inner`, CallPickler adds `Outer`. `codes` contains the code objects of all
-    functions that were pickled by value.
+    `main_definitions` contains the pickled functions and classes that have a name in `__main__`. For a nested class
+    `Outer.Inner`, `main_definitions` contains `Outer`. `codes` contains the code objects of all functions that were pickled
+    by value.
 
     Args:
         bundle: the bundle that receives the pickle.
@@ -127,7 +117,7 @@ class CallPickler(_ClassPickler):
         self.globals_ref[id(self.main)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Record functions and classes that are pickled by value. pickle calls this method for each object."""
+        """Record functions and classes that are pickled by value."""
         if isinstance(obj, LRU_CACHE_TYPE) and obj.__module__ == "__main__":
             return self._reduce_cached(obj)
         reduced = super().reducer_override(obj)
@@ -170,7 +160,7 @@ class AnswerPickler(_ClassPickler):
         self.caller_definitions = caller_definitions
 
     def reducer_override(self, obj: Any) -> Any:
-        """Choose whether an object is pickled by name or by value. pickle calls this method for each object."""
+        """Choose whether an object is pickled by name or by value."""
         main = vars(sys.modules["__main__"])
         name = _find_in_main(obj, main)
         if name is not None and main[name] is self.caller_definitions.get(name):
@@ -179,10 +169,7 @@ class AnswerPickler(_ClassPickler):
 
 
 def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
-    """Return the top-level name in `__main__` under which pickle finds this function or class.
-
-    Return None if pickle would not find the function or class in `__main__`.
-    """
+    """Return the top-level name under which pickle finds this function or class in `__main__`, or None."""
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
     top, *rest = obj.__qualname__.split(".")

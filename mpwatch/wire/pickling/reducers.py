@@ -1,7 +1,7 @@
 """Reducers that multiprocessing and torch have registered for sending objects to spawned processes.
 
 A reducer is a function that reduces an object, such as a socket or a tensor, to values that can be pickled. This module runs
-in the watcher. This module imports only modules that are already loaded.
+in the watcher. If torch is not loaded, this module does not import torch.
 """
 
 from collections.abc import Callable

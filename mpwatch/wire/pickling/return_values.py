@@ -28,7 +28,6 @@ def pack(value: Any) -> PickleBundle:
     """Pickle a value. Raises OSError and whatever pickling raises.
 
     If the rank has not loaded cloudpickle, the rank tries plain pickle first, because the import of cloudpickle takes time.
-    A rank has loaded cloudpickle if its function was sent by value.
     """
     if value is None:  # most functions return None
         bundle = PickleBundle("", 0)
@@ -56,9 +55,9 @@ def probe(value: Any) -> None:
 
 
 def open_value(bundle: bytes | memoryview) -> tuple[str, pickle.Unpickler]:
-    """Return the name of the value's type, and an unpickler whose `load` rebuilds the value. The watcher calls this.
+    """In the watcher: return the name of the value's type, and an unpickler whose `load` rebuilds the value.
 
-    The unpickler's `load` can run user code, for example a method `__setstate__`, so `load` can raise any exception.
+    `load` can run user code, for example a method `__setstate__`, so `load` can raise any exception.
     """
     opened = OpenBundle(bundle)
     unpickler = _AnswerUnpickler(opened.stream, buffers=opened.buffers)
@@ -82,10 +81,7 @@ def dumps(part: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Unpickle a part of an exception.
-
-    `loads` can run user code, for example a method `__setstate__`, so `loads` can raise any exception.
-    """
+    """Unpickle a part of an exception. `loads` can run user code, so `loads` can raise any exception."""
     import io
 
     return _AnswerUnpickler(io.BytesIO(data)).load()
@@ -125,7 +121,7 @@ def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return the reducers for torch's tensors. Return an empty dict if torch is not loaded."""
+    """Return the reducers for torch's tensors, or an empty dict if torch is not loaded."""
     if "torch.storage" not in sys.modules:
         return {}
     from mpwatch.wire.pickling.torch_storages import reducers
@@ -137,8 +133,7 @@ class _AnswerUnpickler(pickle.Unpickler):
     """An unpickler that does not change the caller's classes.
 
     If the rank sends back a class that the caller has sent by value, cloudpickle finds the caller's original class. Without
-    this unpickler, cloudpickle would replace the attributes and methods of the caller's class with those that the rank has
-    sent.
+    this unpickler, cloudpickle would replace the attributes and methods of this class with those that the rank has sent.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,11 +1,10 @@
 """Pickle torch's tensors. The memory of a torch storage is pickled only once, even if many tensors are views of the storage.
 
 For each tensor that torch pickles as a view of its storage, torch creates a new Python object for the storage. In this
-module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because the memory
-is pickled only once, tied weights stay tied, and a slice stays a view of its tensor.
+module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because pickle
+writes the memory only once, tied weights stay tied, and a slice stays a view of its tensor.
 
-Because this module imports torch, other modules import this module only if torch is already loaded. Unpickling a tensor can
-also import this module.
+This module imports torch, so other modules import this module only if torch is already loaded.
 """
 
 import ctypes
@@ -32,10 +31,7 @@ Reducer = Callable[[Any], Any]
 
 
 def reducers() -> dict[type, Reducer]:
-    """Return reducers for torch's tensors and storages. Each pickler needs its own reducers.
-
-    If a tensor or storage is not on the CPU, torch's own `__reduce_ex__` pickles it.
-    """
+    """Return reducers for torch's tensors and storages. Each pickler needs its own reducers."""
     memories: dict[int, _StorageMemory] = {}
 
     def reduce_typed(storage: Any) -> Any:
@@ -91,9 +87,9 @@ def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _StorageMemory:
-    """The memory of one torch storage. A _StorageMemory keeps its storage alive while the pickler exists.
+    """The memory of one torch storage, which is unpickled as an UntypedStorage.
 
-    A _StorageMemory is unpickled as an UntypedStorage.
+    A _StorageMemory keeps its storage alive while the pickler exists.
     """
 
     def __init__(self, storage: Any) -> None:

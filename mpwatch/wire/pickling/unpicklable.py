@@ -1,12 +1,11 @@
 """Find out which part of an object cannot be pickled, and the path to this part, such as "args[0].model.lock".
 
-This module runs in the caller's process or in a rank, after an object could not be pickled. The search goes from the object
-to the parts of the object, as pickle does. If a part cannot be pickled, the search continues with the parts of this part.
-The search ends at an object whose parts can all be pickled.
+This module runs in the caller's process or in a rank, after an object could not be pickled. If a part cannot be pickled, the
+search continues with the parts of this part. The search ends at an object whose parts can all be pickled.
 
 Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If one
 object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers an object that is in no
-cycle. If all objects that cannot be pickled are in cycles, the search reports one of these objects.
+cycle.
 """
 
 import functools
