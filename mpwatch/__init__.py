@@ -1,7 +1,7 @@
 """Run a Python function on N processes, and watch these processes. See `run` and `main`.
 
-mpwatch imports the module of a public name when a program first uses this name. Late imports save time, because each rank
-imports mpwatch before it calls its function.
+mpwatch imports the module of a public name when a program first uses this name. Ranks start faster, because each rank
+imports only the modules that it uses.
 """
 
 from importlib import import_module

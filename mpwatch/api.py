@@ -64,10 +64,9 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of the calling process. When the first rank fails, mpwatch stops the other ranks. When
-    `run` returns or raises an exception, every rank is dead and reaped. No other process is left in the Unix process groups
-    of the ranks. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks until
-    SIGCONT resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time
-    limits.
+    `run` returns or raises an exception, every rank is dead and reaped, and no process is left in the Unix process group of
+    any rank. If the main thread has called `run`, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks until SIGCONT
+    resumes them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -84,8 +83,8 @@ def run(
         env: extra environment variables for the ranks, or a function that returns them for a Worker.
         timeout: limit for the whole run in seconds, restarts included. None means no limit.
         heartbeat_timeout: the longest time in seconds without a call of `mpwatch.heartbeat()` or `mpwatch.report()`. The
-            limit holds from the rank's first such call on. A rank that exceeds this limit has failed (FailureKind.HANG).
-            None means no limit.
+            limit holds from the rank's first heartbeat or report on. A rank that exceeds this limit has failed
+            (FailureKind.HANG). None means no limit.
         grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank whose function has returned has the
             same time to exit.
         start_timeout: limit in seconds for the start of an interpreter. A rank that exceeds this limit has failed

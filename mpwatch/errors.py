@@ -4,7 +4,7 @@
                  <-- RunFailedError <-- RunTimeoutError
                                     <-- ItemFailedError
 
-Two errors have different classes if a caller can react to them in different ways.
+Add a new exception class only if a program needs to handle the new exception in its own way.
 """
 
 from types import TracebackType
@@ -26,11 +26,16 @@ class MpwatchError(Exception):
 
 
 class LaunchError(MpwatchError):
-    """The ranks could not be started. The text of a LaunchError says what went wrong, and what you can do."""
+    """The exception for ranks that could not be started.
+
+    The text of a LaunchError says what went wrong, and what you can do.
+    """
 
 
 class RunFailedError(MpwatchError):
-    """A rank failed. `__cause__` is the exception of the rank that failed first, or None if that rank raised no exception.
+    """The exception for a run that did not succeed.
+
+    `__cause__` is the exception of the rank that failed first, or None if that rank raised no exception.
 
     Args:
         result: everything known about the run.
@@ -44,17 +49,21 @@ class RunFailedError(MpwatchError):
 
     @property
     def root_cause(self) -> ProcessFailure | None:
-        """The failure of the rank that failed first, or None if no failure of a rank ended the run."""
+        """The failure of the rank that failed first. None if no rank failed, or if the timeout expired."""
         return self.result.root_cause
 
     @property
     def failures(self) -> dict[int, ProcessFailure]:
-        """A dict with the failure of each rank that failed, by global rank."""
+        """A dict with the failure of each rank that failed. The keys are global ranks."""
         return dict(self.result.failures)
 
     @property
     def verdict(self) -> str:
-        """The first line of the report. The line says which rank failed first and why, or what else ended the run."""
+        """The first line of the report.
+
+        The line names the rank that failed first, and says why this rank failed. If `root_cause` is None, the line says what
+        ended the run, such as the timeout.
+        """
         return format_verdict(self.result)
 
     @property
@@ -67,7 +76,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def stacks(self) -> dict[int, str]:
-        """The stack of each rank that the watcher stopped, by global rank: see `RunResult.stacks`."""
+        """The stacks of the ranks that the watcher stopped. The keys are global ranks. See `RunResult.stacks`."""
         return dict(self.result.stacks)
 
     @property
@@ -88,7 +97,7 @@ class RunFailedError(MpwatchError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
 
-        IPython shows the frames of the rank before these lines, with the traceback of the error's `__cause__`.
+        IPython shows the frames of the rank in the traceback of `__cause__`.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -101,7 +110,7 @@ class RunFailedError(MpwatchError):
 
 
 class ItemFailedError(RunFailedError):
-    """An item of `mpwatch.map` failed.
+    """The exception for an item of `mpwatch.map` that failed.
 
     `__cause__` is the exception that the function raised for this item, or None if the function raised no exception.
 
@@ -126,7 +135,7 @@ class ItemFailedError(RunFailedError):
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):
-    """The run did not end within `timeout`."""
+    """The exception for a run that did not end within `timeout`."""
 
     @property
     def exit_code(self) -> int:
@@ -155,7 +164,10 @@ def raise_if_failed(result: RunResult[Any]) -> None:
 
 
 def _cut_frames_of_mpwatch(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of the traceback before the first frame of mpwatch, or the whole traceback if this part is empty."""
+    """Return the frames of the traceback that come before the first frame of mpwatch.
+
+    If the first frame of the traceback is a frame of mpwatch, return the whole traceback.
+    """
     entries = []
     rest = trace
     while rest is not None and not str(rest.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):

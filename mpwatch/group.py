@@ -188,12 +188,12 @@ class WorkerGroup:
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises an exception, the other ranks of the call have one second to finish. If these ranks finish in time,
-        all ranks stay alive. If a rank does not finish in time, mpwatch stops all ranks of the group, and all running calls
-        of the group end. All ranks are also stopped if a rank hangs, or if a rank dies during a call or between two calls.
-        If all ranks were stopped, the next call restarts the ranks, and mpwatch logs a warning that says why. Restarted
-        ranks have an empty `current_worker().state`. With scope="worker", only the ranks of the failed call are stopped and
-        restarted.
+        If a rank raises an exception, the other ranks of the call have one second to finish. If all ranks of the call finish
+        within one second after the exception, all ranks of the group stay alive. If a rank of the call still runs the
+        function one second after the exception, mpwatch stops all ranks and ends all running calls of the group. All ranks
+        are also stopped if a rank hangs, or if a rank dies during a call or between two calls. If all ranks were stopped,
+        the next call restarts the ranks, and mpwatch logs a warning that says why. Restarted ranks have an empty
+        `current_worker().state`. With scope="worker", only the ranks of the failed call are stopped and restarted.
 
         Args:
             fn: see `mpwatch.run`.
@@ -231,11 +231,11 @@ class WorkerGroup:
         timeout: float | None = None,
         ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
     ) -> "CallHandle[T]":
-        """Queue a call, and return at once. A new thread makes the call as soon as the call's ranks are free.
+        """Queue a call, and return at once. A new thread runs the call as soon as no earlier call needs its ranks.
 
         Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
-        mpwatch calls the `on_event` functions of the group in the thread of any running call. A submitted call has no live
-        view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for
+        mpwatch can call the `on_event` functions of the group in the thread of any running call. A submitted call has no
+        live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for
         submitted calls.
 
         Args:
@@ -273,8 +273,8 @@ class WorkerGroup:
     def close(self) -> None:
         """Ask the ranks to exit normally, and wait until they have exited. A second `close` does nothing.
 
-        Submitted calls that have not begun are cancelled. `close` waits for running calls. A rank that does not exit within
-        `grace_period` is stopped. Raises RuntimeError in a process that did not make the group, such as a fork.
+        Submitted calls that have not begun are cancelled. `close` waits for running calls. If a rank has not exited after
+        `grace_period`, mpwatch sends SIGTERM to the rank. Raises RuntimeError in a fork of the process that made the group.
         """
         self._check_caller("close")
         handles = list(self._handles)
@@ -381,11 +381,11 @@ class WorkerGroup:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
         If several calls need the process group, the first of these calls makes the process group, and the other calls wait.
-        If the method fails to make the process group, return the RunResult of the failure. Otherwise return None: the
-        process group exists, or another call has tried to make it.
+        If the call of `do_nothing` fails, return the RunResult of the failure. Return None if `_run` should try `call`
+        again.
 
-        `ticket`, the ticket of `call`, must be granted when the method begins. `ticket` is not granted while all ranks make
-        the process group, and is granted again when the method returns.
+        `ticket` is the granted ticket of `call`. While all ranks make the process group, `ticket` is not granted. Before
+        `_make_process_group` returns, `ticket` is granted again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -426,7 +426,7 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until no other call uses these ranks. Then call `action` with the ticket of this call."""
+        """Wait until no other call uses these ranks. Then call `action` with a granted Ticket for these ranks."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -475,7 +475,7 @@ class _GroupCall:
 
 
 class _LockOfThread(threading.local):
-    """An object that has a different lock in each thread."""
+    """Has one lock for each thread. The attribute `lock` is the lock of the current thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -488,8 +488,8 @@ class _LockOfThread(threading.local):
 def do_nothing() -> None:
     """Return at once.
 
-    A call of `do_nothing` in all ranks makes torch's process group, because each rank joins the process group before it
-    calls the function.
+    The WorkerGroup calls `do_nothing` in all ranks to make torch's process group. With the option `backend`, each rank joins
+    the process group before it calls a function.
     """
 
 

@@ -5,8 +5,9 @@
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
 A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If the call of
-`serve_items` fails in a rank, the item on which the rank was working counts as failed. ItemMap puts the rank's remaining
-items back into the queue (watcher/item_queue.py), and makes the rank call `serve_items` again.
+`serve_items` fails in a rank, the item on which the rank was working counts as failed. After a failed call of `serve_items`,
+ItemMap puts the items that the rank has not begun back into the queue (watcher/item_queue.py). ItemMap then makes the rank
+call `serve_items` again.
 
 ItemMap takes items from the iterable, and receives values from the ranks, only while the caller waits for the next value.
 """
@@ -137,12 +138,12 @@ def map(
 
     A rank gets the next items as soon as the rank is free. mpwatch starts the ranks at the first call of `next` on the
     iterator, and stops them when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so
-    `fn` can load a model once and keep the model there. Do not keep a model in the object `fn` itself, because the rank gets
-    a new copy of `fn` after an item has failed.
+    `fn` can load a model once and keep the model there. If `fn` is an object, do not keep a model in an attribute of `fn`.
+    After an item has failed, the rank gets a new copy of `fn`.
 
     An item fails if `fn` raises an exception, or if the rank dies while it works on the item. mpwatch restarts a rank that
-    dies. A rank sends each value before the rank begins the next item, so at most one item fails when a rank dies. `fn` is
-    called only once for an item that does not fail. A failed item is tried again if `max_restarts` allows another try.
+    dies. A rank sends each value before the rank begins the next item, so at most one item fails when a rank dies. mpwatch
+    calls `fn` again for an item only if the item has failed and `max_restarts` allows another try.
 
     The iterator takes items from `items`, and receives values from the ranks, only during a call of `next`. Between two
     calls of `next`, a rank can work only on items that the rank has already received. A rank has at most two chunks of items
@@ -303,7 +304,7 @@ class _ItemGroup(WorkerGroup):
     def end_by_signal(self, signum: int) -> NoReturn:
         """Cancel the calls that have not begun, and interrupt the calls that have begun.
 
-        `end_by_signal` raises _EndedBySignalError at once, while the interrupted calls are still ending.
+        `end_by_signal` does not wait for the end of the interrupted calls, and always raises _EndedBySignalError.
         """
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
@@ -315,7 +316,10 @@ class _ItemGroup(WorkerGroup):
         self._ranks.set_terminal_restore(restore)
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that mpwatch logs when it restarts this rank. Do nothing if the rank was not lost in a call."""
+        """Set the reason that mpwatch logs when it restarts this rank.
+
+        `explain_loss` has an effect only if a call was running when mpwatch lost the rank.
+        """
         self._ranks.explain_loss(rank, reason)
 
 
@@ -409,7 +413,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give new items to free ranks. Return False if every item has a value or an ItemFailure."""
+        """Give new items to free ranks. Return whether `_run` must call `_receive` again."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -426,7 +430,7 @@ class ItemMap:
     def _share(self, end: int) -> None:
         """Give items to free ranks.
 
-        If items take little time, also give a second chunk of items to ranks that still work on their first chunk.
+        If items take little time, a rank gets its next chunk of items before it has finished the previous chunk.
         """
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
@@ -437,9 +441,9 @@ class ItemMap:
                     self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
-        """If a rank is idle, put the items that other ranks have not begun back into the queue.
+        """If a rank is idle, take back items that other ranks have not begun, and put these items into the queue.
 
-        Return whether there were any such items.
+        Return True if `_take_back` has taken back any item.
         """
         if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
             return False
@@ -498,9 +502,10 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Handle the items of a message that cannot be sent: let a single item fail, or send several items one by one later.
+        """Handle the items of a message that the caller cannot send.
 
-        Raises `error` if there is only one item and `keep_going` is not set.
+        If the message has several items, the caller sends each item in its own message later. If the message has one item
+        and `keep_going` is set, the item fails. If the message has one item and `keep_going` is not set, raise `error`.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
@@ -575,7 +580,7 @@ class ItemMap:
     def _take_task(self, feed: _Feed) -> Task:
         """Remove the rank's first item, and return it.
 
-        A rank sends its values in the order of its items, so each new value belongs to the first item without a value.
+        A rank sends its values in the order of its items. So a new value belongs to the first item that has no value yet.
         """
         chunk = feed.chunks[0]
         chunk.left -= 1
@@ -607,7 +612,8 @@ class ItemMap:
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Return the ItemFailure of an item that failed with this error.
 
-        Use this method if no call of `serve_items` has failed, for example if the caller cannot unpickle the value.
+        `_fail_without_call` makes a new ProcessFailure for the item, because no call of `serve_items` has failed. For
+        example, the caller cannot unpickle the item's value.
         """
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself

@@ -28,7 +28,7 @@ OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
 
 
 class _Handle(Future[RunResult[T]]):
-    """The base class of RunHandle and CallHandle: a future that executes a run or a call in its own thread.
+    """The base class of RunHandle and CallHandle. Each handle is a future with a thread that executes the run or the call.
 
     Args:
         execute: runs the call in the new thread. Its argument is a function, which it must call with each new BlockingCall.
@@ -49,7 +49,7 @@ class _Handle(Future[RunResult[T]]):
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
     def interrupt(self, signum: int = signal.SIGINT, cause: InterruptCause = InterruptCause.STOP) -> None:
-        """Begin to stop the call, and do not wait for its end."""
+        """Request the end of the call, and return immediately."""
         with self._lock:
             self._interrupt = self._interrupt or (signum, cause)
             if (call := self._call) is not None:
@@ -78,7 +78,7 @@ class _Handle(Future[RunResult[T]]):
     def wait_for_end(self) -> None:
         """Wait until the call has a result and its thread has ended.
 
-        If the handle's own thread calls `wait_for_end`, the method waits only for the result.
+        If the thread of the call itself calls this method, the method waits only for the result.
         """
         wait([self])
         if threading.current_thread() is self._thread:
@@ -112,7 +112,7 @@ class _Handle(Future[RunResult[T]]):
         set_it()
 
     def _release_ranks(self) -> None:
-        """Make the ranks of this call free for other calls of the WorkerGroup. A RunHandle does nothing here."""
+        """Make the ranks of this call free for other calls of the WorkerGroup. In RunHandle, the method does nothing."""
 
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
@@ -148,8 +148,8 @@ class RunHandle(_Handle[T]):
         If the run is over, wait only until its thread has ended. The ranks get SIGINT, as after Ctrl-C. A rank that has not
         ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period` sends SIGKILL immediately. The
         second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
-        call. If `stop` has ended the run, `result()` raises RunFailedError, or with `check=False` returns a result with the
-        state STOPPED.
+        call. If `stop` has ended the run, `result()` raises RunFailedError. If `stop` has ended a run with `check=False`,
+        `result()` returns a result with the state STOPPED.
 
         If an observer (`on_event`) of the run calls `stop`, the method only requests the end of the run, and returns
         immediately.
@@ -215,7 +215,7 @@ class RunHandle(_Handle[T]):
     def workers(self) -> tuple[Worker, ...]:
         """The identity of each rank of the run, as a Worker. The tuple is empty until the ranks are started.
 
-        In a run on several nodes, the tuple is empty until the end of the run.
+        In a run on several nodes, `workers` is empty until the end of the run.
         """
         if (result := self._get_result()) is not None:
             return tuple(result.workers)
@@ -310,7 +310,8 @@ class CallHandle(_Handle[T]):
         the ranks stay alive. If a rank does not end its function within `grace_period`, all ranks of the group are stopped,
         and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks immediately. The
         second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
-        call. If `stop` has ended the call, `result()` raises RunFailedError. If `stop` has cancelled the call, `result()`
+        call. If `stop` has ended the call, `result()` raises RunFailedError. If `stop` has ended the call of a group with
+        `check=False`, `result()` returns a result with the state STOPPED. If `stop` has cancelled the call, `result()`
         raises concurrent.futures.CancelledError.
 
         If an observer (`on_event`) of the group calls `stop`, `stop` does not wait for the end of the group's call.
@@ -327,7 +328,8 @@ class CallHandle(_Handle[T]):
     def enter_queue(self) -> None:
         """Put the call into the queue of the group.
 
-        `WorkerGroup.submit` calls this method. If an exception interrupts this method, the method cancels or stops the call.
+        `WorkerGroup.submit` calls this method. If an exception such as KeyboardInterrupt interrupts this method, the method
+        calls `stop`.
         """
         try:
             self._queue.enter(self._ticket)
@@ -338,7 +340,8 @@ class CallHandle(_Handle[T]):
     def _start(self) -> None:
         """Start the thread of the call. The queue calls this method when all ranks that the call needs are free.
 
-        The queue can call this method again, or in two threads at the same time.
+        The queue can call this method several times, even in two threads at the same time. The thread of the call is started
+        only once.
         """
         with self._start_lock:
             # a signal handler may come here while the thread is being started

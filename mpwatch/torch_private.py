@@ -1,12 +1,13 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-The comment or docstring of each name says which versions of torch have the name, and what breaks without the name. In the
-comments, "it goes" means that a new version of torch no longer has the name. The source of this information is the source
-code of four versions of torch: 2.4, 2.6, 2.9 and 2.13.
+A comment or a docstring describes each name. The description says which versions of torch have the name, and what breaks
+without the name. In the comments, "it goes" means that a new version of torch no longer has the name. All facts about torch
+in this file come from the source code of torch 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
-`wire/pickling/torch_storages.py` and in `worker/collectives.py`. The import of `torch.distributed.elastic.rendezvous` loads
-the entry points of other packages. So this module imports the names of torch's rendezvous only when they are first used.
+`wire/pickling/torch_storages.py` and in `worker/collectives.py`. This module imports
+`torch.distributed.elastic.rendezvous` only when mpwatch needs a name of torch's rendezvous, because the import loads the
+entry points of other packages.
 """
 
 import os
@@ -35,7 +36,7 @@ rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
 
 
 def get_untyped_storage(storage: Any) -> Any:
-    """Return the untyped storage of a TypedStorage. Return any other object unchanged.
+    """Return the untyped storage of a TypedStorage. If `storage` is not a TypedStorage, return `storage` unchanged.
 
     This function reads `_untyped_storage`, because the public attributes of a TypedStorage warn that this class is
     deprecated. If `_untyped_storage` is missing, no TypedStorage can be pickled. torch 2.4, 2.6, 2.9 and 2.13 have
@@ -125,19 +126,18 @@ def state_timezone() -> tzinfo | None:
     """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
 
     torch 2.6, 2.9 and 2.13 write times in UTC, and import the name `timezone` in their module dynamic_rendezvous. torch 2.4
-    writes times without a timezone. If this function returns a wrong value, mpwatch refuses each rendezvous state, and no
-    node can join.
+    writes times without a timezone. If `state_timezone` returned a wrong timezone, no node could join a rendezvous.
     """
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
 
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
-    """Allow this node to become the first node of the next rendezvous round, even if it was not the first node before.
+    """Make torch forget the `_bootstrap_store_info` of the last rendezvous round, if this node has no TCPStore server.
 
-    torch 2.9 keeps `_bootstrap_store_info` from the earlier round. If this node becomes the first node of a later round,
-    torch 2.9 raises AssertionError because `_shared_tcp_store_server` is None. torch 2.13 replaces the old
-    `_bootstrap_store_info`, and raises no AssertionError. torch 2.4 does not have `_bootstrap_store_info`. mpwatch also
-    works without `_bootstrap_store_info` and `_shared_tcp_store_server`.
+    torch 2.9 keeps `_bootstrap_store_info` from the earlier round. Without this function, torch 2.9 raises AssertionError
+    when a node that has no TCPStore server becomes the first node of a later round. torch 2.13 does not need this function.
+    torch 2.4 does not have `_bootstrap_store_info`. mpwatch also works without `_bootstrap_store_info` and
+    `_shared_tcp_store_server`.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -146,8 +146,8 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
 
-    If `_stop_heartbeats` is missing, the other nodes may notice late that this node has left. Without `_keep_alive_timer`
-    and `_thread`, mpwatch cannot wait until the heartbeat thread has ended. torch 2.4, 2.6, 2.9 and 2.13 have
+    If `_stop_heartbeats` is missing, the other nodes may notice late that this node has left. mpwatch needs
+    `_keep_alive_timer` and `_thread` to wait for the end of the heartbeat thread. torch 2.4, 2.6, 2.9 and 2.13 have
     `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
     """
     timer = handler._keep_alive_timer
@@ -163,8 +163,8 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
     `_op_executor` or `_RendezvousExitOp` is missing, the other nodes wait until the heartbeat of this node expires. torch
     2.4, 2.6, 2.9 and 2.13 have `_op_executor` and `_RendezvousExitOp`.
 
-    Raises RendezvousTimeoutError if the removal takes longer than `seconds`. Also raises the exceptions of the rendezvous
-    backend.
+    Raises RendezvousTimeoutError if the removal takes longer than `seconds`. If the rendezvous backend raises an exception,
+    this function raises the same exception.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
@@ -176,8 +176,8 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
 def read_flight_recorder() -> list[dict[str, Any]]:
     """Return the collectives of this process that torch's flight recorder has recorded.
 
-    The collectives of each backend are in the order of the calls. The returned records have no stacks. To make stacks,
-    torch imports torch._inductor, which takes a second or more.
+    For each backend, the collectives are in the order in which this process called them. The returned records have no
+    stacks. To make stacks, torch imports torch._inductor, which takes a second or more.
 
     `_dump_fr_trace` returns the collectives of gloo, and `_dump_nccl_trace` returns the collectives of NCCL. Without
     `_dump_fr_trace` and `_dump_nccl_trace`, mpwatch has only the stacks of the ranks to find the cause of a hang. torch 2.13
@@ -209,10 +209,11 @@ def get_group_names() -> dict[Any, str]:
 
 
 def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return a dict from torch's name of each process group to the description and the global ranks of the group.
+    """Return a dict of the process groups of this process. The keys of the dict are torch's names of the groups.
 
-    The global ranks of a group are sorted by the rank that each process has in the group. If `pg_group_ranks` is missing,
-    mpwatch does not know which ranks belong to a collective. torch 2.4, 2.6, 2.9 and 2.13 have `pg_group_ranks`.
+    Each value of the dict has two parts: the description of the group, and a tuple of the group's global ranks. In the tuple
+    `(4, 2)`, global rank 4 is rank 0 of the group. If `pg_group_ranks` is missing, mpwatch does not know which ranks belong
+    to a collective. torch 2.4, 2.6, 2.9 and 2.13 have `pg_group_ranks`.
     """
     ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
     groups = {}
@@ -233,10 +234,10 @@ def get_group_name(group: Any) -> str:
 
 
 def describe_world() -> tuple[str, int]:
-    """Return two values: a text that names the default process group's store, and the rank of this process in that group.
+    """Return a text that names the store of the default process group, and the rank of this process in the group.
 
-    All members of the default process group get the same text. Two default process groups that use the same store have the
-    same text.
+    In all processes of the default process group, `describe_world` returns the same text. If two default process groups use
+    the same store, `describe_world` returns the same text for both groups.
 
     This function uses `_world.pg_map` and the attribute `underlying_store`, because torch has no public way to find the
     store of a group. If `pg_map` or `underlying_store` is missing, mpwatch can confuse the ranks of two default process
@@ -253,7 +254,7 @@ def describe_world() -> tuple[str, int]:
 def is_of_torch(code: CodeType) -> bool:
     """Return whether `code` is a part of torch that can wait in a collective.
 
-    The result is False for code of torch.utils, because DataLoaders wait for data in this code.
+    This function returns False for code of torch.utils, such as the code in which a DataLoader waits for data.
     """
     folder = os.path.dirname(torch.__file__) + os.sep
     return code.co_filename.startswith(folder) and not code.co_filename.startswith(os.path.join(folder, "utils", ""))

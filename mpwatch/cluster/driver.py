@@ -4,17 +4,17 @@
     thread of the engine       puts the end of a node into the queue
     caller's thread            `Driver.run` handles the messages; here observers are called, and output is written
 
-A node has **joined** the job when it has met the other nodes in a rendezvous. Then the node starts its ranks. A node that
-has not joined waits for other nodes, for at most `join_timeout` seconds. As soon as one node has ended, the driver stops
-each connected node that has not joined.
+A node has **joined** the job when it has met the other nodes in a rendezvous. Only a node that has joined starts its ranks.
+A node that has not joined waits for other nodes, for at most `join_timeout` seconds. As soon as one node has ended, the
+driver stops each connected node that has not joined.
 
 Guarantees:
 
 - The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
 - Until a node has ended, the driver does not limit how long the ranks run.
 - The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
-- When a node has ended, the driver waits without limit for the node's outcome, because it takes time to send a large
-  outcome.
+- The driver waits without limit for an outcome that a node has announced, because sending a large outcome takes time. The
+  wait for announced outcomes has a limit only after the driver has stopped the job.
 - The job succeeds only if the driver has received the outcome of every node that has ranks.
 """
 
@@ -93,7 +93,7 @@ class _Node:
 
     @property
     def is_over(self) -> bool:
-        """True if the node is lost, or if the driver has received everything that the node sends."""
+        """True if the node is lost, or if the driver has received the outcome and all messages of the node."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
     @property
@@ -175,8 +175,8 @@ class Driver:
 
         If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
 
-        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and ignores the errors of nodes.
-        `run` then merges the results of the nodes, or returns None if no node has returned a result.
+        After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and returns their merged results.
+        When Ctrl-C has stopped the job, `run` raises no error of a node, and returns None if no node has returned a result.
         """
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
@@ -297,7 +297,10 @@ class Driver:
     # --- Nodes
 
     def _check_arrivals(self) -> None:
-        """Log that the connected nodes wait for more nodes. If the cluster has no room for more nodes, let the job begin."""
+        """If the minimum number of nodes has connected, log that these nodes wait for more nodes.
+
+        If the cluster has no room for more nodes, let the job begin with the connected nodes.
+        """
         nodes = [node for node in self._nodes.values() if not node.is_over]
         count = sum(node.has_begun for node in nodes)
         least, most = self._rendezvous.min_nodes, self._rendezvous.max_nodes
@@ -376,7 +379,7 @@ class Driver:
             self._begin_queue_wait()
 
     def _restart(self) -> bool:
-        """After the loss of all nodes, let new nodes restart the ranks. Return False if the ranks may not be restarted."""
+        """After the loss of all nodes, let new nodes restart the ranks. Return False if no restart is allowed."""
         restart = self._restarts.lose_all(self._losses, time.time(), time.monotonic())
         if restart is None:
             return False
@@ -412,7 +415,7 @@ class Driver:
             self._stop_node(node)
 
     def _give_up(self) -> None:
-        """Do not wait any longer for nodes that were stopped and have not ended."""
+        """Stop waiting for the nodes. Count each node without an outcome as lost."""
         self._is_given_up = True
         for node in self._nodes.values():
             if node.outcome is None and not node.is_lost:
@@ -430,7 +433,7 @@ class Driver:
             node.is_lost = True
 
     def _make_result(self) -> mpwatch.RunResult[Any] | None:
-        """Return the result of the job. Return None if Ctrl-C came before any node had returned a result."""
+        """Return the result of the job. After Ctrl-C, return None if no node has returned a result."""
         results, errors, late_errors = [], [], []
         for node in self._nodes.values():
             if isinstance(node.outcome, mpwatch.RunResult):
@@ -517,7 +520,8 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 def _summarize(error: BaseException) -> str:
     """Return a text of one line that describes an engine's error.
 
-    For example, Ray reports an exception of a task as a RayTaskError, whose `cause` is the exception of the task.
+    If the attribute `cause` of the error is an exception, describe the `cause`. For example, Ray reports an exception of a
+    task as a RayTaskError, whose `cause` is the exception of the task.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, BaseException):

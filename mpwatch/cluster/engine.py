@@ -35,7 +35,7 @@ class Engine(Protocol):
 
         A node is free if it executes no other call. If no node is free now, `call` is executed later. If the engine loses
         the node or the process that executes `call`, the engine stores an exception in the future of `call`. The engine must
-        notice when an outcome is lost, because the driver waits without limit for the outcome of a node that has ended.
+        also store an exception if an outcome is lost, because the driver can wait for an outcome without limit.
 
         cloudpickle can pickle `call`. `start` must return at once, and not wait for `call`.
 
@@ -58,9 +58,9 @@ class Engine(Protocol):
 class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
-    A node can return objects of classes that the driver's program defines. In the driver, `isinstance` works with these
-    objects, because cloudpickle recognizes a class that it has pickled by value. A NodeOutcome keeps large arrays outside
-    its pickle, so that an engine need not copy these arrays.
+    A node can return objects of classes that the driver's program defines. In the driver, a returned object is an
+    instance of the original class, not of a copy of the class. So `isinstance` works with returned objects. A NodeOutcome
+    keeps large arrays outside its pickle, so that an engine need not copy these arrays.
     """
 
     data: bytes

@@ -29,7 +29,7 @@ class NodeLinks:
 
     Args:
         address: the address of the driver.
-        key: the secret of the links, which each node knows.
+        key: the secret of the job. A program that does not know the key cannot connect as a node.
         on_statuses: called with the number of a node and the statuses of its ranks, in the thread that reads from this node.
 
     Raises LaunchError if the driver cannot listen at the address.
@@ -67,7 +67,7 @@ class NodeLinks:
     def acknowledge_output(self, number: int) -> None:
         """Allow a node to send one more message with output.
 
-        Call this method for each message with output that you take from the queue.
+        Each time that you have taken a message with output from the queue, call `acknowledge_output` once.
         """
         self._output_slots[number].release()
 

@@ -25,7 +25,7 @@ ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """The data that a node gets from the driver to run its ranks."""
+    """The data that the driver sends to a node, so that the node can start its ranks."""
 
     number: int
     driver: tuple[str, int]
@@ -124,7 +124,7 @@ def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> 
 
 
 def shut_down(connection: Connection) -> None:
-    """Shut down a connection, so that the thread that waits for data from this connection wakes up."""
+    """Shut down a connection. A thread that waits for data from this connection wakes up."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
@@ -142,7 +142,7 @@ class _DriverLink:
 
 
 class _LinkStream:
-    """A stream on a node, which sends the text of the ranks to the driver."""
+    """A stream that sends the output of a node's ranks to the driver."""
 
     def __init__(self, link: _DriverLink, stream: str) -> None:
         self._link = link
@@ -153,7 +153,7 @@ class _LinkStream:
 
 
 class _LinkObserver:
-    """An observer on a node, which sends each event to the driver."""
+    """An observer that sends each event of a node to the driver."""
 
     def __init__(self, link: _DriverLink, *, wants_progress: bool) -> None:
         self._link = link

@@ -1,8 +1,8 @@
 """`JobRestarts` decides whether a job goes on with new nodes after all its nodes were lost. Pure.
 
-While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py. The
-driver learns from the events of the nodes which attempts the job has made. New nodes get the RestartHistory of the job,
-which contains the number of restarts so far.
+While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py.
+`JobRestarts` reads the events that the nodes send, and records the attempts of the job. New nodes get the RestartHistory of
+the job, which contains the number of restarts so far.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,9 +45,9 @@ class JobRestarts:
         self._stop_reason = ""  # why the job will not be restarted in any case
 
     def handle_event(self, event: Event) -> None:
-        """Record from an event that an attempt has begun or ended, or that the ranks must not be restarted any more.
+        """Record what an event says about the attempts and restarts of the job.
 
-        Every node sends an event when an attempt ends. Only the first of these events ends the attempt.
+        Before a restart, every node sends the event Restarting. The first Restarting event of an attempt ends the attempt.
         """
         if isinstance(event, RendezvousCompleted):
             if event.attempt not in self._attempts:
@@ -69,7 +69,7 @@ class JobRestarts:
         """Decide whether new nodes restart the ranks after the loss of all nodes.
 
         Return the RestartHistory for the new nodes, and the Restarting event that the driver must publish. Return None if
-        the ranks are not restarted.
+        no restart is allowed.
 
         Args:
             losses: a failure for each rank of the lost nodes, in the order in which the nodes were lost.
@@ -108,7 +108,10 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Return `result` with all attempts of the job, because new nodes do not know the attempts of lost nodes."""
+        """Return `result` with all attempts of the job.
+
+        New nodes do not know the attempts that the lost nodes have made.
+        """
         if not self._has_lost_all:
             return result
         attempts = {**self._attempts, **{attempt.number: attempt for attempt in result.attempts}}

@@ -50,18 +50,18 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
     """Return the `reason` of the job's result, chosen from the reasons of the nodes.
 
-    Prefer the reason of a node that the driver has not stopped. The reason of a stopped node says only that `stop()` was
-    called.
+    Return the reason "stop() was called" only if no node has a different reason. "stop() was called" says only that the
+    driver has stopped the node.
     """
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """Return a failed result if ranks of lost nodes are missing in a successful result.
+    """If `result` is a success, but lacks the ranks of a lost node, return a failure. Otherwise return `result`.
 
-    The driver can lose a node after the ranks of this node have returned, and before the node has sent its outcome. When the
-    ranks of all nodes have returned, the remaining nodes no longer report the loss of a node.
+    For example, a node can be lost while it sends its outcome to the driver. If all ranks of the job have returned before
+    the loss of a node, the results of the remaining nodes are successes.
     """
     known = {worker.rank for worker in result.workers}
     missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}

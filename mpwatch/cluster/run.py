@@ -76,7 +76,7 @@ def run(
         queue_timeout: seconds that the job may wait until its first node has started and has connected to this program. The
             same limit applies to the first new node if all nodes are lost. None means no limit. Warnings say what the job
             waits for.
-        join_timeout: seconds that a node which has started waits for the other nodes.
+        join_timeout: seconds that a node waits for the other nodes after its start.
         node_timeout: seconds without a sign of life after which a node is lost.
         last_call_timeout: seconds to wait for more nodes after the minimum number of nodes has joined. None means 30 s. If
             the engine knows that the cluster has no room for more nodes now, None means that the job begins at once. More
@@ -162,7 +162,11 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise the KeyboardInterrupt again. If ranks were stopped or have failed, its note or its `__cause__` says so."""
+    """Raise the KeyboardInterrupt again.
+
+    If the job failed, the `__cause__` of the KeyboardInterrupt is the error of the job. If the job was stopped, the
+    KeyboardInterrupt has a note with the report of the job.
+    """
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

@@ -31,9 +31,10 @@ class JobStore:
         self.port: int = self._server.port
 
     def write_history(self, history: RestartHistory) -> None:
-        """Let new nodes continue from this RestartHistory.
+        """Write the RestartHistory of the job to the store, so that new nodes can read it.
 
-        The leader of the nodes uses the RestartHistory with the most attempts that a node has sent.
+        Each node sends its RestartHistory to the leader of the nodes. The leader uses the RestartHistory with the most
+        attempts.
         """
         from mpwatch.multinode.job_config_check import HISTORY_KEY
 
@@ -46,5 +47,8 @@ class JobStore:
         self._store.set(EXPECTED_NODES_KEY, self._signed_json.encode(EXPECTED_NODES_KEY, to_json(ExpectedNodes(count))))
 
     def close(self) -> None:
-        """Delete the references to the server, which ends the server even if a traceback keeps this object alive."""
+        """End the server by deleting all references to it.
+
+        The server ends even if a traceback keeps this JobStore alive.
+        """
         self._store = self._server = None

@@ -17,7 +17,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The live view of one job. Any thread can call `put`, but only the driver's thread can call the other methods.
+    """The live view of one job. Any thread can call `put`. Call all methods except `put` in the driver's thread.
 
     Args:
         progress: the option of `mpwatch.run`.

@@ -1,7 +1,7 @@
 """`write_chrome_trace` writes the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-A viewer shows each run as a process. The process has one lane (a "thread") for the states of the run, and one lane for each
-rank.
+A viewer shows each run as a process, and each lane of the run as a thread. A run has one lane for its states, and one lane
+for each rank.
 
 If collectives of a rank were recorded, a second lane of the rank shows them. A collective in which the rank was waiting is a
 span. A completed collective is a mark at the time of its call, because torch's flight recorder does not record when the

@@ -1,4 +1,4 @@
-"""`JsonLines` is an observer that appends each event to a file as a line of JSON, in the caller's thread."""
+"""`JsonLines` is an observer that appends each event to a file as a line of JSON."""
 
 import errno
 import os

@@ -1,8 +1,8 @@
-"""`LogEvents` observes every run, and logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
+"""`LogEvents` observes every run, and logs events to `logging.getLogger("mpwatch")`.
 
-A restart has the level WARNING, because the ranks lose what they have in memory. Other events of the whole run have the
-level INFO. Events of single ranks have the level DEBUG, except HeartbeatLate. The report of a failed run is not logged,
-because the caller gets the report in an exception.
+A restart has the level WARNING, because the ranks lose what they have in memory. RunStarted, RunEnded, RendezvousCompleted,
+StateChanged, Stopping and HeartbeatLate have the level INFO. Events such as CallStarted and WorkerExited have the level
+DEBUG. The report of a failed run is not logged, because the caller gets the report in an exception.
 """
 
 import logging
@@ -38,7 +38,7 @@ class LogEvents:
     """An observer that logs events. If a logging handler raises an exception, LogEvents gets no more events of this run."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether events of this kind are logged at the present log level."""
+        """Return whether LogEvents logs events of the class `kind` at the present log level."""
         return kind in LINES and log.isEnabledFor(LINES[kind][0])
 
     def __call__(self, event: Event) -> None:

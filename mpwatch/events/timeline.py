@@ -1,7 +1,7 @@
 """Builds timelines of runs from events. A timeline shows when each rank started, ran a function, was restarted and exited.
 
-All code in this module is pure: it does no input or output. A caller can pass only some events of a run, and the times of
-the events can be out of order. Even then, the spans of a rank do not overlap, and a call is inside the span of its process.
+All code in this module is pure: it does no input or output. Events of a run may be missing, and the times of the events may
+be out of order. The spans of a rank never overlap, and a call is always inside the span of its process.
 """
 
 import math
@@ -68,14 +68,14 @@ class Lane:
     """Name of the call that begins when the rank is ready. The name is empty if no call begins at that time."""
 
     def find_process(self, event: Event) -> ProcessSpan | None:
-        """Return the process to which an event belongs, or None if no earlier event of this process is known."""
+        """Return the process to which an event belongs, or None if the lane does not contain this process."""
         processes = [block for block in self.blocks if isinstance(block, ProcessSpan)]
         return next((process for process in reversed(processes) if process.attempt == event.attempt), None)
 
     def find_or_add_process(self, event: Event) -> ProcessSpan:
         """Return the process to which an event belongs.
 
-        If no earlier event of this process is known, add a process that has started before all known events.
+        If the lane does not contain this process, add the process with the start time -inf.
         """
         process = self.find_process(event)
         if process is None:

@@ -36,7 +36,10 @@ LEGEND = ("start-up", "succeeded", "failed", "stopped", "unfinished")
 
 
 def draw_timelines(events: Sequence[Event]) -> str:
-    """Return the text of one SVG element for each run that has events of ranks. The text is empty without such a run."""
+    """Return the text of one SVG element for each run that has events of ranks.
+
+    If no run has events of ranks, the text is empty.
+    """
     return "".join(_Picture(timeline).draw() for timeline in timelines(events) if timeline.lanes)
 
 
@@ -139,7 +142,11 @@ class _Picture:
 
 
 def _choose_ranks(run: Timeline) -> list[int]:
-    """Return the ranks to draw, at most MAX_ROWS. Failed ranks have priority, and among them the ranks that failed first."""
+    """Return the ranks to draw, at most MAX_ROWS.
+
+    If the run has more than MAX_ROWS ranks, choose ranks in this order: the root causes of all attempts, the other failed
+    ranks, and the ranks that have not failed.
+    """
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])
 

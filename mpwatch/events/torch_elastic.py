@@ -47,7 +47,7 @@ class _RunState:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this node. On several nodes, a node has no ranks before the first rendezvous."""
+        """The ranks of this node. In a job of several nodes, `ranks` is empty before the first rendezvous."""
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
@@ -65,13 +65,14 @@ class _RunState:
     def remaining(self) -> int:
         """The number of remaining restarts.
 
-        With scope="worker", each rank has its own number of restarts left. `remaining` is the smallest of these numbers.
+        With scope="worker", each rank has its own number of remaining restarts, and `remaining` is the smallest of these
+        numbers.
         """
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
 class TorchElasticEvents:
-    """Record the same events and metrics as torch's elastic agent, for handlers that were written for this agent.
+    """Record the same events and metrics as torch's elastic agent, so that handlers for torch's agent also work here.
 
     Pass an instance of TorchElasticEvents as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance can observe several
     runs at the same time.
@@ -79,24 +80,24 @@ class TorchElasticEvents:
     Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
-    - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. As with torch's agent, no
-      event FAILED is recorded for a failure that is followed by a restart.
-    - At the end of the run, one event with source AGENT is recorded. In torch, this event describes the agent. Here, this
-      event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the run failed
-      although no rank of this node failed. In all other cases, the AGENT event is SUCCEEDED. A failed rank of this node does
-      not make the AGENT event FAILED, because the AGENT event does not describe ranks.
+    - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. If a rank is restarted after
+      a failure, no event FAILED is recorded for the failure.
+    - At the end of the run, one event with source AGENT is recorded. In torch, the AGENT event describes the agent. In
+      mpwatch, the AGENT event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the
+      run failed although no rank of this node failed. If the run succeeds, or a WorkerGroup is closed, the AGENT event is
+      SUCCEEDED. If the run fails, and a rank of this node has failed, the event of the rank is FAILED, and the AGENT event
+      is SUCCEEDED.
 
-    In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
+    In a job of several nodes, each node records the events of its own ranks. The events of a job have the `run_id` and the
+    `rdzv_backend` of the job.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
     - When the state of the run changes, two metrics are recorded: one with the name of the new state, such as `healthy`, and
-      `remaining_restarts`. When ranks are restarted after a failure, `failed` and `remaining_restarts` are recorded. As with
-      torch's agent, a restart without a failed rank does not record `failed`. For example, ranks are restarted when a node
-      joins.
-    - At the end of the run, six metrics are recorded: `run_total`, `flakiness`, `run_success_no_retries`,
-      `run_success_with_retries`, `run_failed_no_retries` and `run_failed_with_retries`. If the run was interrupted, these
-      six metrics are not recorded.
+      `remaining_restarts`. When ranks are restarted after a failure, `failed` and `remaining_restarts` are recorded. If
+      ranks are restarted because a node joins, `failed` is not recorded.
+    - At the end of a run that was not interrupted, six metrics are recorded: `run_total`, `flakiness`,
+      `run_success_no_retries`, `run_success_with_retries`, `run_failed_no_retries` and `run_failed_with_retries`.
 
     Args:
         event_log_handler: name of a handler in torch.distributed.elastic.events.handlers, such as "null" or "console".

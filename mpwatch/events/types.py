@@ -1,7 +1,7 @@
 """The events of a run. Each kind of event is a frozen dataclass.
 
-The field `time` of an event is computed from the field `monotonic`. The times of a run therefore do not jump when a user
-sets the system clock.
+The field `time` of an event is computed from the field `monotonic`. A change of the system clock during a run has no effect
+on the field `time`.
 
 ARCHITECTURE.md says how to add an event.
 """
@@ -123,8 +123,8 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    A call has one CallStarted for all of its ranks. Only with scope="worker", a call has one CallStarted for each of its
-    ranks. If restarted ranks call the function again, there is no new CallStarted.
+    With scope="group", a call has one CallStarted for all of its ranks. With scope="worker", a call has a separate
+    CallStarted for each of its ranks. If restarted ranks call the function again, there is no new CallStarted.
     """
 
 
@@ -168,18 +168,18 @@ class Progressed(Event):
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
-    A rank can have a WorkerSucceeded and later a WorkerFailed. For example, the rank is killed after its function has
-    returned, while other ranks still run the function.
+    A rank can have a WorkerSucceeded and later a WorkerFailed. A rank that has returned can still fail while other ranks run
+    the function. For example, a signal can kill the rank.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """This rank has failed, by itself or because another rank had failed.
+    """This rank has failed. The failure can be a consequence of another rank's failure.
 
-    In a run, WorkerFailed is published after the end of the attempt, because mpwatch does not know the root cause before. In
-    a WorkerGroup, WorkerFailed is published after the end of the call. The `time` of a WorkerFailed event is the time of the
-    failure. If the rank has hung, `time` is the time of its last heartbeat.
+    In a run, WorkerFailed is published after the end of the attempt, when mpwatch knows the root cause. In a WorkerGroup,
+    WorkerFailed is published after the end of the call. The `time` of a WorkerFailed event is the time of the failure. If
+    the rank has hung, `time` is the time of its last heartbeat.
 
     Attributes:
         failure: what is known about the failure.

@@ -12,19 +12,19 @@ script: see watcher/processes/guardian.py.
     "~[...] /dev/pts/0\n"     a prompt is open on this terminal: set these modes (tcgetattr's values as JSON) if it dies
     "~\n"                     no modes have to be restored
 
-If the watcher dies, both the kernel and the guardian kill the ranks. The kernel kills the Unix process group of a rank when
-the watcher's death closes the write end of the rank's pipe (`die_with_writer` in os_support/signals.py). The guardian does
-not depend on code in the rank, so it works as soon as the process of the rank exists. The guardian also kills a rank that
-has closed its pipe, has joined another Unix process group, or has replaced its program (`exec`). The guardian needs no
-features of the operating system except processes and sockets.
+If the watcher dies, both the kernel and the guardian kill the ranks. The watcher holds the write end of a pipe to each rank.
+When the write end is closed, the kernel kills the Unix process group of the rank (`die_with_writer` in
+os_support/signals.py). The guardian does not depend on code in the rank, so it works as soon as the process of the rank
+exists. The guardian also kills a rank that has closed its pipe, has joined another Unix process group, or has replaced its
+program (`exec`). The guardian needs no features of the operating system except processes and sockets.
 
 Two other ways of killing the ranks after the watcher's death are not reliable. With PR_SET_PDEATHSIG, the kernel would kill
-the rank when the thread that has started the rank ends, even if the watcher's process still runs. A thread in the rank could
-not notice the death of the watcher while C code holds the GIL, or while the rank is suspended.
+a rank when the thread that has started the rank ends, even if the watcher's process still runs. A thread in the rank cannot
+react to the watcher's death while C code holds the GIL, or while the rank is suspended.
 
 The socket keeps bytes that were not read yet, so the guardian reads every order, even after the watcher's death. A child
-process that the watcher has forked can keep the watcher's socket open after the watcher's death. The guardian therefore also
-waits for the end of the watcher's process, with a pidfd.
+process that the watcher has forked can keep the watcher's socket open after the watcher's death. With a pidfd, the guardian
+notices the watcher's death even if the socket stays open.
 """
 
 import os

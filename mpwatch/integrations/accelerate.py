@@ -11,8 +11,8 @@ To use this `notebook_launcher` in a notebook, you only have to change the impor
 - `notebook_launcher` returns the values that the function returns.
 - If the function raises an exception, `notebook_launcher` raises a `RunFailedError`, whose `__cause__` is this exception.
 
-This module does not import accelerate, but the called function does. `mpwatch.run` sets all environment variables that
-accelerate needs, so new programs can call `mpwatch.run(train, 4)` directly.
+This module does not import accelerate. Only your function imports accelerate. `mpwatch.run` sets all environment variables
+that accelerate needs, so new programs can call `mpwatch.run(train, 4)` directly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +151,7 @@ def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
 def _merge_variables(defaults: Mapping[str, str], variables: Any) -> Any:
     """Return both mappings together.
 
-    If `variables` is not a mapping, return it unchanged, so that mpwatch.run reports the error.
+    If `variables` is not a mapping, return `variables`. mpwatch.run checks the option `env`, and reports the error.
     """
     return {**defaults, **variables} if isinstance(variables, Mapping) else variables
 

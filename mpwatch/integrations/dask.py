@@ -2,10 +2,10 @@
 
 mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts each node as a Dask task
 that is bound to one Dask worker. The task runs in a thread of the worker, so the worker can still send heartbeats to Dask.
-The task does not call Dask's `secede`, so Dask knows that the worker is busy.
+The task does not call Dask's `secede`, because Dask would then count the thread of the task as free.
 
-If a Dask worker is lost, Dask does not report the loss, but waits until the worker comes back. So DaskEngine itself checks
-which workers exist.
+If a Dask worker is lost, Dask does not report the loss, but waits until the worker comes back. To notice a lost worker,
+DaskEngine asks Dask every second for the list of workers.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ def run(
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
 
     Each node of the job is a Dask worker, and the ranks are child processes of this worker. If the Dask workers are on
-    several hosts, each node is on a different host, unless you pass `workers`. The Dask workers must be able to import
-    mpwatch and the modules of the function, and to connect to the process that calls `run`. Dask sets OMP_NUM_THREADS to 1
-    in its workers, and the ranks inherit this value. To give the ranks another number of threads, set OMP_NUM_THREADS with
-    the option `env`.
+    several hosts, each host has at most one node by default. If you pass `workers`, a host can have several nodes. The Dask
+    workers must be able to import mpwatch and the modules of the function. The Dask workers must also be able to connect to
+    the process that calls `run`. Dask sets OMP_NUM_THREADS to 1 in its workers, and the ranks inherit this value. To give
+    the ranks another number of threads, set OMP_NUM_THREADS with the option `env`.
 
     Args:
         client: the client of the cluster, which must not be asynchronous.
@@ -135,8 +135,8 @@ class DaskEngine:
     def describe_wait(self) -> str:
         """Return a text such as "the Dask cluster has a suitable worker for 1 of 2 nodes of the job".
 
-        Return "" if the cluster has enough workers, or if a node was already started. Raises LaunchError if the scheduler
-        does not answer.
+        Return "" if the cluster has enough workers. After the first call of `start`, always return "". Raises LaunchError if
+        the scheduler does not answer.
         """
         if self._futures or (count := self._count_places()) >= self._least:
             return ""
@@ -168,7 +168,8 @@ class DaskEngine:
     def close(self) -> None:
         """Remove all tasks, and wait until none of them runs.
 
-        If the cluster is gone, only log a warning, because an exception would hide the error of the job.
+        If the cluster does not answer, log a warning instead of raising an exception. An exception from `close` would
+        replace the exception of the job.
         """
         for future in self._futures.values():
             future.cancel()
@@ -256,7 +257,10 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return the worker if its host may have several nodes of the job. Otherwise, return the host of the worker."""
+        """Return the place that a node on this worker occupies. A place can have only one node of the job.
+
+        If a host may have several nodes of the job, the place is the worker itself. If not, the place is the worker's host.
+        """
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
 
@@ -308,8 +312,7 @@ _was_daemon = False
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
     """Execute the call, and return the data of its NodeOutcome.
 
-    The data are bytes and bytearrays, because Dask chooses the pickle protocol, and every pickle protocol supports these
-    types.
+    Dask pickles the returned data with a pickle protocol of its choice. Every pickle protocol supports bytes and bytearrays.
     """
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()

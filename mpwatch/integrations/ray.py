@@ -6,8 +6,8 @@ runs in one bundle of a Ray placement group.
     group of the job         min nodes, reserved all at once, each on a node of its own (STRICT_SPREAD)
     group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
 
-If a Ray node is lost, Ray reserves the lost bundle of the job's group again on another Ray node. RayEngine then starts a new
-task in this bundle.
+If the job loses a Ray node, Ray reserves the bundle of the lost node again, on another Ray node. If a bundle of the job's
+placement group has no running task, RayEngine starts the next task in this bundle.
 """
 
 import logging
@@ -140,7 +140,8 @@ class RayEngine:
     def lacks_room(self, number: int) -> bool:
         """Return whether this node waits because the Ray cluster has no room.
 
-        RayEngine places one further node at a time. If Ray has no room for this node, the remaining further nodes wait, too.
+        RayEngine places further nodes one after the other. If Ray has no room for one further node, all further nodes that
+        are not placed yet wait, too.
         """
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
@@ -218,7 +219,7 @@ class _FurtherNode:
             self.future.set_exception(error)
 
     def _place(self, engine: RayEngine) -> bool:
-        """Reserve the resources on a Ray node that the job does not use. Return False if this node was cancelled."""
+        """Reserve resources on a Ray node on which the job has none yet. Return False if this node was cancelled."""
         while not engine.placing.acquire(timeout=WAIT_SECONDS):
             if self.is_cancelled.is_set():
                 return False
@@ -246,8 +247,9 @@ class _FurtherNode:
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
     """Execute `call()` in a Ray task, and return its outcome.
 
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task, which is too many threads for a rank that shares these CPUs.
-    So `_call` removes the value of Ray while `call()` runs. Then mpwatch sets its own default in each rank.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task. If several ranks share these CPUs, each rank would start too
+    many threads. If Ray has set OMP_NUM_THREADS, `_call` deletes OMP_NUM_THREADS while `call()` runs. If OMP_NUM_THREADS is
+    not set, mpwatch sets OMP_NUM_THREADS in each rank to mpwatch's own default.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

@@ -114,7 +114,7 @@ def _format_usage(total_memory: int | None, max_memory: int | None, cpu: float |
 def _clean_name(name: str) -> str:
     """Return the name of a metric, with "?" in place of each character that cannot be printed. Shorten a long name.
 
-    A terminal would execute control characters in the name.
+    If the name of a metric contained control characters, a terminal would execute them.
     """
     printable = "".join(c if c.isprintable() else "?" for c in encodable(name))
     return printable if len(printable) <= MAX_NAME_CHARS else printable[: MAX_NAME_CHARS - 1] + "…"
@@ -134,7 +134,7 @@ def _format_number(value: float) -> str:
 def _format_percent(fraction: float) -> str:
     """Return the fraction as a percentage that is rounded down, so that 100 % appears only when all steps are done.
 
-    `math.nextafter` is needed because the float 0.29 is slightly less than 29 %, and would become 28 %.
+    The float 0.29 is slightly less than 29 %. Without `math.nextafter`, the fraction 0.29 would be shown as 28 %.
     """
     return f"{math.floor(100 * math.nextafter(fraction, math.inf))} %"
 

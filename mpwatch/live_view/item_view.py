@@ -47,7 +47,7 @@ class ItemView:
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The path of the terminal, and the bytes that restore the terminal if this process is killed.
 
-        The value is None if there is nothing to restore, for example in a notebook.
+        `terminal_restore` is None if there is no terminal to restore, for example in a notebook.
         """
         return None if self._display is None else self._display.terminal_restore
 

@@ -27,7 +27,7 @@ class LineDisplay:
         self._write_if_changed(snapshot, timeout=0.0)
 
     def pause(self) -> None:
-        """Do nothing, because other output cannot damage a line that is already written."""
+        """Do nothing, because other output does not overwrite the lines of the live view."""
 
     def close(self, snapshot: Snapshot) -> None:
         self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)

@@ -27,7 +27,7 @@ class Display(Protocol):
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the bytes that release the view's reserved rows.
+        """The path of the terminal, and the encoded escape sequences that release the reserved rows of the view.
 
         The value is None if no rows are reserved.
         """
@@ -36,10 +36,10 @@ class Display(Protocol):
         """Draw this snapshot in place of the previous snapshot."""
 
     def pause(self) -> None:
-        """Leave the terminal to other output until the next call of `show`."""
+        """Stop using the terminal until the next call of `show`."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last snapshot, which stays visible, and leave the terminal to other output.
+        """End the live view. The progress in the last snapshot stays visible.
 
         If `close` raises an exception, `close` can be called again.
         """
@@ -77,14 +77,14 @@ class LiveView:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the bytes that restore the terminal if this process is killed.
+        """The path of the terminal, and the bytes to write to the terminal if this process is killed.
 
-        The value is None if no terminal has to be restored.
+        `terminal_restore` is None if the view has reserved no rows of a terminal.
         """
         return None if self._display is None else self._display.terminal_restore
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the present statuses of the ranks, which must be sorted by rank."""
+        """Draw the present statuses of the ranks. The caller must sort `statuses` by rank."""
         self._snapshot = self._snapshot_builder.update(statuses)
         if self._starts_at_once or _has_reports(statuses):
             self._choose_once()
@@ -97,7 +97,7 @@ class LiveView:
             self._period = math.inf
 
     def pause(self) -> None:
-        """Leave the terminal to other output until the next call of `show`."""
+        """Stop using the terminal until the next call of `show`."""
         if self._display is not None:
             self._display.pause()
 

@@ -2,7 +2,7 @@
 
     statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each
 
-The rate of steps is computed from the times at which the ranks reported their steps, not from the times of the statuses.
+The rate of steps is computed from the times at which the ranks reported their steps.
 """
 
 import math
@@ -50,10 +50,11 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """The progress of the slowest running rank, because the other ranks have to wait for this rank.
+    """The progress of the slowest running rank. The other ranks wait for the slowest rank.
 
-    If no rank is running, it is the progress of the slowest of all ranks. After a restart the progress is not known until
-    each restarted rank has reported a step again. Each metric is the mean over the ranks that report this metric.
+    If no rank is running, the overall progress is the progress of the slowest of all ranks. After a restart the progress is
+    not known until each restarted rank has reported a step again. Each metric is the mean over the ranks that report this
+    metric.
     """
 
     unit: str = "step"
@@ -78,7 +79,7 @@ class Snapshot:
 
     @property
     def counts(self) -> dict[WorkerState, int]:
-        """The number of ranks in each state, in the order of the states. A state that no rank has is left out."""
+        """The number of ranks in each state, in the order of the states. States without ranks are left out."""
         found = Counter(row.state for row in self.rows)
         return {state: found[state] for state in WorkerState if found[state]}
 
@@ -102,7 +103,7 @@ class RankSummary:
 
 
 class SnapshotBuilder:
-    """Makes snapshots, and keeps the data of earlier statuses that later snapshots need."""
+    """Makes snapshots, and keeps data of earlier statuses that later snapshots need, for example to compute rates."""
 
     def __init__(self) -> None:
         # The key is the node and the local rank, since the global rank of the next process may differ on several nodes.

@@ -1,4 +1,7 @@
-"""The live view in a notebook: a table in the running cell's output, which is updated in place. It needs only IPython."""
+"""The live view in a notebook: a table in the output of the running cell. The table is updated in place.
+
+The view in a notebook needs only IPython.
+"""
 
 from html import escape
 from importlib import import_module

@@ -36,7 +36,10 @@ class RichRenderer:
         self._encoding = encoding
 
     def render(self, snapshot: Snapshot, columns: int, rows: int) -> list[str]:
-        """Return the rows of the largest layout that fits into half of the terminal, with escape sequences for colours."""
+        """Return the rows of the largest layout that fits into half of the terminal.
+
+        The rows contain escape sequences for colours.
+        """
         if rows < MIN_ROWS or columns < MIN_COLUMNS:
             return []
         for layout in _layouts(snapshot, columns):
@@ -54,7 +57,10 @@ class RichRenderer:
 
 
 def _layouts(snapshot: Snapshot, columns: int) -> Iterator[RenderableType]:
-    """Yield the layouts of the view, the largest first: a row for each rank, a summary of ranks, only the overall line."""
+    """Yield the layouts of the view, from the largest to the smallest.
+
+    A layout shows a row for each rank, a summary of all ranks, or only the overall line.
+    """
     overall = _overall_line(snapshot, columns)
     if not snapshot.rows:
         yield overall

@@ -1,6 +1,6 @@
 r"""Reserve the last rows of a terminal for the live view, so that the output of ranks appears above the view.
 
-The functions of this module do not write to the terminal, but return the text that their caller writes.
+This module itself writes nothing. It returns text, which terminal.py writes to the terminal.
 
 Ranks are other processes, which write to the terminal directly and at any time. So mpwatch cannot erase the view before a
 rank writes. mpwatch sends the escape sequence DECSTBM, after which the terminal scrolls only the rows above the view. Each
@@ -36,14 +36,14 @@ class ScrollRegion:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws `lines` in the reserved rows, or that releases the reserved rows if `lines` is empty.
+        """Return the text that draws `lines` in the reserved rows. If `lines` is empty, the text releases the reserved rows.
 
         Args:
             columns: width of the terminal.
             rows: height of the terminal, which must be more than the number of lines.
             lines: rows of the view, with colours.
-            is_state_known: False if another program may have used the terminal since the last drawing. Then the text
-                reserves the rows again.
+            is_state_known: False if the last drawing is incomplete, or if another program may have used the terminal since
+                the last drawing. If it is False, the text reserves the rows again.
         """
         if not lines:
             text = self.release()
@@ -59,15 +59,15 @@ class ScrollRegion:
     def release(self) -> str:
         """Return the text that releases the reserved rows, so that the whole terminal scrolls again.
 
-        The text that this method returns does not move the cursor.
+        The returned text does not move the cursor. It is empty if no rows are reserved.
         """
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
     def recover(self) -> str:
         """Return the text that releases the reserved rows, even if the last drawing is incomplete.
 
-        The text erases the rows of the view by their row numbers, because the cursor may be inside the view after an
-        incomplete drawing. The text that this method returns does not move the cursor.
+        After an incomplete drawing, the cursor may be inside the view. So the text finds the view by its row number, and not
+        by the position of the cursor. The returned text does not move the cursor. It is empty if no rows are reserved.
         """
         if self._reserved is None:
             return ""
@@ -86,8 +86,8 @@ class ScrollRegion:
 def go_to_line_start(columns: int) -> str:
     """Return the text that moves the cursor to the start of the next line if the cursor is not at the start of a line.
 
-    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, these blanks
-    make the terminal move the cursor to the next line.
+    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, the line has no
+    room for all the blanks, so the terminal moves the cursor to the next line.
     """
     return " " * columns + "\r" + CLEAR_REST
 
@@ -95,8 +95,8 @@ def go_to_line_start(columns: int) -> str:
 def _reserve(rows: int, height: int) -> str:
     """Return the text that reserves rows, whatever the present state of the terminal is.
 
-    The text first releases rows that are already reserved, then makes empty room below the cursor, and then limits scrolling
-    to the rows above this room.
+    The text first releases all reserved rows, then makes empty rows below the cursor, and last limits scrolling to the rows
+    above the view.
     """
     room = INDEX * height + f"\x1b[{height}A"
     return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

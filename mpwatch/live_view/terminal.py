@@ -1,10 +1,11 @@
-"""The live view in the last rows of a terminal, shown only while this program is in the foreground.
+"""The live view in the last rows of a terminal. The view is shown only while this program is in the foreground.
 
 This module reads nothing from the terminal and installs no signal handler. If the user has paused the output of the terminal
 with Ctrl-S, this module writes nothing.
 
 If the size of a terminal changes, the terminal forgets which rows are reserved. The next drawing of the view reserves the
-rows again. Before this drawing, output of ranks can appear among the rows of the view.
+rows again. After a change of the terminal's size, output of ranks can appear among the rows of the view until the next
+drawing.
 """
 
 import os
@@ -35,7 +36,7 @@ class Renderer(Protocol):
 
 
 def is_terminal_free() -> bool:
-    """Return whether no other view of this process is shown in the terminal."""
+    """Return False if this process already shows a view in the terminal, else True."""
     latest = _latest()
     return latest is None or latest.is_closed
 
@@ -62,7 +63,7 @@ class TerminalDisplay:
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the bytes that release the reserved rows.
+        """The path of the terminal, and the encoded escape sequences that release the reserved rows.
 
         The value is None if the terminal has no path, or if no rows are reserved.
         """
@@ -87,8 +88,9 @@ class TerminalDisplay:
     def pause(self) -> None:
         """Release the reserved rows. The next call of `show` reserves the rows again.
 
-        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet, perhaps the end of an
-        escape sequence. So `pause` first writes a control character that ends an incomplete escape sequence.
+        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The discarded output
+        may contain the end of an escape sequence. So the text that `pause` writes begins with the control character CAN,
+        which ends an incomplete escape sequence.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()

@@ -21,8 +21,9 @@ counter of another node has not changed.
 A round is a period in which the job has the same nodes. A round may have several attempts, because the ranks can be
 restarted within a round. The next round begins when nodes are lost or new nodes join.
 
-`Agent` (agent.py) is for programs that extend torch's elastic agent or have their own RendezvousHandler
-(rendezvous/custom_handler.py). agent.py imports torch, so this module imports agent.py only when `Agent` is first used.
+`Agent` (agent.py) is for programs that extend torch's elastic agent, or that have their own RendezvousHandler
+(rendezvous/custom_handler.py). agent.py imports torch, so this module imports agent.py only at the first use of `Agent` or
+`WorkerGroupInfo`.
 """
 
 from importlib import import_module

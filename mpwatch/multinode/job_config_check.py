@@ -10,7 +10,7 @@ This module runs in the node thread. It uses these keys in the store of the job,
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
 If the user has passed a RendezvousHandler, this module compares nothing, because the handler returns a new store for each
-round. Then the leader compares the JobConfigs after the nodes have joined (leader.py).
+round. In a job with such a handler, only the leader compares the JobConfigs, after the nodes have joined (leader.py).
 """
 
 import platform
@@ -50,8 +50,8 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the JobConfigs differ, write the difference into the store. Another node adds the difference to its LaunchError if
-        its rendezvous fails later.
+        If the JobConfigs differ, write the difference into the store. If another node fails to join later, the LaunchError
+        of the other node also contains the difference.
 
         Args:
             store: the store of the job.
@@ -79,7 +79,7 @@ class JobConfigCheck:
             raise LaunchError(f"{job}: {reason}")
 
     def describe_refusal(self, store: PrefixedStore) -> str:
-        """Return an error text that names the node that was refused, or "" if no node was refused."""
+        """Return an error text that names the refused node, or "" if no node was refused."""
         try:
             if not store.check([REFUSED_KEY]):
                 return ""
@@ -105,9 +105,9 @@ class JobConfigCheck:
     def _publish_or_read(self, store: PrefixedStore, *, is_host: bool) -> PublishedJobConfig:
         """Return the JobConfig of the first node. If no node has published a JobConfig, publish the JobConfig of this node.
 
-        The other nodes wait a short time for the JobConfig of the node that serves the store. If another node published
-        first, the job could refuse the node that serves the store, and lose the store. If the first node is lost before it
-        has published its JobConfig, another node publishes its own JobConfig after `node_timeout`.
+        If another node serves the store, wait a short time, so that the other node can publish first. If the job refused the
+        node that serves the store, the job would lose the store. If the first node is lost before it has published its
+        JobConfig, another node publishes its own JobConfig after `node_timeout`.
 
         Raises InvalidEntryError.
         """

@@ -1,4 +1,4 @@
-"""Decide on the leader what the nodes do after an attempt: end, restart, or join the next round.
+"""Decide what the nodes do after an attempt: end, restart, or join the next round. Only the leader calls this module.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
@@ -11,11 +11,11 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-If a comparison of the collectives of all ranks explains all failures of an attempt, it names the root cause
-(job_verdict.py). Otherwise, the root cause is the failure that reached the leader first, among the failures that no other
-node can have caused. If other nodes may have caused all failures, the leader blames missing ranks. A missing rank has
-probably kept ranks of other nodes waiting. A lost node is the root cause only if no rank failed independently of the lost
-node.
+The leader compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an attempt, the
+comparison also names the root cause. If the comparison does not explain all failures, the root cause is the first failure
+that no other node can have caused. The first failure is the failure that reached the leader first. If every failed rank may
+be a victim of another node, the leader blames missing ranks. A missing rank has probably kept ranks of other nodes waiting.
+A rank that failed by itself is a more likely root cause than a lost node.
 """
 
 import math
@@ -93,7 +93,7 @@ def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callab
 
 
 def describe_stop(cause: str) -> str:
-    """Return the text that says why a job is not restarted after a stop was requested."""
+    """Return the text "a stop was requested", with the cause in brackets."""
     return f"a stop was requested ({cause})"
 
 
@@ -147,7 +147,10 @@ def _decide_after_failure(
 
 
 def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
-    """Decide what the nodes do after the loss of a node, if no rank has failed independently of this loss."""
+    """Decide what the nodes do after the loss of a node.
+
+    Call this function only if the lost node may have caused all failures of ranks.
+    """
     node, loss = next(iter(summary.lost_nodes.items()))
     first_rank = _first_rank(summary, node)
     reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
@@ -249,7 +252,10 @@ def _make_decision(
 
 
 def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures."""
+    """Compare the reports of all nodes, and return a summary that blames the ranks that caused the failures.
+
+    If the comparison finds no rank to blame, return `summary` as it is.
+    """
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
@@ -267,7 +273,7 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
 
 
 def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
-    """Return a summary with the failures of the blamed ranks first, and with all other failures marked as secondary."""
+    """Return a summary that blames the ranks in `verdict.blamed` for all failures."""
     reports = {}
     for node, report in sorted(summary.reports.items()):
         failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
@@ -285,9 +291,9 @@ def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: 
 
 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """Return a summary that blames the ranks for which ranks of other nodes have waited.
+    """Return a summary that blames the missing ranks.
 
-    If a node failed independently of other nodes (`_victim_level` 0), return the summary unchanged.
+    If at least one node has failed by itself (its `_victim_level` is 0), return `summary` as it is.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
@@ -319,7 +325,7 @@ def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: R
 
 
 def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, policy: RestartPolicy) -> str:
-    """Return the reason why the job cannot be restarted after failures of these kinds, or "" if it can be restarted."""
+    """Return why the job cannot be restarted after failures of the kinds in `causes`, or "" if a restart is possible."""
     if policy.retry_if is None:
         return ""
     if not policy.causes:  # `retry_if` is a function, which was called only with the victim's failure
@@ -342,7 +348,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return whether another node has caused the first failure of this node: 2 means yes, 1 means perhaps, 0 means no."""
+    """Return 2 if another node caused the node's first failure, 1 if another node may have caused this failure, else 0."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0

@@ -1,8 +1,9 @@
 """Compare the collectives of all nodes, to find a rank that has called a wrong collective. All functions are pure.
 
-Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and again in its AttemptReport.
-The leader compares them with the code that also compares the ranks of a run on one node (watcher/diagnosis/). The leader
-ignores the comparison if a node was lost, or if a rank failed for a reason other than collectives.
+If ranks of a node have stalled, the node sends the latest collectives of its ranks to the leader (RanksStalled). Each
+AttemptReport also contains the latest collectives of the node's ranks. The leader uses the functions of watcher/diagnosis/
+to compare the collectives of all ranks. A run on one node uses the same functions. The leader ignores the comparison if a
+node was lost, or if the comparison leaves a failure unexplained.
 """
 
 import signal
@@ -35,7 +36,7 @@ def make_records(
 ) -> tuple[RankRecord, ...]:
     """Return one record for each rank, with the latest collectives of the rank.
 
-    If all records together have more than MAX_RECORDS_BYTES, leave out the last records.
+    Leave out the last records if all records together are larger than MAX_RECORDS_BYTES.
 
     Args:
         answers: the answers of the ranks, by global rank.
@@ -55,7 +56,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return a copy that contains the rank's latest collectives, and all collectives in which the rank waits."""
+    """Return a copy without old collectives. Keep every collective in which the rank still waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -96,7 +97,7 @@ def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict
 
 
 def format_job_stall(nodes: Iterable[NodeCollectives], verdict: CollectiveVerdict) -> str:
-    """Return the text of the warning that ranks of the job wait for other ranks."""
+    """Return the text of a warning that says how long ranks have waited in a collective."""
     return format_stall_warning(verdict, _merge(nodes).answers, verdict.seconds)
 
 
@@ -117,10 +118,10 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Return whether the verdict explains all failures of the job, and therefore names the root cause.
+    """Return whether the verdict explains all failures of the job.
 
-    If a rank is only late, the collective can still succeed. Such a verdict explains the failures only if it is complete
-    (`is_complete`), and if ranks have timed out while they waited for ranks of other nodes.
+    If a rank is only late, the collective can still succeed. If the collective can still succeed, return True only if the
+    verdict is complete (`is_complete`) and ranks have timed out in a wait for other nodes.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)
@@ -135,7 +136,7 @@ def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> b
 
 
 def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
-    """Return the failures of a node, with the failures of blamed ranks first, and all other failures marked as secondary.
+    """Return the failures of a node. The failures of blamed ranks come first. All other failures are marked as secondary.
 
     Args:
         report: the node's report.
@@ -165,7 +166,10 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
-    """Build a failure for a blamed rank from its RankRecord, if the node's report has no readable failure of the rank."""
+    """Build a failure for a blamed rank from its RankRecord.
+
+    Call this function if the report of the node contains no readable failure of the rank.
+    """
     answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,

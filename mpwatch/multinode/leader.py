@@ -2,7 +2,7 @@
 
 The leader uses a new state machine for each round. The state machine has no side effects, except that it gets random numbers
 from `rng`. The node thread passes the messages of all nodes to the state machine in the order of the leader's inbox
-(round_runner.py). Each method returns actions, which the node thread executes.
+(round_runner.py). The methods return actions, which the node thread executes.
 
     WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
                              ^                                   |  |                             ^
@@ -25,21 +25,21 @@ from `rng`. The node thread passes the messages of all nodes to the state machin
 
 When a stop is requested on a node, the node sends StopRequest to the leader. The leader broadcasts HoldSteps, which makes
 all ranks wait. Each node answers with StepsHeld, which contains the highest step that a rank of the node has passed. When
-all nodes have answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after this
-highest step. After a request to stop, the job is not restarted, and no further nodes may join.
+all nodes have answered, the leader broadcasts StopAtStep with the highest step of all nodes. Each rank stops after the step
+that StopAtStep contains. After a request to stop, the job is not restarted, and no further nodes may join.
 
 These steps follow when a node is lost:
 
-1. `check_heartbeats` finds a node whose heartbeat counter has not changed for `node_timeout`. A node also counts as lost if
-   it leaves (NodeLeaving), sends no NodeInfo in time, or does not stop its ranks in time.
+1. `check_heartbeats` finds a node whose heartbeat counter has not changed for `node_timeout`. A node that sends NodeLeaving
+   is lost, too. If a node sends its NodeInfo or stops its ranks too late, `handle_deadline` counts the node as lost.
 2. The leader broadcasts StopAttempt. Every node that is not lost stops its ranks and sends an AttemptReport.
 3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. If the job can go on,
    the decision is RE_RENDEZVOUS. The leader broadcasts the AttemptDecision.
 4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
    itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
-Guarantees: the leader makes at most one decision for each attempt. If the attempt has started, the leader first waits for
-the report of every node that is not lost. The number of messages grows linearly with the number of nodes.
+Guarantees: the leader makes at most one decision for each attempt. Before the leader decides about a started attempt, it
+waits for the report of every node that is not lost. The number of messages grows linearly with the number of nodes.
 """
 
 import math
@@ -135,7 +135,7 @@ class Leader:
         policy: says after which failures the job is restarted, and how many restarts it has.
         node_timeout: seconds without a heartbeat after which a node is lost.
         exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
-        stall_after: seconds after which the leader warns of ranks that wait in a collective. If it is None, the leader
+        stall_after: seconds after which the leader warns of ranks that wait in a collective. If it is None, `judge_stalls`
             compares no collectives.
         now: the time of a monotonic clock. All later times are of the same clock.
         rng: returns a random number between 0 and 1, for the jitter of delays. A test can replace it.
@@ -198,7 +198,7 @@ class Leader:
 
     @property
     def active_nodes(self) -> set[int]:
-        """The nodes of the round that are not lost."""
+        """The nodes of the round, without the lost nodes."""
         return set(range(self._size)) - self._lost_nodes.keys()
 
     def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
@@ -237,7 +237,7 @@ class Leader:
     def _request_stop(self, cause: str) -> list[LeaderAction]:
         """At the first request to stop, make the ranks of all nodes wait.
 
-        If the attempt has not started yet, `start_attempt` broadcasts HoldSteps later.
+        If the request comes before the attempt has started, `start_attempt` broadcasts HoldSteps after StartAttempt.
         """
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
@@ -245,7 +245,7 @@ class Leader:
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
         """If the ranks of all nodes wait, make all ranks stop at the same step.
 
-        If a restart is in progress and no node has started its ranks yet, end the job instead.
+        During a restart, end the job if no node has started its ranks yet.
         """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step
@@ -279,7 +279,10 @@ class Leader:
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
-        """Set how many nodes wait to join the job. If the job has room for them, stop the attempt so that they can join."""
+        """Set how many nodes wait to join the job.
+
+        If the job has room for more nodes, stop the attempt, so that the waiting nodes can join.
+        """
         if self._stop_cause:
             return []
         self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
@@ -290,17 +293,17 @@ class Leader:
     def extend_deadlines(self, seconds: float) -> None:
         """Extend all deadlines by `seconds`.
 
-        Call this method if the leader did not read the store for this time, and so saw no heartbeats.
+        Call this method if the leader has not read the heartbeats in the store for `seconds`.
         """
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
 
     def step_down(self, reason: str) -> list[LeaderAction]:
-        """Stop leading, because other nodes may count this leader as lost and may have made their own decisions.
+        """Stop leading, because the other nodes may have decided without this leader.
 
-        Call this method if the leader has sent no heartbeat for a long time. StopAttempt makes the nodes that are still in
-        this round stop their ranks.
+        Call this method if the leader has sent no heartbeat for a long time. If a node is still in this round, StopAttempt
+        makes the node stop its ranks.
         """
         self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -324,7 +327,10 @@ class Leader:
         return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
-        """If the deadline of the stage has passed, count the late nodes as lost. In SHUTTING_DOWN, end the round instead."""
+        """If the deadline of the stage has passed, count the late nodes as lost.
+
+        If the deadline of the stage SHUTTING_DOWN has passed, end the round instead.
+        """
         if now < self._deadline:
             return []
         self._deadline = math.inf
@@ -365,7 +371,9 @@ class Leader:
         return tuple(assignments)
 
     def judge_stalls(self, now: float) -> list[LeaderAction]:
-        """If nodes have sent new collectives, compare the collectives of all nodes. Then warn, or stop the attempt.
+        """If nodes have sent new collectives, compare the collectives of all nodes.
+
+        If a collective can never succeed, stop the attempt. If a slow collective can still succeed, log a warning.
 
         Call this method once after all new messages are handled, because a comparison of thousands of ranks takes a second.
         """

@@ -11,7 +11,7 @@ This table shows how an event on another node stops the ranks of this node:
     watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
-After each heartbeat of this node, the node thread renews the lease, which is the time until which the ranks may run. If the
+The ranks may run only until their lease expires. The node thread renews the lease after each heartbeat of this node. If the
 lease expires, the watcher thread stops the ranks without a message from the leader.
 """
 
@@ -83,7 +83,8 @@ class LocalRanks:
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        `start` sends a RestartCommand even in the first attempt, because the watcher thread begins the run without ranks.
+        The watcher thread begins the run without ranks. So `start` sends it a RestartCommand in every attempt, even in the
+        first attempt.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -120,9 +121,10 @@ class LocalRanks:
         self._commands.post(Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """Let the ranks run without a lease, because the job is over for this node.
+        """End the lease of the ranks, because the job is over for this node.
 
-        When a lease expires, the watcher thread kills the ranks that are being stopped, even during their grace period.
+        If the lease expired, the watcher thread would kill ranks that are being stopped, even before their grace period is
+        over.
         """
         self._commands.post(NO_LEASE)
 

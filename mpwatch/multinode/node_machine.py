@@ -1,7 +1,7 @@
 """The state machine that every node runs for one round, including the leader's node.
 
-The state machine has no side effects. The node thread passes events to the state machine, and executes the actions that each
-method returns (round_runner.py).
+The state machine has no side effects. For each event, the node thread calls a method of the state machine, and executes the
+actions that the method returns (round_runner.py).
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
                    ^                                        |       |                             ^
@@ -21,8 +21,8 @@ method returns (round_runner.py).
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
                          (the leader and the node that serves the store: JobFinished)
 
-The leader is lost if its heartbeat counter has not changed for `node_timeout` (`check_leader_heartbeat`). Then each node
-stops its ranks, and decides without the leader what it does next (`_decide_without_leader`). All nodes make the same
+The leader is lost if its heartbeat counter has not changed for `node_timeout` (`check_leader_heartbeat`). If the leader is
+lost, each node stops its ranks, and decides alone what to do next (`_decide_without_leader`). All nodes make the same
 decision, because all nodes know the same facts. If the store is lost, the job fails on every node that cannot reach the
 store.
 
@@ -39,14 +39,15 @@ A node can leave a round in these ways:
     handle_store_loss     the store is lost                                                ends
 
 After the run on this node has ended, the node thread still sends the last messages of this node, such as NodeLeaving.
-`NodeThread.finish_within` limits the time for these messages. If this node serves the store, the other nodes can use the
+`NodeThread.finish_within` limits the time for the last messages. If this node serves the store, the other nodes can use the
 store until the node thread of this node ends.
 
-Guarantees: if the leader's heartbeats stop, the stage of this node ends within `node_timeout`. If the store is lost, the
-stage ends at once. The only exception is the stage STOPPING, which ends when the ranks have exited. `grace_period` limits
-the time that the ranks may need to exit. While the leader is alive, `node_timeout` does not limit the stages PREPARING,
-RUNNING and AWAITING_DECISION, because these stages wait for user code. If a node cannot send heartbeats, its ranks are
-stopped before the other nodes can count the node as lost (LocalRanks.renew_lease).
+Guarantees: if the leader's heartbeats stop, this node leaves its current stage soon after `node_timeout`. If the store is
+lost, this node leaves its current stage at once. The stage STOPPING is an exception: it always lasts until the ranks have
+exited. The watcher kills the ranks that have not exited after `grace_period`. The stages PREPARING, RUNNING and
+AWAITING_DECISION wait for user code. While the leader sends heartbeats, these three stages can last longer than
+`node_timeout`. If this node cannot send heartbeats, the watcher thread stops this node's ranks within `node_timeout`
+(LocalRanks.renew_lease). The other nodes count this node as lost only after `node_timeout`.
 """
 
 from dataclasses import dataclass, replace
@@ -146,14 +147,14 @@ class AgreeOnStep:
 
 @dataclass(frozen=True, slots=True)
 class ReportAttempt:
-    """Report the decision about an attempt to the caller's thread. The job goes on."""
+    """Report to the caller's thread the decision about an attempt. The job goes on."""
 
     decision: AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
 class ReportJob:
-    """Report the decision about the whole job to the caller's thread. The job is over."""
+    """Report to the caller's thread the decision about the whole job. The job is over."""
 
     decision: AttemptDecision
 
@@ -219,7 +220,7 @@ class NodeMachine:
 
     @property
     def awaited_assignment(self) -> int | None:
-        """The attempt for which this node waits for its RankAssignment, or None if this node does not wait for one."""
+        """The attempt whose RankAssignment this node waits for. It is None if this node waits for no RankAssignment."""
         is_awaited = self.stage is NodeStage.PREPARING and self._assignment is None
         return self._start.attempt if is_awaited and self._start is not None else None
 
@@ -268,7 +269,7 @@ class NodeMachine:
     def extend_deadlines(self, seconds: float) -> None:
         """Extend the time limit for the leader's heartbeat by `seconds`.
 
-        Call this method if this node did not read the store for this time, and so saw no heartbeats of the leader.
+        Call this method if this node has not read the store for `seconds`, and so could not see the leader's heartbeats.
         """
         self._leader_seen_at += seconds
 
@@ -424,7 +425,7 @@ class NodeMachine:
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
         """Make the ranks of this node wait, now or as soon as the ranks are started.
 
-        If the ranks have already exited, HoldRanks makes this node report the highest step that a rank has passed.
+        If the ranks have already exited, the node only reports the highest step that they have passed.
         """
         self._stop_cause = hold.cause
         if self.stage is NodeStage.PREPARING:
@@ -444,7 +445,7 @@ class NodeMachine:
     def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
         """Stop the ranks, then follow a decision that the leader has made without this node.
 
-        The leader decides without this node if it counts this node as lost.
+        If the leader counts this node as lost, the leader does not wait for this node's AttemptReport.
         """
         if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []

@@ -8,8 +8,8 @@
 Other threads put requests for the node thread into a queue. If a request comes during a rendezvous, the node thread executes
 the request when the round begins.
 
-Calls that cannot be interrupted, such as name resolution, run on other threads, so that the node thread can stop waiting for
-them (rendezvous/cancellable_wait.py).
+A call that cannot be interrupted, such as name resolution, runs on another thread. So the node thread can stop waiting
+before the call ends (rendezvous/cancellable_wait.py).
 
 Guarantee: when `NodeThread.close` has returned, the node thread has ended, and its sockets and its port are released.
 """
@@ -141,7 +141,7 @@ class NodeThread:
     def acknowledge_shutdown(self) -> None:
         """Report to the leader that this node knows the result of the job.
 
-        After this report, the other nodes do not wait for this node.
+        After a call of `acknowledge_shutdown`, the other nodes do not wait for this node.
         """
         self._is_acknowledged = True
         self._post_to_machine(lambda machine: machine.acknowledge_shutdown())
@@ -205,7 +205,8 @@ class NodeThread:
         """Report to the leader that a stop was requested on this node.
 
         During a rendezvous there is no leader, so `on_stop` reports nothing and returns False. After a stop was requested,
-        this node joins no further round.
+        this node joins no further round. If the leader is lost before it has read the request to stop, the other nodes
+        continue the job without this node.
         """
         self._stop_cause = cause
         if self._is_in_round:
@@ -247,7 +248,7 @@ class NodeThread:
             self._local_ranks.notify_caller(error)
 
     def _report_launch_failure(self, error: Exception) -> None:
-        """Report to the caller's thread an error that has prevented a rendezvous or the start of an attempt."""
+        """Report an error to the caller's thread: a rendezvous or the start of an attempt has failed."""
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
@@ -278,8 +279,8 @@ class NodeThread:
     def _join_first_round(self, join_deadline: float) -> Round:
         """Connect to the store, check the JobConfig of this node, and join the first round.
 
-        This node may reach the store of an earlier job that has the same name and is just ending. Then this node tries to
-        connect again, for at most RECONNECT_SECONDS.
+        When this node starts, an earlier job with the same name may still be ending. If this node reaches the store of the
+        earlier job, this node tries again to connect, for at most RECONNECT_SECONDS.
         """
         reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""
@@ -308,7 +309,8 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Join the next round.
 
-        Raises LaunchError. If a node was refused because of its JobConfig, the text of the LaunchError says so.
+        Raises LaunchError. If a node was refused because of its JobConfig, the text of the LaunchError mentions the refused
+        node.
         """
         try:
             return self._client.join(
@@ -321,7 +323,7 @@ class NodeThread:
             raise
 
     def _make_wait_report(self, deadline: float) -> WaitReport:
-        """Return a WaitReport that logs once that this node waits for other nodes.
+        """Return a WaitReport. If the other nodes do not join soon, the WaitReport logs one warning.
 
         FIRST_WAIT_SECONDS is longer than REJOIN_WAIT_SECONDS, because the nodes of a job start at different times.
         """
@@ -335,7 +337,7 @@ class NodeThread:
         return WaitReport(now + (REJOIN_WAIT_SECONDS if self._local_ranks.has_started else FIRST_WAIT_SECONDS), log)
 
     def _run_round(self, round_: Round, history: RestartHistory) -> Rejoin | None:
-        """Run one round. Return how the node joins the next round, or None if the job is over."""
+        """Run one round. Return a Rejoin for the next round, or None if this node joins no further round."""
         options = self._rendezvous
         channel = StoreChannel(
             round_.store,

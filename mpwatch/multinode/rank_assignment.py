@@ -22,7 +22,7 @@ def build_assigned_workers(
 ) -> tuple[Worker, ...]:
     """Build the Worker of each rank of a node. `first_rank` is the global rank of the node's first rank.
 
-    The arguments after `first_rank` have the meaning of the same fields of the event RendezvousCompleted.
+    Each argument after `first_rank` means the same as the field of RendezvousCompleted with the same name.
     """
     assert isinstance(spec.nprocs, int)
     return tuple(

@@ -152,7 +152,7 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check whether this node was silent, which means that it did not poll the store and sent no heartbeats."""
+        """Check how long ago this node last polled the store. A node sends its heartbeats only when it polls."""
         silence, self._polled_at = now - self._polled_at, now
         if silence <= SILENCE_SECONDS:
             return
@@ -222,7 +222,7 @@ class RoundRunner:
     def _execute_node_actions(self) -> None:
         """Execute the actions of the node machine in order.
 
-        A message to the leader waits until the leader has given the round a name.
+        If the round has no name yet, stop before the first action that sends a message to the leader.
         """
         while self._node_actions and (
             self._is_store_lost or self._channel.try_open() or not isinstance(self._node_actions[0], SendToLeader)

@@ -45,7 +45,8 @@ def run_multi_node(
         on_start: see `run_single_node`.
 
     Raises LaunchError. If a signal such as SIGINT comes during the run, the calling program's handler for this signal runs
-    at the end of the run. This handler can raise an exception such as KeyboardInterrupt.
+    at the end of the run. If the handler raises an exception, such as KeyboardInterrupt, `run_multi_node` raises the same
+    exception.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None

@@ -229,7 +229,8 @@ class MultiNodeRunController(RunController[T]):
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
         """Return the decision, and add the root cause if the decision does not contain it.
 
-        If the next attempt cannot start, the root cause is only in the earlier decision about the failed attempt.
+        If no further attempt can start on this node, the node thread itself makes a decision (NO_ATTEMPT) without a root
+        cause. Then this method takes the root cause from the earlier decision about the failed attempt.
         """
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
@@ -316,7 +317,7 @@ class MultiNodeRunController(RunController[T]):
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that `_publish_outcomes` has stored.
+        """Publish the outcomes that wait for the leader's decision, if there are any.
 
         If `failures` is None, publish the failures that this node itself has found.
         """
@@ -330,7 +331,7 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Return the result of this node's ranks, with the state and the failures of the whole job."""
+        """Return `local`, the result of this node's ranks, after adding the state and the failures of the whole job."""
         decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED

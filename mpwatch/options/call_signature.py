@@ -15,8 +15,8 @@ def check_signature(
 ) -> None:
     """Check that the signature of `fn` allows the call `fn(*args, **kwargs)`. Raises TypeError.
 
-    This function does not check a callable with an attribute `__signature__`, because a decorator may have copied this
-    attribute from a function with different arguments.
+    If `fn` has an attribute `__signature__`, this function checks nothing, because a decorator may have copied the attribute
+    from a function with different arguments.
 
     Args:
         fn: a callable.
@@ -40,7 +40,10 @@ def check_signature(
 
 
 def _takes_positional(fn: Any, count: int) -> bool:
-    """Return whether a Python function takes `count` positional arguments. This check is faster than `inspect.signature`."""
+    """Return whether a Python function takes `count` positional arguments.
+
+    This function is faster than `inspect.signature`.
+    """
     if type(fn) is not FunctionType:
         return False
     code = fn.__code__

@@ -42,8 +42,8 @@ def spread_per_rank(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for a call that the ranks in `ranks` execute.
 
-    Each PerRank in the returned arguments has one value for every rank of the group. For a rank that is not called, the
-    value is None.
+    Each PerRank in the returned arguments has one value for every rank of the group. If `ranks` does not contain a rank, the
+    PerRank's value for this rank is None.
 
     Args:
         args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.
@@ -71,7 +71,7 @@ def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, 
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
     If `is_multi_node` is True, the number of ranks is not known yet, so this function only checks that all PerRank arguments
-    have the same number of values. When a rank unpickles the call, the rank checks whether this number is right.
+    have the same number of values. When a rank unpickles the call, the rank checks the number of values.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

@@ -94,7 +94,7 @@ class Rendezvous:
 
     @property
     def max_nodes(self) -> int:
-        """The largest number of nodes."""
+        """The largest number of nodes with which the job runs."""
         assert isinstance(self.nnodes, tuple)
         return self.nnodes[1]
 

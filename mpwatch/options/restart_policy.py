@@ -76,7 +76,7 @@ class RestartPolicy:
 
     @property
     def has_decisions(self) -> bool:
-        """Whether a run can go on after a failure."""
+        """Whether the policy lets a run go on after a failure, by a restart or by `keep_going`."""
         return self.max_restarts > 0 or self.keep_going
 
     @property

@@ -106,7 +106,7 @@ class GroupSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy, which allows no restarts."""
+        """A RestartPolicy that allows no restarts."""
         return RestartPolicy(0)
 
     @property
@@ -148,9 +148,9 @@ class PersistentGroupSpec(GroupSpec):
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy, which allows no restarts during a call.
+        """A RestartPolicy that allows no restarts during a call of a WorkerGroup.
 
-        A WorkerGroup restarts ranks when its next call begins.
+        If a rank of a WorkerGroup has ended, the next call that needs the rank restarts the rank.
         """
         return RestartPolicy(0, scope=self.scope)
 

@@ -64,7 +64,7 @@ def check_env_mapping(what: str, env: object) -> None:
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
-    """Check that a value is a number of seconds. `at_least` names the allowed values: "0 or more" or "more than 0"."""
+    """Check that a value is a number of seconds. `at_least` is the lower limit: "0 or more" or "more than 0"."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     seconds = _float(value)
@@ -88,7 +88,7 @@ def check_fraction(name: str, value: object) -> None:
 
 
 def as_int(value: object) -> int | None:
-    """Convert a Python or NumPy integer to an int. Return None if the value is not an integer, or is a bool."""
+    """Convert a Python or NumPy integer to an int. Return None for a bool, and for any value that is not an integer."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -106,7 +106,7 @@ def check_count(name: str, value: object, at_least: int) -> int:
 
 
 def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[int]:
-    """Check that `cpus` is an iterable of numbers of allowed CPUs, and return these numbers as a set."""
+    """Check that `cpus` is an iterable of allowed CPU numbers, and return the CPU numbers as a set."""
     available = f"; this process may use {format_cpus(allowed)}"
     if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
         raise TypeError(f"{what} must be a set of CPU numbers, not {cpus!r:.200}{available}")

@@ -14,7 +14,7 @@ COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def read_cpu_quota() -> int | None:
-    """Return the CPU quota of this process as a number of CPUs, rounded up, or None if there is no quota (cgroup v2).
+    """Return how many CPUs the cgroup v2 quota of this process allows, rounded up. Return None if there is no quota.
 
     The quota is the smallest `cpu.max` of the process's cgroup and of the parents of that cgroup.
     """
@@ -55,8 +55,8 @@ def _find_folder(controller: str, kind: str) -> str | None:
     """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
 
     For cgroup v2, which has only one hierarchy, `controller` is empty. In a container, often only a part of the cgroup
-    hierarchy is mounted. For example, if the part `/docker/1` is mounted and the path of the cgroup is `/docker/1/job`, this
-    function tries `/docker/1/job` and then `/job`.
+    hierarchy is mounted. For example, if only `/docker/1` is mounted, the cgroup `/docker/1/job` can have one of two paths
+    below the mount point. This function tries the path `docker/1/job` first, and then the path `job`.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

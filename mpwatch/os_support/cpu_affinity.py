@@ -1,7 +1,7 @@
 """Gets and sets the CPUs on which this process may run. This module runs in the watcher.
 
-In Linux each thread has an affinity, which is the set of CPUs on which it may run. A thread or a process inherits the
-affinity of the thread that starts it.
+In Linux each thread has an affinity, which is the set of CPUs on which it may run. New threads and processes inherit
+the affinity of the thread that starts them.
 """
 
 import os
@@ -21,9 +21,9 @@ def get_allowed_cpus() -> frozenset[int]:
 
 @contextmanager
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
-    """Inside the `with` block, restrict this thread, and the processes that it starts, to `cpus`. Raises OSError.
+    """Inside the `with` block, let this thread run only on `cpus`. Raises OSError.
 
-    If `cpus` is None, do nothing.
+    A process that this thread starts inside the `with` block also runs only on `cpus`. If `cpus` is None, do nothing.
     """
     if cpus is None:
         yield

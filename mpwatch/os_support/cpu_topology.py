@@ -15,7 +15,7 @@ WEAKER_CORES = ("cpu_atom", "cpu_lowpower")
 
 
 class Core(NamedTuple):
-    """A physical core, and the CPUs (hardware threads) of this core that this process may use."""
+    """A physical core that this process may use."""
 
     cpus: tuple[int, ...]
     """The numbers of the core's allowed CPUs (hardware threads), in ascending order."""
@@ -27,7 +27,7 @@ class Core(NamedTuple):
 
 
 def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
-    """Return the physical cores that have the CPUs in `allowed`, sorted by package, NUMA node and core number.
+    """Return the physical cores of the CPUs in `allowed`, sorted by package and NUMA node.
 
     Args:
         allowed: the CPUs that this process may use.
@@ -50,9 +50,9 @@ def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
 
 
 def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
-    """Return a key that is the same for all CPUs of one physical core, and different for the CPUs of all other cores.
+    """Return a key that identifies the physical core of a CPU. All CPUs of one core have the same key.
 
-    `read_cores` sorts the cores of a NUMA node by these keys.
+    `read_cores` sorts the cores of a NUMA node by the keys that `_read_core_key` returns.
     """
     siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
     if cpu in siblings:

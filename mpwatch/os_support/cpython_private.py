@@ -6,31 +6,33 @@ name. CPython 3.11 to 3.15 has all names that this module lists. This module run
 Some methods must be overridden in a subclass, so they are in watcher/processes/process.py:
 
 - `multiprocessing.Process._Popen` starts the process, and `multiprocessing.popen_spawn_posix.Popen._launch` runs the new
-  interpreter. If multiprocessing did not call one of them, `Process.start` would start an ordinary spawned process. An
-  ordinary spawned process has the Unix process group and the environment of its parent.
+  interpreter. If a new version of CPython does not call `_Popen` or `_launch`, `Process.start` starts an ordinary spawned
+  process. An ordinary spawned process has the Unix process group and the environment of its parent.
 - `Process.terminate` and `Process.kill` call `multiprocessing.popen_fork.Popen._send_signal`. mpwatch overrides
-  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new CPython does not call
-  `_send_signal`, the signal reaches only the rank itself.
+  `_send_signal`, so that the signal reaches all processes in the rank's Unix process group. If a new version of CPython
+  does not call `_send_signal`, the signal reaches the rank, but not the rank's child processes.
 
-watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
-`context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. If one of these
-undocumented names is missing, mpwatch cannot start a rank.
+watcher/processes/process.py also uses names that look public, but that CPython does not document:
+`popen_spawn_posix.Popen`, `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and
+`spawn.get_command_line`. If one of these undocumented names is missing, mpwatch cannot start a rank.
 
 mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object, so that the rank and the
   calling program have the same default start method.
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`. To pickle a descriptor, multiprocessing calls
-  `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or `DupFd` is missing, no
-  lock, queue or connection can be sent to a rank.
+  `duplicate_for_child` and `DupFd` of the object that `set_spawning_popen` has stored. If `set_spawning_popen`,
+  `duplicate_for_child` or `DupFd` is missing, no lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
-  pickling/call_payload.py deletes this command from the cache. Code that `exec` runs has the same file name as the command,
-  so a traceback of this code could quote lines of the command.
+  pickling/call_payload.py deletes this command from the cache. The `-c` command has the file name `<string>`. Code that is
+  run with `exec` has the same file name. If the `-c` command stayed in the cache, a traceback of code that is run with
+  `exec` could quote lines of the `-c` command.
 - exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote the cells.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
-  If a new CPython changes the number of entries, tracebacks of ranks have no carets or wrong carets.
-- exceptions/tracebacks.py assumes that compiled module code begins at line 1. If it begins at another line in a new CPython,
-  the line numbers of tracebacks are wrong.
+  If a new version of CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong
+  carets.
+- exceptions/tracebacks.py assumes that compiled module code begins at line 1. If compiled module code began at another
+  line, the line numbers of tracebacks would be wrong.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def forget_child(child: BaseProcess) -> None:
 
 
 def observe_children(on_start: Callable[[int], object]) -> None:
-    """From now on, call `on_start` with the pid of each process that this process starts with multiprocessing."""
+    """Call `on_start` each time this process starts a child with multiprocessing. The argument is the child's pid."""
     # multiprocessing adds each process to this set. Without this name, a DataLoader worker that is killed while it shares a
     # tensor leaves a file in /dev/shm.
 
@@ -113,7 +115,7 @@ def observe_children(on_start: Callable[[int], object]) -> None:
 
 
 def reap_later(child: subprocess.Popen[bytes]) -> None:
-    """Add this child to a list of the module subprocess. Each new `subprocess.Popen` reaps the dead children in the list."""
+    """Add this child to `subprocess._active`. Each new `Popen` object reaps the dead children in `subprocess._active`."""
     # This is for a rank that cannot be killed or reaped now. Without this name, the rank stays a zombie until this program
     # ends.
     import subprocess
@@ -141,7 +143,7 @@ def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
 def call_before_joining_threads(action: Callable[[], object]) -> None:
     """Call `action` after the main thread has run the whole script, and before Python waits for the other threads.
 
-    If Python is already waiting for the other threads, do nothing.
+    If the end of the program has already begun, do nothing.
     """
     # Without this name, a program whose script has ended by Ctrl-C still waits for runs in other threads, until the next
     # Ctrl-C.
@@ -150,7 +152,7 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
 
 
 def exit_by_sigint() -> None:
-    """Make Python end itself with SIGINT at the end of the program, as after a KeyboardInterrupt that no code has caught."""
+    """Make Python kill its own process with SIGINT at the end of the program, as after an uncaught KeyboardInterrupt."""
     # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
     # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
     with suppress(KeyboardInterrupt):

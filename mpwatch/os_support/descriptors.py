@@ -1,4 +1,4 @@
-"""Functions for file descriptors of anonymous files, pipes, sockets and the standard streams, and for memory mappings.
+"""Functions for memory mappings, and for file descriptors of anonymous files, pipes, sockets and standard streams.
 
 This module runs in the watcher and in the ranks. A module that only a few functions need is imported inside these functions.
 """
@@ -61,8 +61,8 @@ def seal(fd: int) -> None:
 def is_used_elsewhere(fd: int) -> bool:
     """Return whether the file of `fd` is also open or mapped elsewhere, in this process or in another process.
 
-    If the use of the file is unknown, for example because the system is not Linux, return True. `fd` must be a read-only
-    descriptor.
+    If the answer is unknown, return True. On systems other than Linux, the answer is always unknown. `fd` must be a
+    read-only descriptor.
     """
     if sys.platform != "linux":
         return True
@@ -131,9 +131,9 @@ def read_pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Make a pipe hold at least `size` bytes. If the kernel's limits for this user are lower, do not change the pipe.
+    """Make a pipe hold at least `size` bytes. If the kernel does not allow this user so many bytes, do not change the pipe.
 
-    Return how many bytes the pipe can hold after the call, or 0 if this number is unknown. Raises OSError.
+    Return the resulting size of the pipe in bytes, or 0 if the size is unknown. Raises OSError.
     """
     import fcntl
 
@@ -171,7 +171,7 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
 
 
 def split_received(received: Received) -> tuple[bytes, list[int], bool]:
-    """Split the result of `socket.recvmsg` into the bytes, the descriptors and the flag that `receive_with_fds` returns."""
+    """Convert what `socket.recvmsg` returns into what `receive_with_fds` returns."""
     data, ancillary, flags, _ = received
     fds: list[int] = []
     for level, kind, numbers in ancillary:
@@ -202,10 +202,10 @@ def end_connection_after_silence(connection: socket.socket, seconds: float) -> N
 
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
-    """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor until the end of the `with` block.
+    """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor. Close /dev/null at the end of the `with` block.
 
-    Otherwise a file that the program opens could get this descriptor, and a child process could use the file as its stdin,
-    stdout or stderr.
+    If descriptor 0 stayed closed, the next file that the program opens would get descriptor 0, and a child process could use
+    this file as its stdin.
     """
     made = []
     try:
@@ -231,7 +231,7 @@ def line_buffer_c_stdout() -> Callable[[], object]:
     """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream.
 
     If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
-    `stdout`. A flush of all streams would also wait for a thread that reads from a stream such as `stdin`.
+    `stdout`, because a flush of all streams would wait for each thread that is reading from a stream such as `stdin`.
     """
     try:
         import ctypes

@@ -1,8 +1,8 @@
 """Finds the GPUs that this process is allowed to use. This module needs neither CUDA nor ROCm, and runs in the watcher.
 
 This module initialises no GPU and uses no GPU memory. A container often has the driver's files of all GPUs of the machine,
-but the device files of only some of the GPUs. A batch system can forbid the use of a device file. So this module checks each
-device file under /dev with `os.access`.
+but the device files of only some of the GPUs. A batch system can forbid the use of a device file. For each GPU, this module
+uses `os.access` to check whether this process may read and write the device file under /dev.
 """
 
 import os

@@ -27,7 +27,7 @@ class ProcessState:
 
 
 class ProcessUsage:
-    """The memory of one process in bytes, and the CPU seconds that it has used, without its child processes."""
+    """The memory (in bytes) and the CPU time (in seconds) of one process. Child processes are not included."""
 
     __slots__ = ("cpu_seconds", "memory")
 
@@ -62,7 +62,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether descriptor `fd` of process `pid` and descriptor `of` of this process refer to the same file or pipe.
+    """Return whether two descriptors refer to the same file or pipe: `fd` in process `pid`, and `of` in this process.
 
     Return False if there is no /proc, or if this process may not read the descriptors of process `pid`.
     """
@@ -92,9 +92,9 @@ def open_pidfd(pid: int) -> int | None:
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of a child that has ended, or None while the child still runs.
 
-    This function does not reap the child, except on a system without waitid. If a signal has ended the child, the exit code
-    is the signal's number with a minus sign. Raises ChildProcessError if other code has reaped the child, or if the child
-    has ended while SIGCHLD was ignored.
+    This function reaps the child only on a system without waitid. If a signal has ended the child, the exit code is the
+    signal's number with a minus sign. Raises ChildProcessError if other code has reaped the child, or if the child has ended
+    while SIGCHLD was ignored.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
@@ -140,7 +140,8 @@ def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -
     """Wait until the kernel has removed a thread.
 
     The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python warns when a
-    program with several threads forks, and counts a thread until the kernel has removed it.
+    program with several threads forks. For this warning, Python also counts an ended thread that the kernel has not removed
+    yet.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

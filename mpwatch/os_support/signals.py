@@ -43,7 +43,7 @@ def set_handler(number: int, handler: Any) -> None:
 
 
 def get_handler(number: int) -> Any:
-    """Return the handler of a signal, which is a function, or a number such as signal.SIG_DFL.
+    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL.
 
     Return None if C code has set the handler.
     """
@@ -51,7 +51,7 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from the given signals to their handlers, without signals whose handler is not a Python function."""
+    """Return a dict from signals to their handlers. The dict contains only signals whose handler is a Python function."""
     return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
 
@@ -89,9 +89,10 @@ def _load_libc() -> Any:
 def die_with_writer(pipe: int) -> None:
     """Make Linux kill the Unix process group of this process when the last writing descriptor of `pipe` is closed.
 
-    If only the watcher can write to the pipe, the kernel kills the Unix process group when the watcher has ended.
-    PR_SET_PDEATHSIG would kill this process when the watcher's thread that has started this process ends, even if the
-    watcher still runs. If the system cannot send a signal when a pipe is closed, do nothing.
+    A rank passes a pipe to which only the watcher can write. When the watcher ends, the kernel kills the rank's Unix process
+    group. This function does not use PR_SET_PDEATHSIG. With PR_SET_PDEATHSIG, the kernel would kill the rank when the thread
+    that started the rank ends, although the watcher may still run. If the system cannot send a signal when a pipe is closed,
+    do nothing.
     """
     import fcntl
     import select

@@ -1,7 +1,7 @@
 """The failure of one rank, and the text that says what happened to this rank.
 
 The functions of this module do no I/O. `summarize_exception` runs user code, because it calls the exception's `__str__`. The
-watcher thread calls only `format_exit` and `format_ranks`, which run no user code.
+watcher thread calls only `format_exit` and `format_ranks` of this module, which run no user code.
 """
 
 import signal
@@ -28,7 +28,7 @@ TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 
 
 class FailureKind(Enum):
-    """The kinds of failures, which say why a rank has no result.
+    """The kinds of failures. Each kind is a reason why a rank has no result.
 
     Attributes:
         EXCEPTION: the function raised, or its return value could not be pickled, sent or unpickled.
@@ -121,7 +121,7 @@ class ProcessFailure:
     def __getstate__(self) -> dict[str, Any]:
         """Return the data that pickle stores for this failure.
 
-        The exception is encoded, because many exceptions cannot be pickled.
+        `ExceptionEncoder` encodes the exception, because many exceptions cannot be pickled.
         """
         state = dict(self.__dict__)
         if self.exception is not None:
@@ -146,7 +146,7 @@ def format_failure(failure: ProcessFailure) -> str:
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict for the root cause `root`, which is in the first line of a report."""
+    """Describe the root cause `root` in a text such as `rank 3 failed first: ValueError: ...`."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -171,7 +171,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def name_rank(failure: ProcessFailure) -> str:
     """Return the name of the failed rank, such as `rank 3`. In a job of several nodes, the name includes the node.
 
-    If the whole node was lost, the name does not include the node, because the text of the failure already names the node.
+    If the whole node was lost, the name is only `rank 3`, because `describe_failure` already names the node.
     """
     node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"
@@ -182,7 +182,7 @@ def _name_node(failure: ProcessFailure) -> str:
 
 
 def describe_failure(failure: ProcessFailure) -> str:
-    """Return a phrase that says what happened to a rank, and that can follow the name of the rank."""
+    """Return a phrase that says what happened to a rank, such as `was killed by SIGKILL (...)`."""
     if failure.kind is FailureKind.SIGNAL:
         return _describe_signal(failure.signal, failure.evidence)
     if failure.kind is FailureKind.OOM:

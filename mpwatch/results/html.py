@@ -54,7 +54,9 @@ PAGE = """\
 
 
 def make_result_page(result: RunData[Any], picture: str) -> str:
-    """Return an HTML page with the table, the timeline, the stacks and the report of a result. The page needs no other file.
+    """Return an HTML page with the table, the timeline, the stacks and the report of a result.
+
+    The page loads no other file, such as a style sheet or an image.
 
     Args:
         result: the result.

@@ -7,7 +7,7 @@ from mpwatch.results.failure import ProcessFailure, format_failure
 
 @dataclass(frozen=True, kw_only=True)
 class ItemFailure:
-    """A failed item of `mpwatch.map`, which has no value.
+    """A failed item of `mpwatch.map`.
 
     Attributes:
         index: position of the item among all items, from 0.

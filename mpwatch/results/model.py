@@ -44,7 +44,7 @@ class WorkerState(Enum):
 
     @property
     def is_running(self) -> bool:
-        """Whether ranks in this state run their function, which is True for HEALTHY and UNHEALTHY."""
+        """Whether ranks in this state run their function. The property is True for HEALTHY and UNHEALTHY."""
         return self in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
@@ -69,8 +69,8 @@ class Progress:
 class Attempt:
     """One start of ranks, with its duration and its outcome.
 
-    An attempt contains all ranks, or only one rank if each rank is restarted alone. `str(attempt)` is a sentence such as
-    "first start, 1.2 s: rank 3 was killed by SIGKILL".
+    With scope="group", an attempt contains all ranks. With scope="worker", an attempt contains only one rank. `str(attempt)`
+    is a sentence such as "first start, 1.2 s: rank 3 was killed by SIGKILL".
 
     Attributes:
         number: how often these ranks had been started before. It is 0 for the first attempt. In the ranks it is
@@ -111,7 +111,7 @@ class Attempt:
 # There are two classes because the modules that make text, HTML and traces import this one, and `RunResult` imports them.
 @dataclass(frozen=True, repr=False)
 class RunData(Generic[T]):
-    """Everything known about a run that has ended, except its events. `mpwatch.run` returns the subclass `RunResult`.
+    """Everything known about a run that has ended, except its events. `mpwatch.run` returns a `RunResult` object.
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.
@@ -177,8 +177,8 @@ class RunData(Generic[T]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks of this run were restarted.
+        """The number of restarts in this run. A restart of all ranks together counts as one restart.
 
-        A start after nodes have joined or left a job does not count as a restart.
+        If nodes have joined or left a job, the next start of the ranks does not count as a restart.
         """
         return sum(attempt.is_counted for attempt in self.attempts)

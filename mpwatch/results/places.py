@@ -40,7 +40,7 @@ def format_location(stacks: str) -> str:
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If `stacks` is
-    only a line that says why there is no stack, the phrase contains this line.
+    only a line such as `has returned`, the phrase is ` (has returned)`.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -109,10 +109,10 @@ def format_place(path: str, line: int | None, function: str) -> str:
 def find_user_frame(files: Iterable[str]) -> int:
     """Return the index of the innermost frame of user code.
 
-    `files` contains the file of each frame, and begins with the innermost frame. A frame in a real file has priority over a
-    frame in `<string>`, which is the file name of a dataclass's generated methods. If no frame belongs to user code, the
-    function returns the index of the innermost frame of an installed package other than torch. If there is no such frame
-    either, the function returns 0.
+    `files` contains the file of each frame, and begins with the innermost frame. The function prefers a frame in a real file
+    to a frame in a file such as `<string>`. For example, the generated methods of a dataclass are in `<string>`. If no frame
+    belongs to user code, the function returns the index of the innermost frame of an installed package other than torch. If
+    all frames belong to mpwatch, torch or the standard library, the function returns 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]
@@ -122,7 +122,7 @@ def find_user_frame(files: Iterable[str]) -> int:
 
 
 def is_of_library(file: str) -> bool:
-    """Return whether a file belongs to mpwatch, the standard library or an installed package, and so is not user code."""
+    """Return whether a file belongs to mpwatch, the standard library or an installed package. Other files are user code."""
     return file.startswith(LIBRARIES) or "/site-packages/" in file
 
 

@@ -28,7 +28,7 @@ class RankCollectives:
     """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether this report contains a call that `earlier`, an older report of the same rank, does not contain."""
+        """Return whether this report contains a call that is missing in `earlier`, an older report of the same rank."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:

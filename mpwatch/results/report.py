@@ -1,8 +1,8 @@
 """Makes the report of a run: a text with the verdict, what happened to the other ranks, and the attempts.
 
-Read the function `format_report` first. The functions of this module do no I/O. `format_overdue_ranks` runs in the watcher
-thread, and the other functions run in the caller's thread. The module failure.py makes the text about the failure of one
-rank, and places.py makes the text about the place of the rank in its code.
+Read the function `format_report` first. The functions of report.py do no I/O. `format_overdue_ranks` runs in the watcher
+thread, and the other functions run in the caller's thread. failure.py describes the failure of one rank, and places.py
+describes the place of one rank in the code.
 
 A report looks like this:
 
@@ -92,7 +92,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_times(count: int) -> str:
-    """Return how often something happened as a text, such as `once` or `3 times`."""
+    """Return the text `once` for the count 1, and a text such as `3 times` for other counts."""
     return "once" if count == 1 else f"{count} times"
 
 
@@ -103,10 +103,10 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Return whether the report lists an attempt.
+    """Return whether the report of the run describes `attempt` in a line of its own.
 
-    If each rank is restarted alone, one timeout or signal can end many attempts. The report does not list these attempts,
-    because the verdict of the run names the timeout or the signal.
+    If each rank is restarted alone, the report omits the attempts that a timeout or a signal has ended. The verdict of the
+    run already names the timeout or the signal.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -118,7 +118,10 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 
 
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
-    """Return the names and the verdicts of at most ATTEMPT_LINES attempts. One more row counts the other attempts."""
+    """Return the names and the verdicts of at most ATTEMPT_LINES attempts.
+
+    If attempts are left out, a row in the middle says how many.
+    """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
     if more > 0:
@@ -137,10 +140,11 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Group all ranks by what happened to them, and leave out the rank that is the root cause.
 
-    Return a dict from each text to the list of ranks that the text describes. The dict begins with the ranks that failed by
-    themselves. Ranks whose texts differ only in the port of a peer or in the seconds of silence form one group, which has
-    the text of its first rank. Each text is a phrase that can follow the names of the ranks. If the root cause is the loss
-    of a node, all ranks of that node are left out, because the verdict names these ranks.
+    Return a dict from texts to lists of ranks. Each text says what happened to its ranks, such as `stopped by the watcher
+    (train.py:12 in step)`. The dict begins with the ranks whose failure is not secondary. A secondary failure is the
+    consequence of another failure. If two texts differ only in the port of a peer or in the seconds of silence, their ranks
+    form one group. The group has the text of its first rank. If the root cause is the loss of a node, all ranks of that node
+    are left out, because the verdict names these ranks.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -197,7 +201,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 
 def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
-    """Return the text that explains why `heartbeat_timeout` did not stop the ranks before the timeout of the run."""
+    """Return a sentence that explains why `heartbeat_timeout` had no effect in the run."""
     return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: it begins with a rank's first report() or heartbeat()"
 
 
@@ -207,10 +211,10 @@ def format_signal(number: int) -> str:
 
 
 def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
-    """Return a phrase that says how long a rank has sent no heartbeat, and which step the rank has reported last.
+    """Return a phrase with the seconds since a rank's last heartbeat, and with the last step that the rank has reported.
 
-    If the rank's failure is the consequence of another failure, pass None as `heartbeat_timeout`. Then the phrase is short,
-    such as `silent for 5.1 s at step 30 of 100`.
+    If the rank's failure is the consequence of another failure, pass None as `heartbeat_timeout`. If `heartbeat_timeout` is
+    None, the phrase is short, such as `silent for 5.1 s at step 30 of 100`.
     """
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f" at step {progress.step}"
@@ -262,7 +266,7 @@ def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
 
 
 def format_end_of_program() -> str:
-    """Return a sentence that says that the program ended during a run, or during a call of a WorkerGroup."""
+    """Return a sentence that says that the program ended before the end of the run or the call."""
     return "the run was stopped: the program ended"
 
 
@@ -277,7 +281,7 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that names the out-of-memory killer as the likely cause of a process's end, and gives the evidence."""
+    """Return a phrase that says that the out-of-memory killer probably ended a process. The phrase ends with `clue`."""
     return f"likely the out-of-memory killer: {clue}"
 
 

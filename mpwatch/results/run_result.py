@@ -1,6 +1,6 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-RunResult adds the events, and the methods that make text, HTML and traces, to the class `RunData` of model.py. report.py and
+RunResult is a subclass of `RunData` of model.py. RunResult adds the events, and methods such as `to_html`. report.py and
 html.py import RunData, and run_result.py imports report.py and html.py. RunData and RunResult are two classes, because a
 single class would need circular imports.
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, repr=False)
 class RunResult(RunData[T]):
-    """The outcome of a run: a sequence of the ranks' return values, and everything else that is known about the run.
+    """The outcome of a run. A RunResult is a sequence of the ranks' return values, with attributes such as `failures`.
 
     The value of rank 3 is `result[3]`. Iteration yields the values in the order of ranks.
 

@@ -1,6 +1,6 @@
 """Read the frames of a stack in the format of faulthandler. This module is pure.
 
-After the line of a frame, there may be a line of source code, which is indented by four spaces. See `add_source_lines` of
+After the line of a frame, there can be a line of source code, which begins with four spaces. See `add_source_lines` of
 stack_dumps.py.
 """
 

@@ -1,4 +1,4 @@
-"""The legal transitions between the states of a group of ranks, as data. This module is pure.
+"""The table of the legal transitions between the states of a group of ranks. This module is pure.
 
 A run has one state, which describes all its ranks together. The diagram of states in ARCHITECTURE.md is made from the table
 TRANSITIONS.
@@ -44,7 +44,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if the state `before` must not change to the state `after`.
+    """Raise ValueError if TRANSITIONS does not contain the transition from `before` to `after`.
 
     An illegal transition is a bug in mpwatch.
     """

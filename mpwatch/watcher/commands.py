@@ -1,4 +1,4 @@
-"""The queues between the caller's threads and the watcher thread: commands go to the watcher thread, and answers come back.
+"""The queues between the caller's threads and the watcher thread. Some commands have an answer.
 
     caller's thread --- post: a command, watcher_wakeup.wake() ---------------> watcher thread: take
     caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
@@ -19,8 +19,8 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the fields of the commands. The
-watcher thread and the caller's threads never write the same field of a command.
+Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the answers in the fields of the
+commands. The watcher thread and the caller's threads never write the same field of a command.
 """
 
 import os
@@ -68,10 +68,10 @@ class StartLostRanks:
 
 @dataclass(frozen=True, eq=False)
 class StopAfter:
-    """A command to stop the ranks at their first step after `step`. The nodes of a job have agreed on `step`."""
+    """A command that makes the ranks stop at their first step after `step`. The nodes of a job have agreed on `step`."""
 
     step: int | None
-    """If no rank has passed a step, `step` is None. The ranks then stop at their next call of `should_stop`."""
+    """None if no rank has passed a step. If `step` is None, the ranks stop at their next call of `should_stop`."""
     cause: str
 
 
@@ -95,7 +95,7 @@ class StacksRequest:
 
 @dataclass(eq=False)
 class TerminalRestore:
-    """A command that makes the guardian process reset a terminal if the watcher is killed."""
+    """A command with the bytes that the guardian process writes to a terminal if the watcher is killed."""
 
     restore: tuple[str, bytes] | None
     """The name of the terminal, and the bytes to write to the terminal. None if there is nothing to restore."""
@@ -103,7 +103,7 @@ class TerminalRestore:
 
 @dataclass(eq=False)
 class TerminalModes:
-    """A command that makes the guardian process restore the modes of a terminal if the watcher is killed."""
+    """A command with the modes that the guardian process sets for a terminal if the watcher is killed."""
 
     path: str
     modes: list[Any] | None
@@ -127,7 +127,7 @@ def _make_locked() -> threading.Lock:
 
 @dataclass(eq=False)
 class Suspend:
-    """A command to suspend all ranks, and to continue them when the program continues. See suspension.py.
+    """A command to suspend all ranks while the program is suspended, for example after Ctrl-Z. See suspension.py.
 
     The command uses locks instead of a threading.Event, because no signal handler can interrupt `Lock.release`. `Event.set`
     is written in Python. If a signal handler raises an exception inside `Event.set`, the event can stay unset.
@@ -143,7 +143,7 @@ class Suspend:
 
 @dataclass(eq=False)
 class DelayedAction:
-    """A command to call `action` in the watcher thread at the time `due_at` or later.
+    """A command to call `action` in the watcher thread after the time `due_at`.
 
     `action` must run no user code, and must not block.
     """
@@ -179,7 +179,11 @@ class DebuggerSocket(NamedTuple):
 
 
 class CommandQueue:
-    """The queues between the caller's threads and the watcher thread, and the wake-up pipes of all these threads."""
+    """The queues between the caller's threads and the watcher thread, and the wake-up pipes of all these threads.
+
+    The watcher thread calls `request_decision` and `offer_debugger_socket`. The caller's threads call
+    `take_decision_requests` and `take_debugger_sockets`.
+    """
 
     def __init__(self) -> None:
         with ExitStack() as stack:
@@ -239,7 +243,7 @@ class CommandQueue:
         self.wake_callers()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
-        """Return the failed attempts for which `request_decision` has asked for a decision."""
+        """Return the failed attempts that were passed to `request_decision` since the last call of this method."""
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
@@ -262,4 +266,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None as the user of a wake-up pipe, because the pipe has no user."""
+    """Return None, because the wake-up pipe has no user."""

@@ -15,15 +15,16 @@ Rules:
    watcher thread does not read the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread
    withdraws the offer.
 2. The caller's thread needs one right for each message that it sends or receives. If one thread has taken a right, no other
-   thread can take this right (pending_call.py). A single call into C code takes the right, sends or receives the message,
-   and records the message. So the records are always correct, because no exception interrupts a call into C code.
+   thread can take this right (pending_call.py). One call into C code performs three steps: take the right for one message,
+   send or receive the message, and record the message. No exception interrupts a call into C code, so the records are always
+   correct.
 3. Before the watcher thread handles events, it takes all rights that the caller's thread has not taken. The caller's thread
-   then sends and receives nothing more. If a call into C code has taken a right and not yet recorded its message, the
-   watcher thread waits a short time for the record. The watcher thread does not wait for other code of the caller's thread,
-   for example for a slow signal handler.
+   then sends and receives nothing more. If the caller's thread is sending or receiving a message at this moment, the watcher
+   thread waits at most RECORD_SECONDS until the message is recorded (pending_call.py). The watcher thread does not wait for
+   Python code of the caller's thread, for example for a slow signal handler.
 4. When the watcher thread has taken the rights of an unfinished call, the watcher thread finishes this call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
-   offer before it reads the registered calls. Because of this order, the watcher thread misses no call.
+   offer before it reads the registered calls. So the watcher thread finds every call that a caller's thread has begun.
 """
 
 import time
@@ -46,7 +47,7 @@ IDLE_SECONDS = 0.05  # a message of an idle rank may have to wait so long, if it
 class DirectCalls:
     """The idle ranks of one watcher thread, and the calls that threads of the caller try to make.
 
-    Only the watcher thread calls the methods other than `execute`.
+    Threads of the caller call `execute`. All other methods are only for the watcher thread.
 
     Args:
         is_observed: returns whether an observer wants the events of calls. Only the watcher thread publishes them.
@@ -60,11 +61,11 @@ class DirectCalls:
         self._last_call_at = 0.0
 
     def execute(self, call: PendingCall, deadline: float) -> bool:
-        """Try to make a call, and return whether the call is over.
+        """Try to make a call without the watcher thread. Return True if the function has returned in all ranks.
 
         If this method returns False, the watcher thread makes the call. The watcher thread does not send the call again to
-        ranks that have already received it. If an exception interrupts this method before a rank has received the call, the
-        call is not made.
+        ranks that have already received it. If an exception interrupts this method before the first rank has received the
+        call, no rank receives the call.
 
         Args:
             call: the call to make.
@@ -120,9 +121,9 @@ class DirectCalls:
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer these ranks to the caller's threads, or all ranks if `ranks` is None. Stop reading their channels.
+        """Offer `ranks` to the caller's threads, and stop reading the channels of these ranks.
 
-        Raises OSError.
+        If `ranks` is None, offer all ranks. Raises OSError.
         """
         idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:
@@ -131,7 +132,7 @@ class DirectCalls:
         self._last_call_at = time.monotonic()
 
     def withdraw(self) -> None:
-        """Withdraw all offers, and read the channels of the ranks again. Raises OSError."""
+        """Withdraw all offers. The watcher thread then resumes reading the channels of the ranks. Raises OSError."""
         while self._offered:
             _, idle_ranks = self._offered.popitem()
             for handle in idle_ranks.handles:

@@ -14,18 +14,19 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 Guarantees:
 
 - When `EventLoop.run` ends, every rank is dead and reaped, with two exceptions: a rank that SIGKILL cannot end, and a dead
-  rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is left.
-- The loop handles the last message of a rank before it handles the rank's exit, because `_on_exit` first reads the rest of
-  the rank's channel.
-- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns when something is due:
-  a deadline of a state machine, a delayed action, or the withdrawal of an offer (direct_calls.py). Other waits are short,
-  except a suspension of the whole program (suspension.py). Before a restart, the loop waits at most KILL_SECONDS until the
-  killed helpers of earlier ranks have ended. If a debugger traces a dead rank, the loop waits at most 50 ms for the rank's
-  exit code, and at most 50 ms until the rank can be reaped.
+  rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is not dead and reaped.
+- The loop handles the last message of a rank before it handles the rank's exit. For this purpose, `_on_exit` first reads the
+  rest of the rank's channel.
+- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns when something is due.
+  Three things can be due: a deadline of a state machine, a delayed action, and the withdrawal of offered ranks
+  (direct_calls.py). Outside `Selector.wait`, only a suspension of the whole program can take a long time (suspension.py).
+  Before a restart, the loop waits at most KILL_SECONDS until the killed helpers of earlier ranks have ended. If a debugger
+  traces a dead rank, the loop waits at most 50 ms for the rank's exit code. To reap this rank, the loop waits at most 50 ms
+  more.
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
   wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
-- The loop handles all events of a wake-up before it executes the first action. Because of this order, the loop never
-  mistakes a rank that died by itself for a rank that an action has just killed.
+- The loop handles all events of a wake-up before it executes the first action. So if a rank has died by itself, the loop
+  never assumes that an action has killed this rank.
 """
 
 import heapq
@@ -97,7 +98,7 @@ WAKE_SECONDS = 0.5  # later than the signal that stops a rank; most ranks have e
 
 
 class EventLoop:
-    """The event loop of one run, or of a WorkerGroup until its ranks are lost.
+    """The event loop of one run or one WorkerGroup. If all ranks of a WorkerGroup are lost, its event loop ends.
 
     Args:
         spec: options of the run or the WorkerGroup.
@@ -451,7 +452,7 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _end_dump(self, handle: RankHandle) -> list[m.Event]:
-        """Return StackDumped if the state machine waits for this event and the rank has sent all requested data.
+        """If the state machine waits for data of this rank, and all of this data has come, return the event StackDumped.
 
         The state machine does not wait for the stacks of a rank that has answered the call.
         """
@@ -473,7 +474,7 @@ class EventLoop:
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
         """Read the collectives that a rank has sent.
 
-        If the rank is crashing, first read the collectives, and then let the rank die.
+        A crashing rank waits until `read_crash` is called. So read the collectives before the call of `read_crash`.
         """
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
@@ -514,7 +515,8 @@ class EventLoop:
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
         """Ask a rank for its collectives.
 
-        If `again` is True, also ask a rank that has already answered, because the rank may have called more collectives.
+        If `again` is True, also ask a rank that has already sent its collectives. The rank may have called more collectives
+        since then.
         """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
@@ -571,7 +573,7 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks. Before that, store the stacks that the rank has already written for the report."""
+        """Ask a rank for its stacks. First store the stacks that the rank has already written for the report."""
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -581,8 +583,8 @@ class EventLoop:
         """Interrupt the main thread's system call in a rank that has received SIGINT or SIGTERM, but still runs.
 
         Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt a system call
-        if the signal came just before the call, or if another thread received the signal. A request for stacks sends a
-        second signal, which interrupts the main thread's system call.
+        if the signal came just before the call, or if another thread received the signal. So mpwatch requests the rank's
+        stacks. This request is a second signal, which interrupts the main thread's system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
         if is_same_call and observed.answer is None and observed.died_at is None:
@@ -597,7 +599,7 @@ class EventLoop:
     def _handle_events(self, events: list[m.Event | CallEvent]) -> list[m.Event | CallEvent]:
         """Pass all events of one wake-up to the state machines, and then execute the machines' actions.
 
-        Return the events that the actions have caused immediately.
+        Return the new events that the actions and the new stages of the state machines have caused.
         """
         now = time.monotonic()
         actions: list[tuple[RestartGroup, m.Action]] = []
@@ -633,7 +635,8 @@ class EventLoop:
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
         """Return a list with one group whose ranks are exactly the idle ranks that a call needs.
 
-        Split or merge groups if necessary. Return an empty list if a rank that the call needs was lost or is ending.
+        If no group has exactly these ranks, split or merge groups. Return an empty list if a rank that the call needs was
+        lost or is ending.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -649,9 +652,10 @@ class EventLoop:
         return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
 
     def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """Refuse a call because ranks were lost, but only if the ranks are independent.
+        """If the ranks are independent, refuse a call that needs lost ranks. Otherwise, do nothing.
 
-        The caller then restarts the lost ranks, and makes the call again.
+        After a refusal, persistent_ranks.py restarts the lost ranks and makes the call again. If the ranks are not
+        independent, the loss of a rank ends all other ranks soon.
         """
         if self._are_independent:
             call.ranks_to_restart = tuple(sorted(lost))
@@ -680,7 +684,10 @@ class EventLoop:
         return group.handle(event, now)
 
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
-        """Pass a stop request to the state machine. On several nodes, pass a request of this node to the leader instead."""
+        """Pass a stop request to the state machine, or let the leader of the job handle the request.
+
+        On several nodes, the leader handles each stop request of a node, if there is a leader at present.
+        """
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
         if self._on_stop is not None and group.setups and not event.is_from_job and self._on_stop(event.cause):
@@ -693,9 +700,9 @@ class EventLoop:
         return actions
 
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
-        """Prepare the ranks for a call. Return False if a rank was lost before the call came.
+        """Prepare the ranks for a call. Return False if a rank is already lost.
 
-        If this method returns False, `call.observations` stays empty, which shows the caller that a rank was lost.
+        If this method returns False, `call.observations` stays empty. So persistent_ranks.py sees that a rank was lost.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -760,8 +767,6 @@ class EventLoop:
             observed.first_signal_at = observed.first_signal_at or time.monotonic()
         else:
             assert isinstance(action, m.AbandonRank)
-            text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
-            self._deferred_log.warning(text, action.rank, observed.pid)
             self._finish_observations(handle)
             self._pool.abandon(handle)
         return []
@@ -769,7 +774,7 @@ class EventLoop:
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
         """React to the stage that the group's state machine has reached.
 
-        Return an Abort event if the ranks of all groups must end, or else no event.
+        If the ranks of all groups must end, return a list with an Abort event. Otherwise, return an empty list.
         """
         stage_before, outcome_before = group.known_stage, (group.known_stop_reason, group.known_signum)
         stop_request_before = group.known_stop_request
@@ -812,7 +817,10 @@ class EventLoop:
         return []
 
     def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """Log where in the code each rank is that has not returned in time after a stop request."""
+        """Log a warning about the ranks that have not returned in time after a stop request.
+
+        The warning shows where in the code each of these ranks is.
+        """
         assert self._spec.stop_timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
@@ -829,10 +837,10 @@ class EventLoop:
             self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Record which ranks have ended first.
+        """Record the lost ranks of the first group that has lost ranks. Later calls of this method do nothing.
 
-        In a WorkerGroup, mpwatch then also stops the calls of other ranks. The results of these calls name the lost ranks as
-        the reason.
+        If ranks of a WorkerGroup with scope="group" are lost, mpwatch also stops the calls of all other ranks. The results
+        of the stopped calls name the lost ranks as the reason.
         """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]

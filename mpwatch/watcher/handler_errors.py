@@ -4,8 +4,8 @@ This module runs in the caller's thread. Before and after a run, the calling pro
 a signal handler raises an exception, this exception appears in the code that the signal has interrupted. So the handler's
 exception could be mistaken for an exception of this code:
 
-- User code runs when arguments are pickled, when return values and exceptions are rebuilt, and when observers are called. An
-  exception of user code is reported as the failure of an argument, a rank or an observer.
+- User code runs when arguments are pickled, when return values and exceptions are rebuilt, and when observers are called. If
+  user code raises an exception, mpwatch reports that an argument, a rank or an observer has failed.
 - The preparation of a run handles OSError in many places. The calling program's handler of SIGALRM usually raises
   TimeoutError, which is an OSError.
 
@@ -15,7 +15,8 @@ So mpwatch replaces the exception by a HostHandlerError, which no code handles:
                      |
                      `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
-Before and after a run, no rank executes the user's function. So mpwatch stops no rank before it raises the exception.
+Before and after a run, no rank executes the user's function. So mpwatch raises the signal handler's exception at once, and
+does not stop the ranks first.
 """
 
 import os
@@ -34,8 +35,8 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
     """Return the result of `action`.
 
     If a signal handler raises an exception while `action` runs, end `action` and raise this exception. Outside the main
-    thread, only call `action`, because Python runs signal handlers in the main thread. This function ignores handlers of
-    real-time signals, because it would take twice as long to read them, too.
+    thread, only call `action`, because Python runs signal handlers in the main thread. This function does not look for
+    handlers of real-time signals. Looking for them would double the time of the search.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
@@ -82,7 +83,10 @@ class _HandlerWatch:
             set_handler(signum, self._call_host_handler)
 
     def restore(self) -> None:
-        """Restore the calling program's handlers. Keep a handler that the program has set after the call of `replace`."""
+        """Restore the calling program's handlers.
+
+        If the program has set a new handler after the call of `replace`, do not replace the new handler.
+        """
         self._is_watching = False  # if an exception prevents the rest, the handlers do what the host's own do
         for signum, handler in self._host_handlers.items():
             if get_handler(signum) == self._call_host_handler:

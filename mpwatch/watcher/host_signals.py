@@ -5,15 +5,15 @@ This module runs in the caller's thread.
 During a run, no handler except the handler of SIGINT raises an exception in the caller's thread:
 
 - SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the run at once, and the program's own handler gets the
-  signal when the run is over. At the prompt of a debugger, however, SIGINT raises KeyboardInterrupt at once. A second SIGINT
-  also raises KeyboardInterrupt at once if user code (an observer, `retry_if`, `env`) is running in the caller's thread.
+  signal when the run is over. At the prompt of a debugger, however, SIGINT raises KeyboardInterrupt at once. If user code
+  (an observer, `retry_if`, `env`) is running in the caller's thread, a second SIGINT raises KeyboardInterrupt at once.
 - A signal of the option `stop_signals` asks the ranks to save their state and return, and does not reach the program's own
-  handler. If a signal of `stop_signals` comes a second time, or the ranks exceed `stop_timeout`, the signal is deferred and
-  stops the run. When a signal of `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal acts like
-  SIGTERM.
+  handler. If the same signal of `stop_signals` comes again, mpwatch stops the run and defers the signal. If the ranks exceed
+  `stop_timeout` after a signal of `stop_signals`, mpwatch also stops the run and defers the signal. When a signal of
+  `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal acts like SIGTERM.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for SIGQUIT.
-  A program that ignores SIGQUIT also prints the stacks, because a shell without job control makes programs in the
-  background (`&`) ignore SIGQUIT.
+  SIGQUIT also asks for the stacks if the calling program ignores SIGQUIT. A shell without job control starts background
+  programs (`&`) with SIGQUIT ignored.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
@@ -29,8 +29,8 @@ Ctrl-C ends the program.
                                                     |
                                                     `--> Python's handler ---> Interrupted ---> watcher_wakeup
 
-The caller's thread waits for a descriptor and not for a lock, because a signal that comes just before the wait for a lock
-does not end this wait.
+The caller's thread waits for a descriptor, not for a lock. A wait for a lock could miss a signal that comes just before the
+wait begins.
 
 handler_errors.py handles the exceptions that the calling program's handlers raise before and after a run.
 """
@@ -62,7 +62,7 @@ DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class HostSignals:
     """Handles the signals of the calling program during one blocking call.
 
-    If an exception interrupts a method of this class, the method can be called again.
+    If an exception interrupts a method of this class, it is safe to call the method again.
 
     Args:
         commands: the command queue to the watcher thread.
@@ -151,10 +151,10 @@ class HostSignals:
         return found | {signum: python_handlers[signum] for signum in signals if signum in python_handlers}
 
     def start_posting(self) -> None:
-        """Post an event to the watcher thread for each signal and stop request that has come, and for each later one.
+        """Post the events of all earlier signals and stop requests to the watcher thread. Later events are posted at once.
 
-        Before the first call of this method, post the command that starts the work of the ranks, because a SIGINT or a stop
-        request has no effect on idle ranks.
+        Before the first call of this method, post the command that starts the work of the ranks. On idle ranks, SIGINT and
+        stop requests have no effect.
         """
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
@@ -195,7 +195,10 @@ class HostSignals:
             self.start_posting()
 
     def quit(self, error: BaseException) -> None:
-        """Stop the ranks as SIGTERM does, and raise this error when the ranks have ended."""
+        """Stop the ranks as if SIGTERM had come.
+
+        When the ranks have ended, the blocking call raises the first `error` that this method has received.
+        """
         if self.handler_error is None:
             self.handler_error = error
         self.post_interrupt(signal.SIGTERM)
@@ -206,7 +209,10 @@ class HostSignals:
         self.post_interrupt(signal.SIGINT)
 
     def end_with_program(self) -> None:
-        """Stop the ranks as SIGTERM does, because the program ends and does not wait for the caller's daemon thread."""
+        """Stop the ranks as if SIGTERM had come.
+
+        The program is ending, and Python does not wait for the caller's daemon thread.
+        """
         self._is_ended_by_program = True
         self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
 
@@ -232,7 +238,7 @@ class HostSignals:
     def restore(self) -> None:
         """Restore the calling program's handlers and wake-up descriptor.
 
-        Keep a handler that the program has set during the run.
+        If the program has set a new handler during the run, do not replace the new handler.
         """
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
@@ -246,7 +252,7 @@ class HostSignals:
             self._forward_wakeups()
 
     def release_wakeup(self) -> None:
-        """Make the wake-up pipe available to other threads, because the caller's thread does not wait any more."""
+        """Let other threads use the wake-up pipe. Call this method after the last wait of the caller's thread."""
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def will_end_program(self) -> bool:
@@ -279,7 +285,10 @@ class HostSignals:
                 self.deliver_received()
 
     def _forward_wakeups(self) -> None:
-        """Write the numbers of received signals, except deferred and stop signals, to the program's wake-up descriptor."""
+        """Write the numbers of received signals to the program's wake-up descriptor.
+
+        Leave out deferred signals and the signals of `stop_signals`.
+        """
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:
@@ -359,7 +368,7 @@ class HostSignals:
 
 
 def _can_be_woken(fd: int) -> bool:
-    """Return False if the wake-up descriptor is closed or blocking, because Python refuses such a descriptor."""
+    """Return whether Python accepts `fd` as the wake-up descriptor. Python refuses a closed or blocking descriptor."""
     try:
         return fd == -1 or not os.get_blocking(fd)
     except OSError:
@@ -367,10 +376,11 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return a dict of the signals that mpwatch must handle although the calling program has no handler for them.
+    """Return a dict whose keys are the signals that mpwatch handles and the calling program does not handle.
 
-    The values of the dict are SIG_DFL or SIG_IGN. This function asks the kernel which signals are caught, because
-    `signal.getsignal` also returns SIG_DFL for a signal that C code handles.
+    The keys are among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP. Each value is SIG_DFL, except that the value of an ignored
+    SIGQUIT is SIG_IGN. This function asks the kernel which signals are caught, because `signal.getsignal` also returns
+    SIG_DFL for a signal that C code handles.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

@@ -1,7 +1,8 @@
-"""Refuse to start ranks while a rank unpacks its call, or while a spawned process imports `__main__`.
+"""Refuse to start ranks in a rank that is unpacking its call, or in a spawned process that is importing `__main__`.
 
 This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If this import
-started ranks, each new rank would import the module again, and the number of processes would grow without end.
+started ranks, each new rank would import the module again, and the number of processes would grow without end. The same can
+happen in a process that multiprocessing has spawned, because this process imports `__main__`.
 """
 
 import sys
@@ -15,7 +16,11 @@ GUARD = 'under `if __name__ == "__main__":`'
 
 
 def check_not_importing() -> None:
-    """Raise RuntimeError in a rank that is unpacking its call, or in a spawned process that is importing `__main__`."""
+    """Raise RuntimeError if this process must not start ranks.
+
+    A rank must not start ranks while the rank unpacks its call. A spawned process must not start ranks while the process
+    imports `__main__`.
+    """
     if is_importing_main():
         raise RuntimeError(
             "mpwatch was called while __main__ is being imported again, in a process that multiprocessing has spawned (such "

@@ -29,7 +29,10 @@ def pack_items(items: Mapping[str, Any]) -> Payload:
 
 
 def _split_call(call: Call) -> Call:
-    """Return the call, with the values of its PerRank arguments moved to `parts`: one dict for each rank."""
+    """Return a call without PerRank arguments.
+
+    The attribute `parts` of the returned call contains the values of the PerRank arguments, in one dict for each rank.
+    """
     found = find_per_rank(call.args, call.kwargs)
     if not found:
         return call

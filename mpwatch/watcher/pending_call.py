@@ -75,9 +75,12 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. Each channel in the list `_to_send` or
-    `_to_receive` is one right. A single call into C code takes the channel from the list, sends or receives the message, and
-    records the message. To stop the caller's thread, the watcher thread takes all remaining rights from the lists.
+    The caller's thread needs a right for each message that it sends or receives. Each channel in the list `_to_send` is the
+    right to send one message over this channel. Each channel in the list `_to_receive` is the right to receive one message.
+    To send a message, one call into C code removes the channel from `_to_send`, sends the message, and adds the number of
+    bytes to `sent`. To receive a message, one call into C code removes the channel from `_to_receive`, receives the message,
+    and adds the message to `received`. To stop the caller's thread, the watcher thread removes all channels from `_to_send`
+    and `_to_receive`.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -100,7 +103,7 @@ class DirectCall:
     def send(self, frame: bytes, ancillary: list[Any]) -> bool:
         """Send a message to each rank.
 
-        Return False if a send fails, or if the watcher thread has taken the rights to send.
+        Return False if a send fails, or if `take_rights` has prevented a send.
         """
         count = len(self.idle_ranks.channels)
         try:
@@ -113,7 +116,7 @@ class DirectCall:
     def receive(self, deadline: float) -> None:
         """Receive the return value of each rank, one rank after the other.
 
-        End at the first rank that sends no complete return value before the deadline.
+        If a rank sends no complete return value before the deadline, receive nothing from the ranks that come after it.
         """
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
@@ -225,12 +228,12 @@ class PendingCall:
     def is_over(self) -> bool:
         """Return whether the call has ended, or cannot begin because ranks were lost.
 
-        Without scope="worker", return False after a failed call that has ended all ranks of the WorkerGroup.
+        Without scope="worker", return False if the call has failed and has ended all ranks of the WorkerGroup.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 
 def is_return_value(received: Received) -> bool:
-    """Return whether `received` is a complete message of the kind RETURNED, without a file descriptor."""
+    """Return whether `received` is a complete message of the kind RETURNED that came without a file descriptor."""
     data, ancillary, flags, _ = received
     return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)

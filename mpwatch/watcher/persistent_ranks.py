@@ -4,11 +4,11 @@ Calls of different ranks may run at the same time, each in a thread of the calle
 
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
-If a rank is lost, mpwatch ends all running calls and stops the other ranks. The next call creates a new WatcherThread, which
-starts all ranks again.
+With scope="group", the loss of a rank ends all running calls and all other ranks. The next call creates a new WatcherThread,
+which starts all ranks again.
 
-With scope="worker", the loss of a rank ends only the call in which the rank was lost. The next call that needs this rank
-makes the same WatcherThread restart the rank. If all ranks are lost, the next call creates a new WatcherThread.
+With scope="worker", the loss of a rank ends only the call in which the rank was lost. The existing WatcherThread restarts
+the lost rank when a call needs the rank. If all ranks are lost, the next call creates a new WatcherThread.
 """
 
 import logging
@@ -94,7 +94,7 @@ class PersistentRanks:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether there are ranks that have to be ended."""
+        """Whether the WorkerGroup may still have ranks."""
         return self._watcher_thread is not None
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class PersistentRanks:
 
     @property
     def lacks_process_group(self) -> bool:
-        """Whether the ranks still have to make torch's process group for the option `backend`.
+        """Whether the option `backend` is set, but the ranks have no usable process group of torch.
 
         The ranks can make torch's process group only in a call that runs on all ranks.
         """
@@ -137,12 +137,13 @@ class PersistentRanks:
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         has no live view, because the call runs in the background.
 
-        With the option `backend`, a call of only some ranks returns None if the loss of a rank has ended torch's process
-        group. See `lacks_process_group`.
+        If `call` returns None, the loss of a rank has ended torch's process group. Only a call with `ranks` and the option
+        `backend` can return None. See `lacks_process_group`.
 
-        Raises LaunchError. Raises RuntimeError if ranks must be started, but `close` was called or the program ends. Raises
-        ValueError if mpwatch cannot install its handler for a signal that an option names. If a signal came during the call
-        and the calling program's handler raises an exception, this method raises the same exception.
+        Raises LaunchError. Raises RuntimeError if the call needs to start ranks after the WorkerGroup was closed, or while
+        the program ends. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If a
+        signal came during the call and the calling program's handler raises an exception, this method raises the same
+        exception.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -186,7 +187,7 @@ class PersistentRanks:
     def close(self) -> None:
         """End the ranks, and wait for their end. Once this method has begun, no call can start ranks.
 
-        After the end of the ranks, the calling program's signal handlers get the signals that came during the wait.
+        If signals come while `close` waits, the calling program's signal handlers run after the end of the ranks.
         """
         self._start_refusal = CLOSED
         self._end_ranks()
@@ -202,7 +203,8 @@ class PersistentRanks:
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
         """Make the guardian process restore a terminal if this process is killed.
 
-        `restore` has the path of the terminal and the bytes to write to it. If `restore` is None, no terminal is restored.
+        `restore` is a tuple: the path of the terminal, and the bytes that the guardian writes to the terminal. If `restore`
+        is None, the guardian restores no terminal.
         """
         watcher_thread = self._watcher_thread
         if watcher_thread is not None:
@@ -211,7 +213,8 @@ class PersistentRanks:
     def explain_loss(self, rank: int, reason: str) -> None:
         """Set the reason that mpwatch logs when it restarts this rank or all ranks.
 
-        `explain_loss` has an effect only for a rank that was lost in a call, and only with scope="worker".
+        Without scope="worker", `explain_loss` has no effect. If the rank had no call when it was lost, `explain_loss` has no
+        effect either.
         """
         if rank in self._loss_reasons:
             self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
@@ -220,7 +223,7 @@ class PersistentRanks:
     def shut_down_in_background(self) -> None:
         """End the ranks, but do not wait for their end.
 
-        Use this method for a WorkerGroup that the program has not closed and no longer refers to.
+        Use this method if Python deletes a WorkerGroup that the program has not closed.
         """
         watcher_thread, self._watcher_thread = self._watcher_thread, None
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
@@ -258,7 +261,7 @@ class PersistentRanks:
     def _check_start(self) -> None:
         """Raise RuntimeError if `close` or `shut_down_at_exit` has begun.
 
-        The thread of a cancelled call can still run at that time.
+        After the start of `close`, the thread of a cancelled call can still try to start ranks.
         """
         if self._start_refusal:
             raise RuntimeError(self._start_refusal)
@@ -291,9 +294,9 @@ class PersistentRanks:
         return watcher_thread
 
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
-        """With scope="worker", make the watcher thread restart these lost ranks.
+        """With scope="worker", make the watcher thread restart the lost ranks in `ranks`.
 
-        If all ranks are lost, the watcher thread has already ended, and starts no rank.
+        If the loss of all ranks has ended the watcher thread, `_restart_lost_ranks` starts no rank.
         """
         self._check_start()
         with open_standard_descriptors(), self._lock:
@@ -313,8 +316,8 @@ class PersistentRanks:
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call.
 
-        The watcher thread gets the call before it starts the ranks, so the call fails if the ranks cannot start. If another
-        call has already started the ranks, and these ranks are lost before this call begins, start them again.
+        The watcher thread gets the call first, and then starts the ranks. If the ranks cannot start, the call fails. If a
+        rank is lost before the call begins, start the ranks again.
         """
         outcome = None
         while outcome is None:
@@ -364,7 +367,7 @@ class PersistentRanks:
         return result
 
     def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
-        """Return the ranks that have ended with this call and that a later call can restart."""
+        """Return the ranks that have ended during this call. If ranks can no longer be started, return an empty tuple."""
         if self._start_refusal:
             return ()
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
@@ -406,8 +409,8 @@ class PersistentRanks:
     ) -> BlockingCall | None:
         """Return the BlockingCall that waits for the ranks.
 
-        Until `_end` is called with this BlockingCall, no other call closes the watcher thread. Return None if another call
-        has already closed `watcher_thread`.
+        The watcher thread stays open until `_end` gets this BlockingCall. Return None if another call has already closed
+        `watcher_thread`.
         """
         with self._lock:
             if self._watcher_thread is not watcher_thread:
@@ -462,7 +465,8 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    The result can be negative, because `BlockingCall.drain_timeout` replaces a result below LAST_DRAIN_SECONDS.
+    The result is negative if the timeout of the call has passed. If the result is less than LAST_DRAIN_SECONDS,
+    `BlockingCall.drain_timeout` returns LAST_DRAIN_SECONDS.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

@@ -74,7 +74,7 @@ def _register_functions() -> None:
 
 
 def _interrupt_after_script() -> None:
-    """Interrupt all calls if Ctrl-C has ended the script, because Python is about to wait for the threads of these calls.
+    """Interrupt all calls if Ctrl-C has ended the script. Python calls this function before it waits for other threads.
 
     Do nothing in an interactive Python session, because Ctrl-C does not end the session.
     """
@@ -83,12 +83,13 @@ def _interrupt_after_script() -> None:
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls if Ctrl-C came while Python waited for other threads. Otherwise, end the runs of daemon threads.
+    """Interrupt all calls if Ctrl-C came while Python waited for other threads.
 
-    Return when all calls that this function has interrupted or ended are over.
+    If no Ctrl-C came, end the runs of daemon threads. Return when all calls that this function has interrupted or ended are
+    over.
 
-    Before Python calls this function, Python waits for all threads except daemon threads. If a thread that is not a daemon
-    thread still runs, Ctrl-C has interrupted Python's wait.
+    Before Python calls this function, Python waits for all threads except daemon threads. So if another thread that is not a
+    daemon thread still runs, Ctrl-C has interrupted Python's wait.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

@@ -79,7 +79,10 @@ class RankQueue:
         self._grant([first])
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a ticket from the queues, even if the ticket was granted. The ticket may already have left the queues."""
+        """Remove a ticket from the queues, even if the ticket was granted.
+
+        It is no error if the ticket has already left the queues.
+        """
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank].pop(ticket, None)

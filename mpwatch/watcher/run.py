@@ -14,16 +14,18 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-In the first 2 ms of a call of idle ranks, the calling program's own signal handlers can raise exceptions. mpwatch's signal
-handlers raise no exception while the caller's thread waits (host_signals.py).
+When a WorkerGroup calls its idle ranks, the calling program's own signal handlers stay installed for up to 2 ms. The
+program's own handlers can raise exceptions. mpwatch's signal handlers raise no exception while the caller's thread waits
+(host_signals.py).
 
 If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. After any exception
 except KeyboardInterrupt in the caller's thread, mpwatch stops the working ranks as if the calling program had received
-SIGTERM. If a second exception comes while mpwatch stops the ranks, mpwatch kills the ranks. `BlockingCall.execute` then
-re-raises the first exception. An exception in the caller's thread does not stop the idle ranks of a WorkerGroup.
+SIGTERM. If a second exception comes while mpwatch stops the ranks, mpwatch kills the ranks. At the end,
+`BlockingCall.execute` re-raises the first exception. An exception in the caller's thread does not stop the idle ranks of a
+WorkerGroup.
 
-If other code uses `PyThreadState_SetAsyncExc` to raise an exception in the waiting caller's thread, Python delays this
-exception until the end of the wait.
+Other code can use `PyThreadState_SetAsyncExc` to raise an exception in the caller's thread. If the caller's thread is
+waiting, Python raises this exception only at the end of the wait.
 """
 
 import logging
@@ -86,7 +88,7 @@ def run_single_node(
         on_start: is called with the BlockingCall before the ranks are started.
 
     Raises LaunchError. If a signal such as SIGINT comes during the run, the calling program's handler for this signal runs
-    at the end of the run. This handler can raise an exception such as KeyboardInterrupt.
+    at the end of the run. The calling program's handler can raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     check_signal_options(spec)
@@ -119,7 +121,10 @@ def pack_spec(spec: WorkerSpec[Any]) -> Payload:
 def _prepare(
     spec: WorkerSpec[Any], controller: RunController[Any], payload: Payload | None, resources: ExitStack
 ) -> tuple[WatcherThread, PendingCall]:
-    """Do everything that must be done before the watcher thread starts."""
+    """Do everything that must be done before the watcher thread starts.
+
+    The ExitStack `resources` closes the objects that this function creates.
+    """
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
@@ -209,7 +214,10 @@ class BlockingCall:
             self.signals.release_wakeup()
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save their state and return. Return False if the call is over. Any thread may call this."""
+        """Ask the ranks to save their state and return. Return False if the call is over.
+
+        Any thread may call this method.
+        """
         return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
@@ -233,7 +241,7 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
+        """Return the result of `make`, which rebuilds return values and exceptions, and also calls observers.
 
         If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once. So one Ctrl-C
         is enough to end `make`.
@@ -249,8 +257,8 @@ class BlockingCall:
     def deliver_signals(self, result: RunResult[Any]) -> None:
         """Deliver the deferred signals to the calling program's handlers. The handler of SIGINT can raise KeyboardInterrupt.
 
-        Call this method last, after all cleanup, and outside an `except` block. In an `except` block, the traceback of the
-        KeyboardInterrupt would also show the exception of the block.
+        Call this method last, after all cleanup, and outside an `except` block. If an `except` block calls this method, the
+        traceback of a KeyboardInterrupt also shows the exception that the block handles.
         """
         __tracebackhide__ = True  # see mpwatch.run
         for observations in [] if self._pending_call is None else self._pending_call.observations:
@@ -275,7 +283,7 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether mpwatch waits for the call for up to 2 ms before it installs its signal handlers."""
+        """Return whether mpwatch installs its signal handlers only if the call takes longer than 2 ms."""
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
         return thread.is_running() and not has_signals
@@ -283,8 +291,8 @@ class BlockingCall:
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.
 
-        The calling program's own signal handlers stay installed, because the exchange of the handlers would take a quarter
-        of the time of a short call. Python may delay the handler of a signal until the end of this wait.
+        The calling program's own signal handlers stay installed, so that a short call is fast. If a signal comes during the
+        wait, Python can delay the signal's handler until the wait is over.
         """
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
@@ -319,7 +327,10 @@ class BlockingCall:
             self.signals.is_in_user_code = False
 
     def _update_views(self) -> None:
-        """Update the live view. If SIGTSTP comes during the update, the program is suspended after the update."""
+        """Update the live view.
+
+        If SIGTSTP comes during the update of the live view, mpwatch suspends the program after the update.
+        """
         self.signals.is_drawing = True
         try:
             for driver in self._drivers:
@@ -333,7 +344,7 @@ class BlockingCall:
         return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
-        """Print the stacks on stderr, if a SIGQUIT has asked for the stacks and they have arrived."""
+        """Write to stderr the stacks that SIGQUIT has requested. Do nothing before the stacks have arrived."""
         request = self.signals.stacks_request
         if request is not None and request.stacks is not None:
             self.signals.stacks_request = None
@@ -353,7 +364,7 @@ class BlockingCall:
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
         """Stop the ranks as if the calling program had received the signal `signum`, and restore the signal handlers.
 
-        If an exception interrupts this method, the method begins again.
+        If another exception interrupts this method, the method ignores the exception and starts again from the beginning.
         """
         must_stop, self._handle_ended_attempts = False, None
         for _ in range(MAX_INTERRUPTIONS):

@@ -8,7 +8,7 @@ from weakref import ReferenceType, ref
 class RunningCall(Protocol):
     """A call in the registry: a BlockingCall or a RunHandle.
 
-    A run of `mpwatch.submit` has a RunHandle from its beginning, but a BlockingCall only when its ranks are about to start.
+    `mpwatch.submit` makes the RunHandle of a run at once. The run gets a BlockingCall later, just before its ranks start.
     """
 
     def ask_to_stop(self, cause: str) -> bool:
@@ -20,13 +20,13 @@ _calls: dict[int, tuple[int, ReferenceType[RunningCall]]] = {}
 
 
 def add_call(call: RunningCall) -> None:
-    """Register a call, until the call object is deleted."""
+    """Register a call. When the call object is deleted, the registry drops the call."""
     key = id(call)
     _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None))
 
 
 def request_stop(cause: str) -> bool:
-    """Ask the ranks of all running calls to stop. Return whether at least one call accepts the request.
+    """Ask the ranks of all running calls to stop. Return whether at least one call accepts the request to stop.
 
     A signal handler may call this function.
     """

@@ -25,7 +25,8 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    A rank without a handler gets no signal, because most signals end a process that has no handler for the signal.
+    A rank without a handler gets no signal, because most signals end a process that has no handler for the signal. Log a
+    warning about running ranks without a handler.
     """
     running = [
         rank

@@ -46,7 +46,7 @@ def refuse_signals(spec: GroupSpec) -> None:
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
     """Return a dict that maps each signal to its handler, which can be SIG_DFL or SIG_IGN.
 
-    Leave out signals that C code handles. The kernel reports a handler for such a signal, but Python reports none.
+    Leave out signals that C code handles. If C code handles a signal, the kernel reports a handler, but Python reports none.
     """
     handlers = {signum: handler for signum in signals if (handler := get_handler(signum)) is not None}
     defaults = [signum for signum, handler in handlers.items() if handler == signal.SIG_DFL]

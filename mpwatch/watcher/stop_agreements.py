@@ -1,4 +1,4 @@
-"""When a stop is requested, makes the ranks agree on the step at which all of them stop.
+"""Makes all ranks stop at the same step when a stop is requested.
 
 This module runs in the watcher thread.
 
@@ -55,7 +55,7 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, group: RestartGroup, cause: str) -> None:
-        """Make each rank of a group wait at its next call of `should_stop`. Start the agreement HOLD_SECONDS later."""
+        """Make each rank of a group wait at its next call of `should_stop`. After HOLD_SECONDS, start the agreement."""
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
         read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)
@@ -72,7 +72,7 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
-        """Make each rank of a group stop before its first step whose number is above `step`.
+        """Make each rank of a group stop before the rank begins a step with a number above `step`.
 
         If `step` is None, the ranks stop at their next call of `should_stop`.
         """

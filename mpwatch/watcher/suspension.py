@@ -10,18 +10,19 @@
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. A debugger's prompt
-counts as user code.
+If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. At a debugger's prompt,
+the handler of SIGTSTP also suspends the program at once.
 
 Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- The watcher thread always continues, because the caller's thread releases the lock `is_over` even after an exception.
+- After a suspension, the watcher thread always continues. During a suspension, the watcher thread waits for the lock
+  `is_over`. The caller's thread releases this lock even if an exception interrupts the suspension.
 - A process that was already stopped before the suspension stays stopped after the suspension.
 
-In an orphaned Unix process group, the kernel ignores SIGTSTP, because no shell could continue the program. The command
-`ssh -t host python x.py`, for example, starts the program in such a group. If the kernel ignores SIGTSTP, the ranks continue
-at once.
+In an orphaned Unix process group, the kernel ignores SIGTSTP, because no shell could continue the program. For example,
+`ssh -t host python x.py` starts the program in an orphaned Unix process group. If the kernel ignores SIGTSTP, the ranks
+continue at once.
 """
 
 import os
@@ -41,7 +42,9 @@ POLL_SECONDS = 0.05  # how often the caller's thread checks whether the watcher 
 
 
 class ProgramSuspension:
-    """Suspends the program and its ranks during one blocking call of the main thread. Only the main thread uses this class.
+    """Suspends the program and its ranks if SIGTSTP arrives while a blocking call is running.
+
+    Each blocking call has its own ProgramSuspension. Only the main thread uses this class.
 
     Args:
         commands: the queue of commands to the watcher thread.
@@ -64,7 +67,8 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        A request during a suspension is dropped, because the kernel also drops a pending SIGTSTP when SIGCONT comes.
+        If `request` is called while `suspend` is running, the request has no effect. The kernel acts in the same way: when
+        SIGCONT arrives, the kernel drops a pending SIGTSTP.
         """
         if not self.is_requested or self._is_under_way:
             return

@@ -4,9 +4,9 @@
                                      |            |            ^                          ^
     watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-The event loop needs a separate thread, because exceptions of other code must not interrupt it. An exception during the start
-or the reaping of a rank could leave the rank's process behind. In a thread of the calling program, a signal handler or
-`PyThreadState_SetAsyncExc` can raise an exception between any two bytecodes.
+The event loop has its own thread, so that no exception of the calling program's code can interrupt the event loop. In a
+thread of the calling program, a signal handler or `PyThreadState_SetAsyncExc` can raise an exception between any two
+bytecodes. If an exception interrupted the start of a rank, the rank's process could stay alive without a watcher.
 
 No user code runs in the watcher thread.
 """
@@ -143,8 +143,8 @@ class WatcherThread:
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
         """Return the RankSetups for the next start of these ranks.
 
-        If `ranks` contains all ranks, the ranks get a new MASTER_PORT. Otherwise, the ranks get the MASTER_PORT of the other
-        ranks.
+        If `ranks` contains all ranks, the ranks get a new MASTER_PORT. If `ranks` contains only some of the ranks,
+        MASTER_PORT stays the same.
         """
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
             # the new port is reserved before the old one is released, so the two differ
@@ -161,11 +161,12 @@ class WatcherThread:
             self._port_socket.close()
 
     def start(self) -> None:
-        """Start the watcher thread, which starts the ranks, if the watcher thread was not started before.
+        """Start the watcher thread, if it was not started before. The watcher thread starts the ranks.
 
         Any thread may call this method. If Python cannot start a thread, for example because the program is ending, this
-        method executes the event loop in the caller's thread. In three cases, the method raises LaunchError instead: for a
-        WorkerGroup, for a run of several nodes, and for a run that can continue after a failure of a rank.
+        method usually executes the event loop in the caller's thread. In three cases, the event loop needs its own thread:
+        in a WorkerGroup, in a run of several nodes, and in a run that can continue after a failure of a rank. In these three
+        cases, `start` raises LaunchError if Python cannot start a thread.
         """
         with self._start_lock:
             if self._thread is None:
@@ -213,8 +214,8 @@ class WatcherThread:
     def emit_logs_and_events(self) -> None:
         """Emit the deferred log records and call the observers.
 
-        Several threads may call this method at the same time. In a WorkerGroup, the method returns at once if another thread
-        already emits records and calls observers.
+        Several threads may call this method at the same time. In a WorkerGroup, one of these threads emits the records and
+        calls the observers, and the other threads return at once.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -234,7 +235,7 @@ class WatcherThread:
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
         """Wait until mpwatch has written everything that the ranks have printed so far.
 
-        If the wait takes longer than `seconds`, log a warning. None means that the wait has no limit.
+        If the wait takes longer than `seconds`, log a warning. If `seconds` is None, the wait has no time limit.
         """
         if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
@@ -245,8 +246,8 @@ class WatcherThread:
         """Return the debugger's console.
 
         Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
-        thread can open the debugger's prompts. So a call in the main thread opens the prompts of all ranks, even of ranks
-        that another thread has called.
+        thread can open the debugger's prompts. A call in the main thread opens the prompts of all ranks, including the ranks
+        of a call in another thread.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None
@@ -280,12 +281,18 @@ class WatcherThread:
         return request.stacks or Stacks() if self._wait_for_answer(request) else Stacks()
 
     def take_statuses(self) -> Sequence[RankStatus]:
-        """Return the present status of each rank, or () if the watcher thread is not running. Any thread may call this."""
+        """Return the present status of each rank, or () if the watcher thread is not running.
+
+        Any thread may call this method.
+        """
         request = StatusRequest()
         return request.statuses or () if self._wait_for_answer(request) else ()
 
     def _wait_for_answer(self, request: StacksRequest | StatusRequest) -> bool:
-        """Post a request to the event loop, and wait for the answer. Return False if the ranks end before the answer."""
+        """Post a request to the event loop, and wait for the answer.
+
+        Return False if the event loop ends without an answer.
+        """
         self.commands.post(request)
         while not request.is_answered.wait(ANSWER_POLL_SECONDS):
             if not self.is_running():
@@ -308,7 +315,7 @@ class WatcherThread:
     def join(self) -> None:
         """Wait until the thread has ended, without a time limit.
 
-        If `is_finished` is False, post a command that ends the ranks before you call this method.
+        If `is_finished` is False, first post a command that ends the ranks, and then call `join`.
         """
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()

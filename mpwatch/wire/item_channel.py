@@ -8,12 +8,12 @@
       | ----------- end of the stream -------> |   there are no more items
 
 Each rank has a separate socket for the messages of `mpwatch.map`, so these messages do not pass through the watcher thread.
-If a rank dies, the caller can still read the rank's last messages from the socket, so the caller knows at which item the
+If a rank dies, the caller can still read the rank's last messages from the socket. The last messages show at which item the
 rank died.
 
 Each item has a number, which is called its token. Each rank has a pipe, which contains the tokens of the rank's items in
-ascending order. Before a rank begins an item, the rank takes the item's token from the rank's pipe. The caller can take the
-token of a busy rank's item from the pipe, and send the item to another rank. When a rank has died, the tokens in its pipe
+ascending order. Before a rank begins an item, the rank takes the item's token from the rank's pipe. The caller can take a
+token from the pipe of a busy rank, and send the token's item to another rank. When a rank has died, the tokens in its pipe
 show which items the rank had not begun. In the messages ITEM and ITEMS, the first argument of the pickled call is the token
 of the first item.
 
@@ -45,7 +45,7 @@ READ_SIZE = 1 << 17  # bytes; a bundle in the message itself has at most half of
 
 
 class ItemKind(enum.IntEnum):
-    """The kind of a message. The comments describe the message's body."""
+    """The kind of a message. The comment beside a kind describes the message's body."""
 
     READY = 1  # empty
     ITEM = 2  # the bundle of a call whose arguments are a token and the item; empty if the first descriptor is its file
@@ -55,9 +55,10 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The pipe with the tokens of one rank's items. The caller and the rank read from the pipe, and each token is read once.
+    """The pipe with the tokens of one rank's items.
 
-    If a TokenPipe is an argument of a call, the rank gets only the reading end of the pipe.
+    Either the caller or the rank reads a token from the pipe, never both. If a TokenPipe is an argument of a call, the rank
+    gets only the reading end of the pipe.
     """
 
     def __init__(self) -> None:

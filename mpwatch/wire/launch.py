@@ -58,8 +58,8 @@ class LaunchInfo:
 class RankProcess(SpawnProcess):
     """The process of a rank.
 
-    In the watcher, the process object is an instance of the subclass `_WatchedProcess` (watcher/processes/process.py). The
-    rank unpickles the object as a plain RankProcess.
+    In the watcher, the process object is an instance of the subclass `_WatchedProcess` (watcher/processes/process.py). In
+    the rank, the process object is a plain RankProcess.
 
     Args:
         launch_info: the argument of the program's `main`.

@@ -1,4 +1,6 @@
-"""Recognise errors that report a shortage, for example of memory or of descriptors. Write error texts that name a remedy.
+"""Recognise errors that report a shortage, for example of memory or of descriptors.
+
+`with_remedy` adds advice to an error text, for example to raise the limit of open files.
 
 This module runs in the watcher and in the ranks.
 """
@@ -33,7 +35,7 @@ def is_resource_shortage(error: BaseException) -> bool:
 
 
 def with_remedy(what: str, error: BaseException) -> str:
-    """Return an error text that says what failed and why. The text also names a remedy if mpwatch knows one."""
+    """Return an error text that says what failed and why. If mpwatch knows a remedy, the error text also names it."""
     if isinstance(error, MemoryError):
         return f"{what}: there is not enough memory; free some, or let each rank load large data itself"
     number = error.errno if isinstance(error, OSError) else errno.EAGAIN if str(error) == NO_THREAD else None

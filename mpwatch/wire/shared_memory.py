@@ -15,11 +15,11 @@ rank is dead.
   While the rank writes a report, the report's checksum is wrong. If the watcher finds a wrong checksum, it reads the report
   again.
 - A slot contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The name of a torch file
-  in /dev/shm contains the pid of the process that made the file. So the watcher can find the files of dead child processes
-  by the pids in the slot (watcher/processes/torch_files.py).
+  in /dev/shm contains the pid of the process that made the file. With the pids in the slot, the watcher can find the torch
+  files that dead child processes have left (watcher/processes/torch_files.py).
 - A slot contains the number of the call that the watcher has interrupted last (`PendingCall.number`). A SIGINT itself
   carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its slot with the number of
-  its next call. If the two numbers differ, the rank ignores the SIGINT.
+  its next call. If the number in the slot is not the number of the next call, the rank ignores the SIGINT.
 
 The slot stays mapped into the rank's memory even if user code closes all descriptors, for example to become a daemon.
 """
@@ -83,7 +83,7 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 def clear_slot(fd: int, slot: int) -> None:
     """In the watcher: clear the slot of a dead rank for the next rank.
 
-    This function does not write to an empty black box, because pages that were never written take no memory.
+    `clear_slot` leaves an empty black box as it is, because each page that is written takes memory.
     """
     zeros = bytes(BLACK_BOX_SIZE)
     if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
@@ -94,7 +94,7 @@ def clear_slot(fd: int, slot: int) -> None:
 def record_interrupt(fd: int, slot: int, call: int) -> None:
     """In the watcher: record the number of the call that a signal will interrupt.
 
-    Call this function before you send the signal, because the rank reads the call's number after the signal has arrived.
+    Call `record_interrupt` before you send the signal. After the signal has arrived, the rank reads the call's number.
     """
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 
@@ -203,7 +203,10 @@ class HeartbeatWriter:
         HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, time.monotonic())
 
     def stop(self) -> None:
-        """Record that no heartbeat will follow, because the function has returned."""
+        """Record that no heartbeat will follow, because the function has returned.
+
+        If the rank has sent no heartbeat, do nothing.
+        """
         if HEARTBEAT_TIME.unpack_from(self._memory, HEARTBEAT_AT)[0]:
             HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, math.inf)
 

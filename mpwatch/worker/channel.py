@@ -20,7 +20,7 @@ READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """A blocking channel for the rank's main thread. Other threads may call only `send_socket` and `request_stop`.
+    """The channel to the watcher, for the rank's main thread. Other threads may call only `send_socket` and `request_stop`.
 
     Args:
         fd: the descriptor of a connected Unix socket.
@@ -41,7 +41,7 @@ class Channel:
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message, or write it into the black box if the channel is closed. Return False on failure."""
+        """Send a message, or write it into the black box if user code has closed the channel. Return False on failure."""
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:
@@ -96,7 +96,10 @@ class Channel:
                     write_all(self._fd, encode_frame(MessageKind.STOP_REQUESTED))
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
-        """Wait for a call. Return its number and the arguments for `call_payload.unpack`, or None if no call will follow."""
+        """Wait for a call, and return the call's number and the arguments for `call_payload.unpack`.
+
+        Return None if no call will follow.
+        """
         if not self._is_open():
             return None
         try:
@@ -147,19 +150,20 @@ class Channel:
     def detach(self) -> None:
         """Prevent Python from closing the channel's descriptor. The kernel closes the descriptor when the rank exits.
 
-        If user code has closed the descriptor, its number might now belong to another file, which must stay open.
+        If user code has closed the channel's descriptor, another file might now have the same number, and Python must not
+        close that file.
         """
         self._socket.detach()
 
     def reserve_fd(self) -> None:
-        """Open a spare descriptor for the next answer, because the user's function may use up all descriptors."""
+        """Open a spare descriptor for the next answer, in case the user's function uses up all descriptors."""
         if self._reserved_fd == -1:
             self._reserved_fd = os.dup(self._fd)
 
     def release_reserved_fd(self) -> None:
         """Close the spare descriptor.
 
-        Do nothing if user code has already closed the spare descriptor, because its number might now belong to another file.
+        If user code has already closed the spare descriptor, do nothing: another file might now have the same number.
         """
         if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
             os.close(self._reserved_fd)
@@ -182,10 +186,10 @@ def _read_identity(fd: int) -> tuple[int, int]:
 
 
 def _write_startup_output(fds: list[int]) -> None:
-    """Write the early output of the rank's Python interpreter to the rank's stderr.
+    """Write the startup output of the rank's Python interpreter to the rank's stderr.
 
-    The interpreter has printed this output before the rank's stderr was set up. The watcher does not write the output
-    itself, because the write can block.
+    Startup output is what the interpreter prints before the rank's stderr is set up. The rank writes the startup output,
+    because a write to stderr can block and the watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

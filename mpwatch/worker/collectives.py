@@ -6,10 +6,12 @@
 A thread of the rank answers the watcher's requests. The rank starts this thread when it creates its first process group.
 This thread can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
 
-torch can give a new process group the name of a destroyed group. So when a group is created, this module stores the number
-that the next record of torch's flight recorder will have. This module ignores a record if its number is lower than the
-stored number of its group. A "world" consists of a default group (`init_process_group`), and of all groups that are created
-until this default group is destroyed.
+torch can give a new process group the name of a destroyed group. The records in torch's flight recorder are numbered. When a
+group is created, this module stores the number that the next record will have. If the number of a record is lower than the
+stored number of its group, this module ignores the record: the record belongs to a destroyed group.
+
+A "world" begins when `init_process_group` creates a default group, and ends when this default group is destroyed. All groups
+that are created between these two events belong to the world.
 
 The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
@@ -92,7 +94,7 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Wrap the functions of torch.distributed that create process groups, so that they call `start` and fill `_groups`."""
+    """Wrap torch's functions that create process groups. The wrapped functions call `start` and fill `_groups`."""
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
             setattr(module, name, _note_groups(getattr(module, name), channel))
@@ -129,14 +131,14 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """Return the number of the next record of each backend that has records in torch's flight recorder."""
+    """Return the number of each backend's next record in torch's flight recorder. Leave out backends without records."""
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
 
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
-    """Return False if this entry of the flight recorder is older than the newest group with the entry's group name."""
+    """Return False if this entry belongs to an old group, and a newer group now has the old group's name."""
     group = _groups.get(entry["process_group"][0])
     return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
@@ -180,8 +182,8 @@ def send_before_failure(channel: Channel) -> None:
 def answer_last_request() -> None:
     """If a request of the watcher has already arrived, answer the request.
 
-    Call this function before the rank exits, because the process could end before the thread that answers requests has
-    answered.
+    Call `answer_last_request` before the rank exits. Otherwise the process can end before the thread of `_answer_requests`
+    has sent its answer.
     """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
@@ -242,7 +244,7 @@ def _describe_rank(frames: list[FrameType]) -> RankCollectives:
 
 
 def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if torch's flight recorder may have overwritten records of groups that this module knows."""
+    """Return True if torch's flight recorder may have overwritten a record of a group in `_groups`."""
     oldest: dict[str, int] = {}
     for entry in recorded:
         oldest.setdefault(_get_backend(entry), entry["record_id"])
@@ -273,8 +275,8 @@ def _is_of_distributed(frame: FrameType) -> bool:
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries. If several entries have the same number, return only the last one of them.
 
-    NCCL first records each call of a batch, and then records the whole batch under the same number. Later NCCL changes the
-    state only in the record of the whole batch.
+    NCCL first records each call of a batch, and then the whole batch. All these records have the same number. When the state
+    of the batch changes, NCCL updates only the record of the whole batch.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:

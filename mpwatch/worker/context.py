@@ -83,9 +83,9 @@ def current_worker() -> Worker:
 
 
 def choose_part(count: int) -> int:
-    """Return the index of this rank's value among the `count` values of a PerRank.
+    """Return the index of this rank's value in a PerRank that has `count` values.
 
-    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
+    `count` must be the number of ranks of the job, or of this node. Raises ValueError if `count` is another number.
     """
     worker = current_worker()
     if count == worker.world_size:
@@ -133,9 +133,9 @@ def should_stop(step: int) -> bool:
     """Return whether this rank should save its state and return now, before it does this step.
 
     A stop is requested by a signal in `stop_signals`, by `request_stop()`, or by `stop_after`. Before a stop is requested,
-    `should_stop` returns False. After a stop is requested, `should_stop` returns True on all ranks at the same step: the
-    first step that no rank has begun yet. So all ranks can save the same state, and no rank waits in a collective for a rank
-    that has stopped:
+    `should_stop` returns False. After a stop request, the ranks agree on one step: the first step that no rank has begun. At
+    the agreed step, `should_stop` returns True on all ranks. So all ranks can save the same state, and no rank waits in a
+    collective for a rank that has stopped:
 
         for step in range(first_step, steps):
             if mpwatch.should_stop(step):
@@ -143,15 +143,15 @@ def should_stop(step: int) -> bool:
             train(step)
 
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
-    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. `should_stop` never waits for
-    a rank that has returned, or for a rank that does not use `should_stop`. If rank 0 has returned after step 9, the other
-    ranks stop after step 9 or after a later step. If rank 0 has only 10 steps and the other ranks stop at step 20, rank 0
-    ends normally: `should_stop` never returns True in rank 0. With `RestartPolicy(scope="worker")`, ranks do not
-    communicate, so each rank stops at its own next step.
+    a new epoch begins. The steps of the new epoch come after all steps of the previous epoch. If a rank has returned, or
+    never calls `should_stop`, the other ranks do not wait for this rank. For example, if rank 0 returns after step 9 and a
+    stop is requested later, the other ranks finish step 9 before they stop. If rank 0 has only 10 steps and the other ranks
+    stop at step 20, rank 0 ends normally: `should_stop` never returns True in rank 0. With `RestartPolicy(scope="worker")`,
+    ranks do not communicate, so each rank stops at its own next step.
 
     A call of `should_stop` takes a fraction of a microsecond. When a stop is requested, `should_stop` waits until the ranks
     agree on the step. The agreement takes some milliseconds, or some tenths of a second with several nodes. If a node is
-    lost, `should_stop` can wait as long as `node_timeout`. Outside a rank, and in a process that a rank has forked,
+    lost, `should_stop` can wait for up to `node_timeout` seconds. Outside a rank, and in a process that a rank has forked,
     `should_stop` returns False.
 
     Args:
@@ -169,14 +169,16 @@ def should_stop(step: int) -> bool:
 def request_stop() -> bool:
     """Ask all ranks to save their state and return.
 
-    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. A request from a rank of a run
-    is for all ranks of this run, on all nodes. In a WorkerGroup, a request from a rank is for all ranks that run the same
-    call. If a rank has started other ranks with `mpwatch.run`, the rank's request does not stop these other ranks. A request
-    from the program that has started the ranks is for all unfinished runs and calls of this program. To stop a single run or
+    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. If a rank of a run calls
+    `request_stop`, mpwatch asks all ranks of this run to stop, on all nodes. If a rank of a WorkerGroup calls
+    `request_stop`, mpwatch asks all ranks that run the same call to stop. If a rank has started other ranks with
+    `mpwatch.run`, the rank's request does not stop these other ranks. If the program that has started the ranks calls
+    `request_stop`, mpwatch asks the ranks of all unfinished runs and calls of this program to stop. To stop a single run or
     call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
 
-    Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, a further
-    call changes nothing. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop over its results.
+    Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, another
+    call of `request_stop` changes nothing for these ranks. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`,
+    leave the loop over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

@@ -21,9 +21,9 @@ multiprocessing Connection:
 With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
 main thread's stack to the user, even while the main thread runs or waits in C code.
 
-If user code has passed `stdin` or `stdout` to a Pdb object, this module leaves the object unchanged. This module also leaves
-the objects of a subclass that has its own `cmdloop` unchanged, such as IPython's debugger. This module does not replace
-`sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
+If user code has passed `stdin` or `stdout` to a Pdb object, this module leaves the object unchanged. If a subclass of Pdb
+has its own `cmdloop`, this module leaves the objects of the subclass unchanged. For example, IPython's debugger is such a
+subclass. This module does not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class DebuggerClient:
     def ask(self, prompt: str, debugger: Any, *, can_be_left: bool = False) -> str:
         """Show a prompt in the caller's terminal or notebook, and return the line that the user enters.
 
-        The line is empty if the user has ended the input.
+        At the end of the input, for example after Ctrl-D, return an empty string.
         """
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
@@ -134,7 +134,7 @@ class DebuggerClient:
                     return f"{values[0]}\n" if kind == "line" else ""
 
     def wait_for_request(self) -> None:
-        """Wait until the user asks for a prompt that shows the stack of this rank."""
+        """Wait until the user asks to see the stack of this rank."""
         self.open("inspector")
         self._receive()
 
@@ -181,21 +181,21 @@ class PromptStream:
         self._unfinished_line = ""  # the prompt, when pdb reads a line
 
     def write(self, text: str) -> int:
-        """Show the complete lines of the text. Keep an unfinished line for the next prompt or the next `write`."""
+        """Show the complete lines of the text. Show an unfinished line later, with the next prompt or the next `write`."""
         lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
         if newline:
             self.client.write(lines + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing, because `write` sends complete lines at once."""
+        """Do nothing, because `write` has already sent all complete lines."""
 
     def isatty(self) -> bool:
         """Return False, so that pdb writes no escape sequences."""
         return False
 
     def readline(self) -> str:
-        """Return a line that the user enters. The line is empty if the user has ended the input."""
+        """Return a line that the user enters. At the end of the input, for example after Ctrl-D, return an empty string."""
         prompt, self._unfinished_line = self._unfinished_line, ""
         return self.client.ask(prompt, self._debugger, can_be_left=self.can_be_left)
 
@@ -296,7 +296,7 @@ def _make_help(text: str) -> Callable[[Any], None]:
 
 
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
-    """Return how many of the outermost frames belong to multiprocessing or mpwatch, and not to the user's function."""
+    """Count the frames of multiprocessing and mpwatch that come before the first frame of the user's function."""
     is_of_mpwatch = [str(frame.f_globals.get("__name__", "")).startswith("mpwatch.") for frame, _ in stack]
     if True not in is_of_mpwatch:
         return 0
@@ -305,7 +305,7 @@ def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
-    """Return the index of the frame that `find_user_frame` finds, in a stack that begins with the outermost frame."""
+    """Return the index of the innermost frame of user code. `stack` begins with the outermost frame."""
     from mpwatch.results.places import find_user_frame
 
     files = [frame.f_code.co_filename for frame, _ in reversed(stack)]
@@ -336,7 +336,10 @@ class _StopError(BaseException):
 
 @contextmanager
 def _raised_at_sigterm() -> Iterator[None]:
-    """Set a handler of SIGTERM that raises _StopError, so that the rank reports its exception and ends."""
+    """Make SIGTERM raise _StopError. _StopError ends the prompt, and the rank reports the exception of its function.
+
+    If the user's function has set a handler of SIGTERM, do not replace this handler.
+    """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -383,7 +386,10 @@ def _run_inspector(client: DebuggerClient) -> None:
 
 
 def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """If this module has raised the exception, return a copy of the traceback without the frames of pdb and mpwatch."""
+    """Return the traceback without the frames of the debugger, or unchanged if its last frame is not in this module.
+
+    For example, `breakpoint()` raises RuntimeError in this module if the watcher cannot show a prompt.
+    """
     entries = []
     rest = trace
     while rest is not None:

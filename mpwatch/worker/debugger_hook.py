@@ -1,4 +1,4 @@
-"""Makes pdb in a rank use the streams of debugger.py, as soon as pdb is imported.
+"""Makes pdb in a rank read and write through the watcher, as soon as pdb is imported.
 
 Every rank imports this small module, but only a rank that uses the debugger imports the larger debugger.py.
 """
@@ -47,7 +47,7 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 def finish_stepping() -> None:
     """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
 
-    Call this function when the user's function has ended, so that the user does not step through code of mpwatch.
+    mpwatch calls this function after the user's function, so that pdb does not step into the code after the user's function.
     """
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
@@ -55,7 +55,7 @@ def finish_stepping() -> None:
 
 
 def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None:
-    """If debugger.py has raised the exception, return the traceback without the frames of pdb and mpwatch."""
+    """Return the traceback without the frames of the debugger, or unchanged if its last frame is not in debugger.py."""
     debugger = sys.modules.get(DEBUGGER)
     return trace if debugger is None else debugger.drop_own_frames(trace)
 

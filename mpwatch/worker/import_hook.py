@@ -31,7 +31,7 @@ class ModuleFinder:
         self.change = change
 
     def install(self) -> None:
-        """If the module is already loaded, change the module now. Otherwise, change the module when it is imported."""
+        """If the module is already loaded, change it now. If the module is not loaded yet, change it after its import."""
         if self._name in sys.modules:
             self.change(sys.modules[self._name])
         else:

@@ -1,8 +1,8 @@
-"""The rank's part of `mpwatch.map`: calls the function with each item from the caller, and sends each value immediately.
+"""Calls the function of `mpwatch.map` in a rank, and sends each value to the caller immediately.
 
 `mpwatch.map` makes the ranks of a WorkerGroup call `serve_items`. If the user's function raises an exception for an item,
-the call of `serve_items` fails. After a failed call of `serve_items`, `mpwatch.map` ends, or makes the rank call
-`serve_items` again for the next items.
+the call of `serve_items` fails. If `mpwatch.map` continues after a failed call of `serve_items`, the rank calls
+`serve_items` again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
 def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
     """Return the next items with their tokens, or None if there are no more items. A token is the number of an item.
 
-    If several items in one message cannot be unpickled, ask the caller to send them one by one, and return an empty list.
+    If a message with several items cannot be unpickled, send DIVIDE, and return an empty list. After DIVIDE, the caller
+    sends the items one by one. If a message with one item cannot be unpickled, raise the exception.
     """
     message = receive_message(channel)
     if message is None:
@@ -89,7 +90,7 @@ def _call(fn: Callable[[Any], object], item: object) -> object:
 def _send_value(channel: socket.socket, value: object) -> bool:
     """Send a value to the caller, and return whether the value could be sent. Raises what `pickle_value` raises.
 
-    The rank stops its heartbeats before it sends a value, so that the watcher expects no heartbeats between two items.
+    The rank stops its heartbeats before it sends a value, because the rank may wait long for the next item.
     """
     with closing(pickle_value(value)) as bundle:
         context.stop_heartbeats()

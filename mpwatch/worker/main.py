@@ -90,8 +90,8 @@ def _die_with_watcher() -> None:
     """Make the kernel kill this rank when the watcher dies.
 
     multiprocessing has opened a pipe between the watcher and this rank. When the watcher dies, the kernel closes the
-    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel cannot send a signal when a pipe is closed, only
-    the guardian process kills the rank.
+    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel does not support F_SETSIG, only the guardian
+    process kills the rank.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
@@ -99,7 +99,7 @@ def _die_with_watcher() -> None:
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:
-    """Ignore the signals in `ignored`, and reset the signal settings that the rank has inherited from the watcher process.
+    """Ignore the signals in `ignored`, unblock all signals, and reset the handlers of SIGTERM and SIGCHLD.
 
     A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. If a rank ignored
     SIGTERM, only SIGKILL could stop it. If a rank ignored SIGCHLD, it could not wait for its own children.
@@ -112,14 +112,14 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Make the rank answer the watcher's requests for collectives, as soon as the rank creates a process group."""
+    """Change `module`: when the rank creates its first process group, a thread begins to report the collectives."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
 
 
 def _answer_last_request() -> None:
-    """Answer the watcher before the rank exits, if the watcher has requested the rank's latest collectives."""
+    """If the watcher has asked for the rank's collectives, answer the watcher before the rank exits."""
     if "mpwatch.worker.collectives" in sys.modules:
         from mpwatch.worker import collectives
 
@@ -144,7 +144,7 @@ def _serve(
 ) -> None:
     """Run and answer calls until the watcher sends SHUTDOWN or closes the channel.
 
-    If an import of `preload` has failed, the first call fails with the exception of the import.
+    If the rank cannot import a module of the option `preload`, the first call fails with the exception of the import.
     """
     pid = os.getpid()
     has_returned = False
@@ -175,7 +175,7 @@ def _serve(
 def _run_call(
     received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
-    """Run a call, and pickle its return value. mpwatch defers signals before and after `_load_and_call`."""
+    """Run a call, and pickle its return value. The user's signal handlers run only during `_load_and_call`."""
     try:
         try:
             value = _load_and_call(received, deferred_signals, preload_error)
@@ -262,7 +262,7 @@ def pickle_value(value: object) -> PickleBundle:
 
 
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
-    """Exit this process, which the user's function has forked. A forked process sends no answer to the watcher."""
+    """Exit this process, which the user's function has forked. Only the rank itself sends an answer to the watcher."""
     if isinstance(outcome, _Failure):
         from mpwatch.wire.exceptions import decoder
 
@@ -294,9 +294,9 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
 def _send_failure(channel: Channel, failure: _Failure) -> None:
     """Send the message FAILING, then the text and the traceback of the exception, and then the pickled exception.
 
-    An exception's class can contain user code that crashes or hangs, for example in `__str__`. The rank sends FAILING first,
-    because sending FAILING calls no method of the exception. The pickled exception comes last, because pickling an exception
-    is even less safe than calling its `__str__`.
+    An exception's class can contain user code that crashes or hangs, for example in `__str__`. The message FAILING contains
+    only a time, so sending FAILING runs no code of the exception's class. Pickling can run any code of the exception's
+    class, so the rank first sends the text and the traceback.
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
@@ -318,7 +318,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
 def _send_locals(channel: Channel, failure: _Failure) -> None:
     """Send the local variables of the failed call as text.
 
-    If the variables cannot be encoded, send an empty text, because the watcher waits for the message LOCALS.
+    The watcher waits for the message LOCALS. If the variables cannot be encoded, send LOCALS with an empty body.
     """
     texts = b""
     with suppress(BaseException):  # memory or threads have run out
@@ -353,7 +353,10 @@ class _Failure:
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:
-        """Remove mpwatch's frames from both ends of the exception's traceback, and return an encoder of the exception."""
+        """Remove mpwatch's outermost frames from the exception's traceback, and return an ExceptionEncoder.
+
+        If debugger.py has raised the exception, also remove the frames of the debugger.
+        """
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
         from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
@@ -364,9 +367,9 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Copy the traceback of `self.error` to `error`, and return an encoder of `error`.
+        """Give `error` the traceback of the call's exception, and return an ExceptionEncoder for `error`.
 
-        The rank reports `error` instead of `self.error`.
+        The rank reports `error` if the rank cannot encode or send the call's exception.
         """
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
@@ -375,16 +378,16 @@ class _Failure:
 
 
 class _LoadError(Exception):
-    """Raised if the rank cannot unpickle a call, or if an import of `preload` has failed."""
+    """Raised if the rank cannot unpickle a call, or cannot import a module of the option `preload`."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class _DebuggedError(Exception):
-    """Raised if the user's function raises an exception, and the option `post_mortem` is set.
+    """With the option `post_mortem`, a `_DebuggedError` replaces an exception of the user's function.
 
-    `raised_at` is the time at which the user's function raised its exception, before the prompt of pdb was shown.
+    `raised_at` is the time when the function failed, not the time when the user left the prompt of pdb.
     """
 
     def __init__(self, error: Exception, raised_at: float) -> None:
@@ -402,9 +405,10 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
     """Destroy the torch process group that mpwatch has made. Ignore exceptions, because the group might already be broken.
 
-    When a rank destroys the group, other ranks that still wait for this rank fail at once. So a rank must send its return
-    value before it destroys the group. After a failure, the group is destroyed only when the rank exits. Destroying the
-    group earlier could block, because torch can wait for other ranks, and these ranks can wait for this rank.
+    When a rank destroys the group, other ranks that still wait for this rank fail at once. Before other ranks fail, the
+    watcher must know that this rank has returned. So a rank must send its return value before it destroys the group. After a
+    failed call, `_serve` does not destroy the group. Destroying a group can block: torch can wait for a rank that itself
+    waits for this rank.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.
@@ -416,7 +420,7 @@ def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
 
 
 def _report_exit_blockers(channel: Channel) -> None:
-    """Send to the watcher the names of the threads and processes for which Python waits before the rank exits."""
+    """Send the names of non-daemon threads and processes to the watcher, because the rank's exit waits for them."""
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     children = [child.name for child in multiprocessing.active_children() if not child.daemon]
     blockers = [

@@ -1,4 +1,4 @@
-"""Initialise and destroy the torch process group of the option `backend`. This module runs in a rank."""
+"""Create and destroy a rank's torch process group, if the option `backend` is set. This module runs in a rank."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,11 +14,11 @@ _group_number = 0  # the number of the last group within its version; equal in a
 
 
 def init(backend: str, version: int | None, timeout: float | None) -> None:
-    """Join the default process group. Do nothing if a group with this version already exists. Raises whatever torch raises.
+    """Join the default process group, and wait until all ranks have joined it. Raises whatever torch raises.
 
-    This function returns when all ranks have joined. With gloo, torch's `init_process_group` returns earlier: as soon as
-    this rank is connected to the other ranks. If a rank leaves the group before all ranks have joined, the other ranks can
-    fail to open their connections.
+    If `version` is not None, and the rank already has a group of this version, do nothing. With gloo, torch's
+    `init_process_group` waits only until this rank is connected to the other ranks. If a rank leaves the group before all
+    ranks have joined, the other ranks can fail to open their connections.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.

@@ -9,10 +9,9 @@ The user's function gets signals as usual, but the user's handlers never interru
                                 it reaches the function of the next call if the watcher has sent SIGINT for that call
     destroy a process group     the same as while the rank waits for a call
 
-The table applies to SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. The table does not
-apply to PYTHON_DUMP_SIGNAL, by which the watcher asks for the rank's stacks (stack_dumps.py). mpwatch defers a signal by
-replacing its handler. A signal mask would not be enough: if only the main thread blocks a signal, the kernel can deliver the
-signal to another thread.
+mpwatch defers SIGINT, SIGTERM and every other signal that has a handler in Python, such as SIGALRM. mpwatch never defers
+PYTHON_DUMP_SIGNAL, which asks the rank for its stacks (stack_dumps.py). To defer a signal, mpwatch replaces the handler of
+the signal. mpwatch does not block signals in the main thread, because the kernel could deliver a signal to another thread.
 """
 
 import mmap
@@ -40,7 +39,7 @@ class DeferredSignals:
     def defer(self) -> None:
         """Defer signals from now on.
 
-        A second call of `defer` also defers signals whose handlers were set since the first call.
+        If a signal gets a new handler after a call of `defer`, the next call of `defer` defers the signal, too.
         """
         handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
@@ -52,7 +51,7 @@ class DeferredSignals:
                 set_handler(number, self._record)
 
     def prepare_for_call(self) -> None:
-        """Make SIGTERM end the rank from now on. If a SIGTERM was deferred, it ends the rank now.
+        """Make SIGTERM end the rank from now on. If a SIGTERM was deferred, end the rank now.
 
         A deferred SIGINT is kept for the next call.
         """
@@ -67,7 +66,7 @@ class DeferredSignals:
     def restore(self, call: int) -> None:
         """Restore the function's handlers.
 
-        If a SIGINT was deferred for this call, `restore` runs the handler of SIGINT, which can raise an exception.
+        If a SIGINT for this call was deferred, run the handler of SIGINT. The handler of SIGINT can raise an exception.
 
         Args:
             call: the number of the call. A SIGINT that was sent for an earlier call is dropped.

@@ -6,18 +6,18 @@ The watcher asks by one of two signals, because either signal works where the ot
   the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
   also delay the Python handler, for example a wait in a collective of gloo.
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The C handler runs at once, even while a thread holds the
-  GIL. The C handler writes only the stack of the main thread, which gets the signal. While a thread enters or leaves a
-  function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame, Python 3.11 to 3.13
-  can crash, and Python 3.14 leaves out the frame's callers. While the main thread runs `sorted(key=function)`, 0.3 % to 6 %
-  of the C handler's dumps crash Python 3.11 to 3.13. With Python 3.14, 4 % of the C handler's dumps of
-  `sorted(key=function)` are incomplete.
+  GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread enters or
+  leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame, Python 3.11
+  to 3.13 can crash. Python 3.14 does not crash, but the dump lacks the callers of the invalid frame. In a measurement with
+  `sorted(key=function)`, 0.3 % to 6 % of the C handler's dumps crashed Python 3.11 to 3.13. In a measurement with
+  `sorted(key=function)` and Python 3.14, 4 % of the C handler's dumps were incomplete.
 
 The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
-begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Neither handler ever blocks, because both handlers
-leave out the text that does not fit into the pipe.
+begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is
+full, the rest of the stacks is lost.
 
-Like any signal handler in Python, the handler of PYTHON_DUMP_SIGNAL can interrupt a system call, which then fails with
-EINTR. If the user has set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
+PYTHON_DUMP_SIGNAL can interrupt a system call of a C library. The interrupted system call fails with EINTR. If the user has
+set a tracer (`sys.settrace`), the tracer sees the frames of the Python handler.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Make this rank write all its stack dumps into this pipe. Return the identifier that the main thread has in the dumps.
+    """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread.
 
-    If the user's function enables faulthandler itself, faulthandler writes the stack of a crash to the file that the
-    function has chosen.
+    If the user's function calls `faulthandler.enable`, faulthandler writes the stack of a crash to the file of this call.
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
@@ -65,9 +64,9 @@ def register_stack_dumps(pipe: int) -> int:
 
 
 def redirect_crash_stack(target: socket.socket) -> None:
-    """Make faulthandler write the stack of a crash into this socket instead of the pipe.
+    """Make faulthandler write the stack of a crash into this socket, and not into the rank's stack pipe.
 
-    Do nothing if the user's function has chosen another file for faulthandler.
+    If the user's function has called `faulthandler.enable`, do nothing.
     """
     if _crash_file() is not None:
         fd = target.detach()
@@ -86,8 +85,8 @@ def _enable_crash_stack(fd: int) -> None:
 class CrashFile:
     """The file into which faulthandler writes the stack of a crash.
 
-    If the user's function gives faulthandler another file, Python deletes the CrashFile, and the weak reference
-    `_crash_file` returns None.
+    Only faulthandler keeps a reference to the CrashFile. If the user's function gives faulthandler another file, Python
+    deletes the CrashFile. When the CrashFile has been deleted, `_crash_file()` returns None.
     """
 
     def __init__(self, fd: int) -> None:
@@ -98,14 +97,14 @@ class CrashFile:
         return self._fd
 
     def flush(self) -> None:
-        """Do nothing, because faulthandler writes without a buffer."""
+        """Do nothing, because faulthandler has no buffer to flush."""
 
 
 class StackWriter:
     """The handler of PYTHON_DUMP_SIGNAL. A StackWriter writes the stacks of all threads in faulthandler's format.
 
-    A StackWriter writes the stack of the main thread first. A StackWriter leaves out the middle of a deep stack. The
-    outermost frames stay, because they show whether the rank is loading its call or running the function.
+    In a dump, the stack of the main thread comes first, and the middle of a deep stack is left out. The dump contains the
+    outermost frames, because these frames show whether the rank is loading its call or running the function.
     """
 
     def __init__(self, pipe: int, main_thread: int) -> None:

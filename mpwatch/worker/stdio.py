@@ -1,11 +1,11 @@
 """Set up stdout, stderr and the pipe for stack dumps. This module runs in a rank.
 
-When a rank starts, its stderr is a pipe, so that the watcher can read the interpreter's error messages if the start fails.
-When the interpreter has started, `move_stderr` replaces stderr with the stream that the caller wants. After `move_stderr`,
-the rank uses the pipe to the watcher only for stack dumps.
+When a rank starts, its stderr is a pipe to the watcher. If the interpreter cannot start, the watcher reads the error message
+from the stderr pipe. After the interpreter has started, `move_stderr` gives the rank its final stderr, for example a log
+file. After `move_stderr`, the rank uses the pipe to the watcher only for stack dumps.
 
-If stdout is a pipe or a file, Python and the C library write to stdout in blocks, not in lines. Without `flush_at_newline`,
-the watcher would read lines late, and would never get the last lines of a rank that is killed.
+If stdout is a pipe or a file, Python and the C library write to stdout in blocks, not in lines. After `flush_at_newline`,
+Python and the C library write each line at once. If the rank is killed, the watcher still reads all lines.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def move_stderr(stderr_fd: int) -> bytes:
 def leave_terminal() -> None:
     """Give up the controlling terminal, if there is one.
 
-    A rank is in a background process group of the terminal. If a process of a background process group reads from /dev/tty,
-    the kernel stops this process by SIGTTIN without a message. Without a controlling terminal, the rank gets an error when
-    it opens /dev/tty. The rank can still use a descriptor of the terminal that is already open.
+    A rank is in a background process group of the terminal. If a background process reads from /dev/tty, the kernel silently
+    stops the process with SIGTTIN. Without a controlling terminal, the rank gets an error when it opens /dev/tty. An
+    inherited descriptor of the terminal, for example stdout, keeps working.
     """
     try:
         fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
@@ -64,7 +64,7 @@ def flush_at_newline() -> None:
 
 
 def flush_before_answer() -> None:
-    """Flush captured output, even an unfinished line, so that the watcher reads this output before the call's answer."""
+    """Flush captured stdout, so that even an unfinished line reaches the watcher before the call's answer."""
     if _flush_c_stdout is not None:
         with suppress(BaseException):  # closed, or replaced by an object that raises anything
             sys.stdout.flush()
@@ -81,7 +81,7 @@ def flush() -> None:
 
 
 def _duplicate_to_high_fd(fd: int) -> int:
-    """Return a duplicate of this descriptor. The duplicate has the number HIGH_FD if this number is free and allowed."""
+    """Return a duplicate of this descriptor. If possible, the duplicate has the number HIGH_FD."""
     try:
         os.fstat(HIGH_FD)
     except OSError:

@@ -210,8 +210,8 @@ class RankMagics(Magics):
     def _find_cell_number(self) -> int:
         """Return the number of the running cell.
 
-        The method searches the call stack for the file name of a cell, because IPython knows the number of the cell from
-        this name. The shell's counter `execution_count` can already have the number of the next cell.
+        The method searches the call stack for the file name of a cell. IPython can convert the file name of a cell to the
+        number of the cell. The shell's counter `execution_count` can already have the number of the next cell.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None:

@@ -8,7 +8,7 @@ and lightning_fabric. The module imports Lightning only from the package to whic
 
 This module gives the guarantees of `mpwatch.run`, and these further guarantees:
 
-- No rank runs the script. With Lightning's own launchers, the ranks run the script.
+- No rank runs the caller's script. With Lightning's own strategy "ddp", each rank runs the whole script.
 - The strategy that a rank receives does not contain the options of `watched`. In a rank, the launcher of the strategy only
   calls the function, and starts no processes.
 - Rank 0 sends the trained weights to the caller through memory, and not through a file.
@@ -53,10 +53,10 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns the value that `fn` returned in
     rank 0. If a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
 
-    Lightning calls the `setup` of a callback only in the ranks. So `load_state_dict` of a callback fails in the caller if it
-    uses an attribute that only `setup` creates. If `state_dict` or `load_state_dict` of a callback raises an exception,
-    mpwatch issues a warning that names the callback and the error, and copies all other state. If `load_state_dict` of the
-    module raises an exception in the caller, mpwatch issues a warning, too.
+    Lightning calls the `setup` of a callback only in the ranks. If `load_state_dict` of a callback needs an attribute that
+    `setup` creates, `load_state_dict` raises an exception in the caller. If `state_dict` or `load_state_dict` of a callback
+    raises an exception, mpwatch issues a warning that names the callback and the error, and copies all other state. mpwatch
+    also issues a warning if `load_state_dict` of the caller's module raises an exception.
 
     Lightning's own spawning strategies have the same limits:
 
@@ -65,16 +65,16 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
       module lacks a layer, the weights of this layer do not come back to the caller, and a warning names these weights.
     - Some loggers, such as TensorBoardLogger, give each run a new version number. The caller's logger does not know the
       version number of the run.
-    - If a rank fails, Lightning calls `on_exception` of callbacks in the caller, with the RunFailedError. If `on_exception`
-      of a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`
+    - If a rank fails, Lightning passes the RunFailedError to `on_exception` of the caller's callbacks. If `on_exception` of
+      a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`
       is also called in the rank, with the rank's exception.
 
     `watched` changes nothing if another launcher, such as torchrun or `mpwatch.run`, has already started the processes.
 
     mpwatch stops a rank with SIGTERM if another rank has failed or your program has received SIGTERM. SIGTERM ends a rank at
-    once, even in a collective. If a rank must save something before it ends, set a SIGTERM handler, for example in
-    `on_fit_start`. The handler has `grace_period` seconds to save. In the ranks, `trainer.received_sigterm` stays False even
-    after a SIGTERM.
+    once, even in a collective. To save something before SIGTERM ends a rank, set a SIGTERM handler in the rank, for example
+    in `on_fit_start`. mpwatch kills the rank if the handler runs longer than `grace_period` seconds. In the ranks,
+    `trainer.received_sigterm` stays False even after a SIGTERM.
 
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
@@ -120,7 +120,7 @@ def _import_launchers(strategy: Any) -> ModuleType:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError for a bad option now, and not when training begins."""
+    """Raise TypeError or ValueError if an option is bad, so that the user sees the error before training begins."""
     for name in sorted(options.keys() - OPTIONS):
         raise TypeError(f"watched() has no option {name!r}; its options are {', '.join(sorted(OPTIONS))}")
     # `logs` may name ranks. _LauncherFactory checks it, when the number of ranks is known.
@@ -135,8 +135,8 @@ def _check_options(options: dict[str, Any]) -> None:
 class _StrategyHook:
     """An object that `watched` adds to a strategy.
 
-    The `__reduce__` of each subclass puts another object in place of this object in the ranks. `__deepcopy__` is defined
-    because `copy.deepcopy` would otherwise use `__reduce__`.
+    When mpwatch pickles the strategy for the ranks, `__reduce__` of each subclass replaces the `_StrategyHook` by another
+    object. `__deepcopy__` is defined because `copy.deepcopy` would otherwise use `__reduce__`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class _StrategyHook:
 
 
 class _LauncherFactory(_StrategyHook):
-    """Replaces a strategy's method `_configure_launcher`, with which Lightning chooses a launcher."""
+    """Replaces the method `_configure_launcher` of a strategy. Lightning calls the method to choose a launcher."""
 
     def __call__(self) -> None:
         strategy, options, launchers = self._strategy, self._options, self._launchers
@@ -179,7 +179,7 @@ class _LauncherFactory(_StrategyHook):
 
 
 class _FabricLauncherInRank:
-    """The launcher of a strategy in a rank, where all processes exist already."""
+    """The launcher that a strategy has in a rank. `launch` starts no processes, and only calls the function."""
 
     is_interactive_compatible = True
 
@@ -250,7 +250,7 @@ class _TrainerLauncher(_Launcher):
         return state.value
 
     def kill(self, _: int) -> None:
-        """Do nothing, because mpwatch itself stops the ranks if the caller receives a signal."""
+        """Do nothing, because `mpwatch.run` stops the ranks if the caller receives Ctrl-C or SIGTERM."""
 
 
 def _run_in_rank(*args: Any, **kwargs: Any) -> Any:

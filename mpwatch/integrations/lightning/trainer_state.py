@@ -60,8 +60,8 @@ class TrainerState:
     def restore(self, trainer: Any) -> None:
         """Copy the state into the caller's trainer.
 
-        If a callback or the module cannot load its state, `restore` issues a warning, and copies the rest. A warning filter
-        can turn a warning into an exception, so `restore` issues the warnings after it has copied the whole state.
+        If a callback or the module cannot load its state, `restore` issues a warning, and copies all other state. A warning
+        filter can turn a warning into an exception, so `restore` issues the warnings after it has copied the whole state.
         """
         problems = [*self.problems]
         if self.weights:
@@ -110,9 +110,9 @@ def _gather_whole_weights(strategy: Any) -> Any:
 
 
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
-    """Load the weights into the caller's module, except weights for which the caller's module has no layer.
+    """Load each weight for which the caller's module has a layer.
 
-    If some weights were not loaded, return a list with one text that names these weights, and otherwise []. The caller's
+    If all weights were loaded, return []. If not, return a list with one text that describes the problem. The caller's
     module may lack layers that `configure_model` has added only in the ranks.
     """
     try:

@@ -13,12 +13,12 @@ imports only its modules `__init__` and `names`.
     skipif and xfail marks            ◀─raises─  setup, call and teardown of the test
 
 - Tests that are in one module and have the same options run on the same ranks, which form one WorkerGroup.
-- Each rank sets up its own fixtures. Fixtures with a wider scope than `function` are kept for the next tests, until a test
-  fails. After a test fails, each rank tears down all its fixtures, because the state of a fixture can differ from rank to
-  rank. The fixture `tmp_path` is the same folder in all ranks.
-- In pytest's own process, the plugin raises the exception of the rank that failed first. pytest therefore handles skips,
-  expected failures and tracebacks in the same way as for any other test. If one rank skips the test and another rank fails,
-  the test fails.
+- Each rank sets up its own fixtures. A rank keeps a fixture for the next tests if the fixture's scope is wider than
+  `function`. After a test fails, each rank tears down all its fixtures, because the state of a fixture can differ from rank
+  to rank. The fixture `tmp_path` is the same folder in all ranks.
+- In pytest's own process, the plugin raises the exception of the rank that failed first. pytest handles skips, expected
+  failures and tracebacks of a marked test in the same way as for any other test. If one rank skips the test and another
+  rank fails, the test fails.
 - pytest's report of a test shows the output of each rank in a separate section. pytest also reports the warnings of the
   ranks, and the properties that the ranks have recorded (`record_property`).
 """

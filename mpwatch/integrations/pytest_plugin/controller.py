@@ -47,9 +47,10 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store `nextitem`, the next test. The ranks keep each fixture whose scope includes the next test.
+    """Store `nextitem`, the next test. The ranks keep each fixture that is still in scope for the next test.
 
-    With `--pdb`, the debugger for a marked test opens in a rank, so this function prevents a debugger in this process.
+    With `--pdb`, pdb opens in the rank in which a marked test fails. So this function disables pytest's plugin for pdb in
+    pytest's own process while a marked test runs.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -89,7 +90,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the ModuleGroup for the test's module and these options, and start it if it does not exist."""
+    """Return the ModuleGroup of the test's module that has these `options`. If there is none, start a new ModuleGroup."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -163,7 +164,7 @@ class ModuleGroup:
         return failures
 
     def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
-        """If the group is healthy, call the function in all ranks, with the timeout of the last test."""
+        """If the WorkerGroup is healthy, call `fn` in all ranks, with the timeout that the last test had."""
         __tracebackhide__ = True
         if self._group.state is not WorkerState.HEALTHY:
             return None, []
@@ -194,7 +195,7 @@ class ModuleGroup:
                     yield f"{stream} of rank {worker.rank}", text
 
     def _read_new_text(self, path: Path) -> str:
-        """Return the text that was written to the log file since the previous call of this method for this file."""
+        """Return the text that a rank has added to the log file since `_read_new_text` last read this file."""
         try:
             with path.open("rb") as file:
                 file.seek(self._read_positions.get(path, 0))
@@ -273,7 +274,10 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. An unexpected failure has priority over a skip and over an expected failure."""
+    """Return the root cause, or another rank's unexpected failure.
+
+    If the root cause is a skip or an expected failure, an unexpected failure of another rank has priority.
+    """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
@@ -293,6 +297,7 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 def _fail_without_traceback(text: str) -> NoReturn:
     """Fail the test.
 
-    This function does not set `__tracebackhide__`, because pytest prints a text about hidden frames if all are hidden.
+    If all frames of a traceback are hidden, pytest prints a text about hidden frames. So `_fail_without_traceback` does not
+    set `__tracebackhide__`.
     """
     raise pytest.fail.Exception(text, pytrace=False) from None

@@ -61,7 +61,7 @@ NameInModule = tuple[str, ...]  # the names of the classes and the test. Plugins
 
 @dataclass(frozen=True)
 class TestRequest:
-    """A test that the ranks have to run."""
+    """The data that the ranks need to run one test."""
 
     name: NameInModule
     next_name: NameInModule | None
@@ -99,13 +99,13 @@ def prepare_session(config: SessionConfig) -> None:
 
 
 def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
-    """Set up the test, call it, and tear it down. Raise any exception that the test or one of its fixtures raises."""
+    """Set up the test, call it, and tear it down. If the test or a fixture fails or skips, raise its exception."""
     __tracebackhide__ = True
     return _get_session(config).run_item(request)
 
 
 def _get_session(config: SessionConfig) -> "RankSession":
-    """Return the pytest session of this rank. Make one if the rank has none, for example after a restart."""
+    """Return the pytest session of this rank. If the rank has no session, for example after a restart, make a session."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK_KEY not in state:
@@ -140,7 +140,7 @@ class _NullTerminal(io.StringIO):
 class RankSession:
     """A pytest session in a rank.
 
-    A RankSession is also a plugin of its pytest session, so that pytest calls its hooks.
+    A RankSession is also a plugin of its pytest session, so that pytest calls the hook methods of RankSession.
     """
 
     def __init__(self, config: SessionConfig) -> None:
@@ -200,10 +200,13 @@ class RankSession:
         return self._passed_data
 
     def _find_error(self) -> BaseException | None:
-        """Return the exception of the test's first failure, or else of a skip or an expected failure, or else None.
+        """Return the exception that `run_item` must raise for the test, or None if there is no exception.
 
-        If the test has not passed, write its other failures, captured logging and warnings to stderr, because the rank does
-        not send pytest's report to the controller.
+        The exception of the test's first failure has priority. If the test has no failure, return the exception of a skip or
+        of an expected failure.
+
+        The rank does not send pytest's report to the controller. So if there is an exception, write the further failures,
+        the captured logging and the warnings of the test to stderr.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.

@@ -15,15 +15,15 @@ hours before the other nodes start. Each further node, and each node that replac
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-Only the user can read and write the folder mpwatch-1234abcd, because its pickles contain the secret of the job. A pickle
-that another user has changed could run any code.
+The folder of a job, such as mpwatch-1234abcd, contains pickles with the secret of the job. So only the user can read and
+write the folder. A pickle that another user has changed could run any code.
 
 Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
 job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of
 submitit, `mpwatch.should_stop` returns True in all ranks at the same step, so that the ranks can save and return. When the
 ranks of a preempted `Job` have returned, submitit queues the `Job` again. When the ranks of a preempted `run` have returned,
-`run` submits a new SLURM job. If SLURM sends only SIGTERM before it takes machines back, SIGTERM ends the ranks, and they
-cannot save. If `PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
+`run` submits a new SLURM job. If SLURM sends SIGTERM and no signal of submitit, SIGTERM ends the ranks, and the ranks cannot
+save. If `PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
 """
 
 from mpwatch.integrations.submitit.job import Job

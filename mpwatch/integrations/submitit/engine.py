@@ -77,9 +77,9 @@ class SubmititEngine:
         return f"no node of these jobs of submitit has connected to this program: {', '.join(waiting)}" if waiting else ""
 
     def cancel(self, number: int) -> None:
-        """Cancel the submitit job of a node if all other nodes of this job have ended.
+        """Cancel a node. If no other node of the same submitit job runs, also cancel the submitit job.
 
-        If other nodes of this job still run, the cancelled node ends when the driver closes the connection to the node.
+        The driver closes the connection to a cancelled node. The node then ends, even if the submitit job continues.
         """
         with self._lock:
             self._futures[number].cancel()

@@ -1,4 +1,4 @@
-"""`Job` is for programs that submit a job with submitit, and can end while the job runs."""
+"""`Job` runs a function without a driver: the program that submits a `Job` can end while the job runs."""
 
 import os
 import secrets
@@ -22,10 +22,10 @@ class Job:
     Configure the executor so that it starts one task on each node (`tasks_per_node=1`).
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns the RunResult. `job.results()` of submitit returns a
-    list with the RunResult of each task. Before the job loses its machines, SLURM sends the signal of submitit. Then
-    `mpwatch.should_stop` returns True in the ranks, so that the ranks can save and return. When the ranks have returned,
-    submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of the executor to the
-    number of seconds that the ranks may need to save.
+    list with the RunResult of each task. Before the job loses its machines, SLURM sends the signal of submitit. After the
+    signal of submitit, `mpwatch.should_stop` returns True in the ranks, so that the ranks can save and return. When the
+    ranks have returned, submitit queues the job again, with the same arguments. Set the parameter `slurm_signal_delay_s` of
+    the executor to the number of seconds that the ranks may need to save.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)

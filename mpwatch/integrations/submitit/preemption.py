@@ -17,12 +17,14 @@ POLL_SECONDS = 0.5  # between two requests to ranks that have not been started y
 def stop_when_preempted() -> Iterator[threading.Event]:
     """Ask all ranks to stop when this process receives the signal of submitit during the `with` block.
 
-    Yield a `threading.Event` that is set when the signal arrives.
+    Yield a `threading.Event` that is set when the signal of submitit arrives.
 
-    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a handler can run too late. So
-    a separate thread reads the signal from Python's wake-up descriptor (`signal.set_wakeup_fd`). The calling thread blocks
-    the signal, so that the kernel delivers the signal to the separate thread. Threads and processes that the calling thread
-    starts in the block, such as the guardian process, also block the signal.
+    Python runs signal handlers only in the main thread. If the main thread waits for a lock, a signal handler can run too
+    late. So this function starts the thread "mpwatch preemption". When a signal arrives, Python writes the number of the
+    signal to a socket (`signal.set_wakeup_fd`), and the thread "mpwatch preemption" reads the number. The calling thread
+    blocks the signal of submitit, so that the kernel delivers the signal to the thread "mpwatch preemption". A thread or
+    process that the calling thread starts during the `with` block inherits the blocked signal. For example, the signal of
+    submitit is blocked in the guardian process.
     """
     number = preemption_signal()
     is_preempted, is_over = threading.Event(), threading.Event()

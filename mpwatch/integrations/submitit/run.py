@@ -39,8 +39,8 @@ def run(
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or the minimum and the maximum number. SLURM starts the minimum number together.
         max_requeues: how many times `run` submits the job again after SLURM has sent the signal of submitit. `fn` must
-            continue from the data that it has saved. If SLURM sends the signal once more after that, `stopped_at` of the
-            result is the step at which the ranks have stopped.
+            continue from the data that it has saved. If SLURM sends the signal again after `max_requeues` new submissions,
+            `stopped_at` of the result is the step at which the ranks have stopped.
         address: the address of this process, to which the nodes connect. None means the address of the machine's host name.
         options: other options of `mpwatch.cluster.run`. If `queue_timeout` is not set, the job waits without limit in
             SLURM's queue.

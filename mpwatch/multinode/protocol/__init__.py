@@ -13,14 +13,14 @@ A message becomes an entry of the store in two steps. The receiver does these st
 
     message  -- json_codec.py: by its fields and their types -->  JSON data  -- signed_json.py -->  entry
 
-- The key of the signature is the secret of the job: `Rendezvous(secret=...)` or the environment variable MPWATCH_SECRET. If
-  a job has no secret, every program that can reach the store can write valid entries.
+- Entries are signed with the secret of the job: `Rendezvous(secret=...)` or the environment variable MPWATCH_SECRET. If a
+  job has no secret, nothing is signed, and every program that can reach the store can write valid entries.
 - An entry may have at most 256 KiB, or 1 MiB if the entry is a message to all nodes. A text in a message may have at most
   65,536 characters. A rank's failure with more than 64 KiB of JSON is shortened before it is sent.
 - The reader of an entry checks first the size and the signature, and then the type of each field. StoreChannel logs and
   ignores invalid entries.
-- The state of torch's rendezvous is the only pickle that nodes exchange. A restricted unpickler reads the state, and creates
-  objects of only a few classes (rendezvous/torch_state.py).
+- The state of torch's rendezvous is the only pickle that nodes exchange. A restricted unpickler, which creates only objects
+  of six classes, reads the state of torch's rendezvous (rendezvous/torch_state.py).
 
 node_machine.py and leader.py decide which messages are sent.
 """

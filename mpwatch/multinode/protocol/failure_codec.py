@@ -1,14 +1,15 @@
-"""Encode failures of ranks as JSON of limited size, which can be sent to other nodes, and decode this JSON.
+"""Encode failures of ranks as JSON of limited size, and decode the JSON on another node.
 
 json_codec.py encodes every field of ProcessFailure, except the fields in LOCAL_FIELDS.
 
-An exception is sent as an ExceptionGraph, with the data that wire/exceptions/encoder.py reads from the exception. For each
-exception in the ExceptionGraph, the receiver builds a stand-in. A stand-in is an exception with the name, text, notes,
-cause, context, group members, frames and builtin base classes of the original exception. The receiver does not import or run
-any code that is named in the received data.
+Instead of an exception, the sender sends an ExceptionGraph with the data that wire/exceptions/encoder.py reads from the
+exception. For each exception in the ExceptionGraph, the receiver builds a stand-in. A stand-in is an exception with the
+name, text, notes, cause, context, group members, frames and builtin base classes of the original exception. The receiver
+does not import or run any code that is named in the received data.
 
-The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores these
-lines under a new file name, because the receiver may have its own source lines under the sender's file name.
+The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores the
+source lines under a new file name, such as "<ipython-input-1 on host2>". The sender's file name may already belong to other
+source lines of the receiver.
 """
 
 import builtins
@@ -127,7 +128,7 @@ def decode_failure(data: object) -> ProcessFailure:
 
 
 def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the first failures, as many as fit into `limit` bytes of JSON.
+    """Remove failures from the end until the rest fits into `limit` bytes of JSON. Return the rest.
 
     Always return the first failure, even if it has more than `limit` bytes of JSON.
     """
@@ -170,7 +171,7 @@ def _encode_without_texts(value: Any) -> Any:
 
 
 def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Return a copy of `value` in which each text is replaced by the next text from `texts`."""
+    """Return a copy of `value` with new texts, which come from the iterator `texts`."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value
@@ -205,7 +206,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Remove references to exceptions that the graph does not contain. The graph has the first `count` exceptions."""
+    """Remove references to exceptions that the graph leaves out: all exceptions with an index of `count` or more."""
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,
@@ -239,7 +240,7 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
 def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
     """Encode as many frames of a traceback as fit into `bytes_left` bytes of JSON, but at most MAX_FRAMES.
 
-    If the traceback is too long, leave out the frames in the middle, because they usually belong to a recursion.
+    If the traceback is too long, leave out the frames in the middle, which usually belong to a recursion.
     """
     kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
@@ -290,7 +291,7 @@ def _shorten(text: str, max_bytes: int) -> str:
 
 
 def _encode_name(raw: str, max_bytes: int) -> str:
-    """Return a name or path as one line of at most `max_bytes` bytes of JSON."""
+    """Shorten a name or path to at most `max_bytes` bytes of JSON, and escape its line breaks and tabs."""
     return _shorten(clean_text(raw).replace("\n", "\\n").replace("\t", "\\t"), max_bytes)
 
 

@@ -4,8 +4,8 @@
 hint. The type hint of a field may contain dataclasses, enums, tuples, lists, mappings with str or int keys, unions,
 `Literal`, `Any` (JSON data), str, bool, int, float and None.
 
-Both functions refuse NaN and infinity, because JSON cannot represent these numbers. Both refuse integers beyond 2**53,
-because some readers of JSON round such integers. `to_json` escapes control characters and `from_json` refuses them, because
+`to_json` and `from_json` refuse NaN, infinity and integers beyond 2**53. JSON cannot represent NaN and infinity. Some
+readers of JSON round integers beyond 2**53. `to_json` escapes control characters and `from_json` refuses them, because
 control characters could disturb a terminal that shows the text.
 """
 

@@ -1,7 +1,8 @@
 """The messages that the nodes of a job send to one another, as frozen dataclasses.
 
 A new field of a message needs no further code, because json_codec.py handles all fields of a dataclass. The first line of a
-message's docstring names the receivers of the message. failure_codec.py encodes the failures of ranks in a message.
+message's docstring names the receivers of the message. If a message contains failures of ranks, failure_codec.py encodes the
+failures.
 """
 
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class RestartHistory:
 class ExpectedNodes:
     """An entry in the store of the job: the number of nodes that can join at present.
 
-    A new node reads ExpectedNodes, so that it does not wait for more nodes than can join.
+    A new node reads ExpectedNodes. When `count` nodes have joined, the new node usually does not wait for more nodes.
     """
 
     count: int
@@ -87,8 +88,8 @@ class NodeInfo:
 class AttemptFailing:
     """A message to the leader: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The first node whose
-    AttemptFailing the leader reads counts as the node that failed first.
+    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The leader assumes
+    that the nodes failed in the order of their AttemptFailing messages.
     """
 
     group_rank: int
@@ -111,8 +112,8 @@ class RankRecord:
 class RanksStalled:
     """A message to the leader: ranks of this node have stalled, or no rank of this node is stalled any more.
 
-    A rank has stalled if it has called no collective for `stall_after` seconds. Each RanksStalled replaces the
-    previous RanksStalled of the same node.
+    A rank has stalled if it has called no collective for `stall_after` seconds. Each RanksStalled replaces the previous
+    RanksStalled of the same node.
     """
 
     group_rank: int
@@ -123,7 +124,7 @@ class RanksStalled:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A message to the leader: a stop was requested on this node, so all ranks have to return after the same step."""
+    """A message to the leader: a stop was requested on this node."""
 
     group_rank: int
     cause: str
@@ -132,7 +133,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """A message to the leader: the ranks of this node wait for StopAtStep before their next step."""
+    """A message to the leader: the ranks of this node wait before their next step until StopAtStep comes."""
 
     group_rank: int
     attempt: int
@@ -144,7 +145,7 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """A message to the leader: all ranks of this node have ended. The AttemptReport follows after the diagnosis."""
+    """A message to the leader: all ranks of this node have ended. This node sends its AttemptReport later."""
 
     group_rank: int
     attempt: int
@@ -200,7 +201,7 @@ class ShutdownAck:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A message to one node: the ranks of the receiving node in the attempt that starts. These ranks are consecutive."""
+    """A message to one node: which ranks the receiver has in the attempt that starts. These ranks are consecutive."""
 
     group_rank: int
     attempt: int
@@ -236,7 +237,7 @@ class StopAttempt:
 
 @dataclass(frozen=True, slots=True)
 class HoldSteps:
-    """A message to all nodes: a stop was requested, so the ranks wait for StopAtStep before their next step."""
+    """A message to all nodes: a stop was requested. Each rank waits before its next step until StopAtStep comes."""
 
     attempt: int
     cause: str
@@ -291,7 +292,7 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job: the options of the first node, which must be the options of every node."""
+    """An entry in the store of the job: the options of the first node. Every other node must have the same options."""
 
     hostname: str
     job_config: JobConfig
@@ -299,7 +300,7 @@ class PublishedJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry in the store of the job: a node that was refused, and the reason for the error texts of other nodes."""
+    """An entry in the store of the job: which node was refused, and why. Other nodes show the reason in error texts."""
 
     hostname: str
     reason: str
@@ -309,7 +310,8 @@ class RefusedNode:
 class RoundName:
     """An entry in the store of a round: the name of the round.
 
-    The name is part of the signed data of every other entry, so that entries of other rounds are invalid.
+    If the job has a secret, the signatures of all other entries of the round cover the name of the round. So an entry is
+    invalid if a program has copied the entry from another round.
     """
 
     name: str

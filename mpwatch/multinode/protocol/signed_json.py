@@ -1,4 +1,4 @@
-"""Encode the entries of the store as signed JSON, and verify them.
+"""Encode and sign an entry for the store. Verify and decode an entry from the store.
 
 The first line of an entry is the signature, and the second line is the message as JSON. The signature is an HMAC-SHA256 of
 the JSON, the name of the job and the name of the entry. If the job has no secret, the signature is empty.
@@ -20,13 +20,14 @@ SIGNATURE = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")  # id of the key, 
 
 
 class InvalidEntryError(ValueError):
-    """An entry in the store is invalid. The text of the exception says what is wrong with the entry."""
+    """Raised if an entry in the store is invalid. The text of the exception says what is wrong with the entry."""
 
 
 class SecretMismatchError(InvalidEntryError):
-    """An entry is invalid, because its writer and this node have different secrets, or only one of them has a secret.
+    """Raised if this node and the writer of an entry do not have the same secret, for example if the writer has no secret.
 
-    The text of the exception describes the entry but does not name it, such as "not signed, but this node has a secret".
+    The text of the exception describes the entry, but does not contain the entry's name. For example, the text is "not
+    signed, but this node has a secret".
     """
 
 
@@ -98,7 +99,7 @@ class SignedJson:
 
 
 def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of the parts and their lengths, so that different lists of parts have different HMACs."""
+    """Return the HMAC-SHA256 of the parts and their lengths, so that `b"ab", b"c"` and `b"a", b"bc"` have unequal HMACs."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 

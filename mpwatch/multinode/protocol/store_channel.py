@@ -1,6 +1,6 @@
 """Send and receive the messages of one round. Each message is a signed entry of limited size in the store of the round.
 
-A StoreChannel uses these keys of the store, only in the node thread:
+Only the node thread uses a StoreChannel. The store of a round has these keys:
 
     round               the random name that the leader gives to the round; all other signatures of the round cover it
     inbox, inbox/<n>    the number of messages to the leader so far, and the n-th of these messages
@@ -118,8 +118,8 @@ class StoreChannel:
     def read_broadcasts(self) -> list[MessageToAll]:
         """Return the messages that the leader has sent to all nodes since this method was last called.
 
-        If an entry is invalid, this method reads the same entry again at the next call. If another program has written the
-        entry, the leader overwrites it with its next message.
+        If an entry is invalid, this method reads the same entry again at the next call. If another program has written an
+        invalid entry, the leader's next message overwrites the invalid entry.
         """
         found: list[MessageToAll] = []
         while True:
@@ -145,7 +145,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the name that is part of an entry's signed data. The name contains the name of the round."""
+        """Return the full name of an entry, which the signature covers. It begins with the name of the round."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:
@@ -153,7 +153,7 @@ class StoreChannel:
         self._store.set(key, entry)
 
     def _read_message(self, key: str, signed_name: str, types: Any, limit: int) -> list[Any]:
-        """Return a list with the message at this key, or an empty list if there is no valid message."""
+        """Return a list of one message, or an empty list if the store has no valid message at this key."""
 
         def decode(body: dict[str, Any]) -> Any:
             message = decode_message(body)

@@ -63,7 +63,7 @@ def call_with_deadline(
             CancelledError is raised.
         thread_name: name of the new thread.
         undo: releases the result of a call that ends after the wait.
-        on_check: called every tenth of a second with False. When the wait ends before the call, called once with True.
+        on_check: called every tenth of a second with False. If the wait ends before the call, it is called once with True.
     """
     future: futures.Future[T] = futures.Future()
 

@@ -1,8 +1,8 @@
 """Represents one node in torch's rendezvous: connects to the store, joins rounds, and leaves the rendezvous.
 
-Only the node thread may call `connect`, `join` and the other methods that may block. Any thread may call `cancel`. A method
-stops waiting at its deadline, after a call of `cancel`, or when the store is lost. A store that does not answer any more
-counts as lost (store.py).
+Only the node thread may call `connect`, `join` and the other methods that may block. Any thread may call `cancel`, which
+never blocks. `connect` and `join` stop waiting at their deadline, after a call of `cancel`, or when the store is lost. A
+store that does not answer any more counts as lost (store.py).
 
     connect --> join --> join --> ... --> close
        |          '-- rounds.py: torch's dynamic rendezvous, or a static one
@@ -123,15 +123,16 @@ class RendezvousClient:
     def cancel(self) -> None:
         """Make `connect` and `join` raise CancelledError. Any thread may call this method.
 
-        A call of `connect` or `join` that is in progress ends within 1 s. A later call ends at once.
+        If `connect` or `join` is running, the running call ends within 1 s after `cancel`. If `connect` or `join` is called
+        after `cancel`, the new call ends at once.
         """
         self._cancelled.set()
 
     def close(self) -> None:
         """Leave the round. Release all threads and sockets, and stop the store's server if this process runs the server.
 
-        `close` takes at most 2 s, even if the network does not work. `close` does not wait for the thread of a name
-        resolution, which ends when the resolver answers or gives up.
+        `close` takes at most 2 s, even if the network does not work. A thread that resolves a name may still run after
+        `close`. The thread ends when the resolver answers or gives up.
         """
         self.cancel()
         opened, implementation = self._opened_store, self._implementation

@@ -1,12 +1,12 @@
 """Make torch's rendezvous work even if the clocks of hosts differ, or if somebody sets a clock during the rendezvous.
 
-torch's shared state contains times of the nodes' clocks: when each node sent its last heartbeat, and when the wait for more
-nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch would remove a live
-node whose clock is behind the clocks of other nodes.
+torch's shared state contains times of the nodes' own clocks: the time of each node's last heartbeat, and the time at which
+the wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch
+would remove a live node whose clock is behind the clocks of other nodes.
 
 LocalClockBackend is a layer between torch and the backend that keeps the state. When LocalClockBackend reads a new time from
-the store, it notes the local time. torch gets the noted local time instead of the other node's time. If the new time is the
-end of the wait for more nodes, torch gets the noted local time plus the length of the wait. If torch has not changed a time,
+the store, it notes the local time, and gives torch the noted time instead of the time from the store. If the new time is the
+end of the wait for more nodes, torch gets the noted time plus the length of the wait. If torch has not changed a time,
 LocalClockBackend writes back the original time:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
@@ -26,7 +26,7 @@ from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State
 class _ForeignTime:
     """A time that another node has written into the state.
 
-    `written` is the time of the other node's clock. `seen_at` is the monotonic time at which this node first read `written`.
+    `written` is a time on the other node's clock. `seen_at` is the monotonic time at which this node first read `written`.
     """
 
     def __init__(self, written: datetime, seen_at: float) -> None:
@@ -35,7 +35,7 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return the local time at which this node first read `written`, plus `later`.
+        """Take the local time at which this node first read `written`, add `later`, and return the sum.
 
         If somebody sets the local clock forward by an hour, the next returned time is also an hour later.
         """
@@ -73,7 +73,7 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state to the store, but restore the times of other nodes that torch has not replaced."""
+        """Write the state to the store. If torch has not changed a time, write the time that was in the store."""
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None

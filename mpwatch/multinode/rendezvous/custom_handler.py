@@ -3,9 +3,9 @@
 The user makes the handler and shuts it down. For each round, the handler gives every node a group rank and a store. The
 settings of the handler say how many nodes must join and how long the handler waits.
 
-Guarantee: this node waits for a round at most until the deadline. Then a method of the handler may still run in a separate
-thread until the handler's own timeout. If the method joins a round of torch's dynamic rendezvous after the deadline, this
-node leaves the round at once.
+Guarantee: this node waits for a round at most until the deadline. After the deadline, a method of the handler may still run
+in a separate thread until the handler's own timeout. If torch's dynamic rendezvous handler joins a round after the deadline,
+this node leaves the round at once.
 """
 
 import math
@@ -75,7 +75,8 @@ class CustomHandlerClient(RendezvousClient):
     ) -> Round:
         """See RendezvousClient. The handler decides for how many nodes it waits.
 
-        `join` converts only torch's exceptions and TimeoutError. Other exceptions of the handler stay as they are.
+        `join` converts only torch's exceptions and TimeoutError. If the handler raises, for example, ValueError, `join`
+        raises the same ValueError.
         """
         started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
@@ -151,7 +152,7 @@ class CustomHandlerClient(RendezvousClient):
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node when they form the next round.
 
         torch has no public method that removes one node without closing the rendezvous for all nodes. If the user's handler
-        has another class, the other nodes wait until their handlers count this node as lost.
+        is not a DynamicRendezvousHandler, the other nodes wait until their handlers count this node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):

@@ -42,7 +42,10 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, default_port: int) -> "Endpoint":
-        """Parse `host:port` or `host`, where an IPv6 address is in brackets. `Rendezvous` has checked the form of `text`."""
+        """Parse `host:port` or `host`. An IPv6 address must be in brackets, for example `[::1]:29400`.
+
+        This method does not check the form of `text`, because `Rendezvous` checks it.
+        """
         host, colon, port = text.rpartition(":")
         if not colon or text.endswith("]"):
             host, port = text, str(default_port)
@@ -95,7 +98,7 @@ def _get_addresses(endpoint: Endpoint, flags: int) -> list[SocketAddress]:
 
 
 def is_local_address(address: SocketAddress) -> bool:
-    """Return whether a socket can be bound to this address, because the address belongs to this machine."""
+    """Return whether this address belongs to this machine. To find out, bind a socket to the address."""
     family, (host, _, *rest) = address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -110,9 +113,10 @@ def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.so
 
     Raises OSError if the socket cannot listen. If the port is taken, the exception's attribute `errno` is EADDRINUSE.
 
-    If the endpoint is an address of this machine, the socket listens only at this address. If the endpoint is a name, the
-    socket listens at all addresses of this machine, because other machines may resolve the name to another address. For
-    example, a Debian machine resolves its own name to a loopback address, which other machines cannot use.
+    If the endpoint is an address of this machine, the socket listens only on this address. If the endpoint is a name, the
+    socket listens on all addresses of this machine. The reason is that this machine and other machines may resolve the name
+    to different addresses. For example, a Debian machine resolves its own name to a loopback address, which other machines
+    cannot use.
     """
     if local_address and local_address[1][0] == endpoint.host:
         return socket.create_server(local_address[1], family=local_address[0], backlog=socket.SOMAXCONN)

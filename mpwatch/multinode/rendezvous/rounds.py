@@ -62,8 +62,8 @@ class WaitReport:
 class Round:
     """One round of the job, as this node sees it.
 
-    If a node leaves while the round forms, the nodes may see different sizes of the round. The correct size is the
-    `group_world_size` of the node with group rank 0, the leader.
+    If a node leaves while the round forms, the nodes may see different sizes of the round. The leader, the node with group
+    rank 0, has the correct `group_world_size`.
     """
 
     store: PrefixedStore
@@ -92,7 +92,7 @@ class Round:
 class _NoRoomError(Exception):
     """Raised if this node cannot join before its deadline, because the job has its maximum number of nodes.
 
-    In this case torch itself ignores the deadline, and waits until another node leaves the job.
+    If the job has its maximum number of nodes, torch itself ignores the deadline, and waits until another node leaves.
     """
 
 
@@ -171,9 +171,10 @@ class DynamicRendezvous:
             self._deadline = self._wait_report = None
 
     def _on_state(self, state: State) -> None:
-        """Record the state that torch has read, and raise CancelledError or _NoRoomError if the join must end.
+        """Record the state that torch has read.
 
-        During a join, this method is called at least once a second.
+        During a join, this method is called at least once a second. If the join was cancelled, raises CancelledError. If the
+        deadline has passed and the job has no room for this node, raises _NoRoomError.
         """
         self._state = state
         node = self._handler.node
@@ -187,8 +188,9 @@ class DynamicRendezvous:
     def _last_call(self) -> timedelta:
         """Return how long a round waits for more nodes after the minimum number of nodes has joined.
 
-        The time is zero if all expected nodes have joined and no other node waits to join. After the first round, only nodes
-        of the previous round count as expected nodes. Raises LaunchError if the number in the store is invalid.
+        The returned time is zero if all expected nodes have joined and no other node waits to join. After the first round,
+        only nodes of the previous round count as expected nodes. If the store contains an invalid number of expected nodes,
+        raises LaunchError.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
@@ -207,7 +209,7 @@ class DynamicRendezvous:
     def _is_still_complete(self, info: RendezvousInfo) -> bool:
         """Return whether all nodes are still in the round.
 
-        A node may leave before this node sees that the round is complete.
+        Another node may leave before this node sees that the round is complete.
         """
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 
@@ -265,7 +267,7 @@ class DynamicRendezvous:
     def has_other_nodes(self) -> bool:
         """Return whether the rendezvous state still contains at least one other node.
 
-        The state may also contain lost nodes. Call this method after this node has left.
+        If the state contains only lost nodes, this method still returns True. Call this method after this node has left.
         """
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
@@ -339,7 +341,7 @@ class StaticRendezvous:
         )
 
     def count_waiting_nodes(self) -> int:
-        """Return 0. All nodes of a static job are in each round, so no further node can wait. Raises StoreLostError."""
+        """Return 0. All nodes of a static job are in each round, so no node waits to join. Raises StoreLostError."""
         return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:

@@ -68,7 +68,7 @@ class StoreConnection:
         self._lost_reason: str | None = None
 
     def get_store(self) -> Store:
-        """Return torch's store, for use in one call. Raises StoreLostError if the connection is closed.
+        """Return torch's store. Raises StoreLostError if the connection is closed.
 
         Do not keep the returned store. Any reference to the store keeps its server alive, even a reference in a traceback.
         """
@@ -139,8 +139,8 @@ class StoreConnection:
 class PrefixedStore(Store):
     """The part of a store whose keys have the same prefix.
 
-    The methods raise StoreLostError instead of torch's errors, and also after the StoreConnection is closed. A PrefixedStore
-    does not keep the store's server alive.
+    The methods raise StoreLostError instead of torch's errors. After the StoreConnection is closed, the methods also raise
+    StoreLostError. A PrefixedStore does not keep the store's server alive.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -197,7 +197,7 @@ def open_tcp_store(
 ) -> StoreConnection:
     """Connect to the store at the endpoint. If `listener` is passed, this process also serves the store.
 
-    This function may take long, because torch also looks up the name of the machine to which it connects.
+    This function may take long, because torch also looks up the name of the store's machine.
 
     Args:
         endpoint: the endpoint with the port. It is also used for error messages.
@@ -226,7 +226,7 @@ def open_tcp_store(
         return StoreConnection(store, sockets, endpoint)
 
     def end_stuck_connections(is_late: bool) -> None:
-        """If the store does not answer or the wait is over, end the connection that torch is making."""
+        """Set the silence timeout of the connection that torch is making. If `is_late` is True, end the connection now."""
         for connection in _find_connected(_list_sockets() - sockets_before[0], endpoint.port) if sockets_before else ():
             with suppress(OSError), connection:
                 end_connection_after_silence(connection, silence_timeout)
@@ -324,7 +324,7 @@ def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
 def _duplicate_socket(fd: int) -> socket.socket:
     """Duplicate a socket. Raises OSError if the descriptor is not a socket any more.
 
-    Another thread may close the socket before this call, and a newly opened file may get the same descriptor.
+    If another thread has closed the socket, the descriptor may already belong to another file.
     """
     duplicate = os.dup(fd)
     try:

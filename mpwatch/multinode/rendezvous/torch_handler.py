@@ -1,9 +1,10 @@
 """Torch's dynamic rendezvous handler, with a few changes.
 
-- In each round, torch's handler on the first node opens a store for the ranks of all nodes. The other nodes may wait for the
-  address of this store for minutes, in C++ code. mpwatch gives the ranks a new store for each attempt, so mpwatch's handler
-  opens no store.
-- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls more often at first.
+- In each round, torch's handler on the first node opens a store for the ranks of all nodes. On the other nodes, torch's C++
+  code may wait for minutes until it gets the address of the ranks' store. mpwatch's handler opens no store for the ranks,
+  because mpwatch gives the ranks a new store for each attempt.
+- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
+  beginning of a wait, and once a second after a long wait.
 - torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
 - If the store is lost, the thread that sends heartbeats ends and logs nothing.
 """
@@ -54,7 +55,7 @@ class JoinTimeouts(RendezvousTimeout):
 
     @property
     def join(self) -> timedelta:
-        """The time until the deadline of the join, which is computed again each time torch reads it."""
+        """The time that is left until the deadline of the join."""
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
     @property
@@ -74,7 +75,7 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """torch's executor of operations on the state, but it sleeps for `poll_interval` where torch sleeps for 1 s."""
+    """Executes operations on the state as torch does, but sleeps for `poll_interval` between polls. torch sleeps for 1 s."""
 
     def run(
         self,
@@ -132,13 +133,13 @@ class Handler(DynamicRendezvousHandler):
 
 
 class _NullStore(Store):
-    """A store that keeps no values, because mpwatch does not use the address that torch's handler writes into the store."""
+    """A store that keeps no values. torch's handler writes an address into the store. mpwatch does not use this address."""
 
     def set(self, key: str, value: str) -> None:
         """Ignore the value."""
 
     def get(self, key: str) -> bytes:  # noqa: ARG002
-        """Return a number, because torch parses the returned value as a port."""
+        """Return the same number for each key. torch needs a number, because it reads a port with this method."""
         return b"1"
 
 

@@ -287,7 +287,7 @@ class DebuggerConsole:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _describe_running(self, rank: int) -> str:
-        """Return a text that says where in its code the rank is.
+        """Return a text that says where the rank is in its code.
 
         Call this method only if the rank has neither a prompt nor an inspector (see RankSession).
         """
@@ -335,7 +335,10 @@ class DebuggerConsole:
         return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
 
     def _describe_move(self, last: RankSession, new: RankSession) -> str:
-        """Return a line that says where the rank of the previous prompt is, and which rank has the prompt now."""
+        """Return the line that is shown when the prompt moves from one rank to another.
+
+        The line says where the two ranks are in their code.
+        """
         now = f"now at rank {new.rank}: {new.place}"
         stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
         if stack is None:

@@ -33,7 +33,7 @@ REPEAT_MS = 50
 
 
 class PromptClosedError(BaseException):
-    """The exception for a rank that has ended while the prompt of its debugger was open.
+    """Raised when a rank ends while the prompt of its debugger is open.
 
     PromptClosedError is no subclass of Exception, because IPython's kernel would log and ignore a subclass of Exception.
     """
@@ -54,7 +54,7 @@ def explain_missing_prompt() -> str:
 
 
 class LineInput:
-    """A context manager that reads the lines that the user types at the prompts of debuggers.
+    """A context manager that reads the user's input at debugger prompts.
 
     Args:
         commands: the command queue of the watcher thread.
@@ -109,7 +109,7 @@ class LineInput:
         return line
 
     def _close_prompt(self, *_: object) -> None:
-        """Raise PromptClosedError if `input` is waiting (handler of SIGURG)."""
+        """The handler of SIGURG, which raises PromptClosedError if `input` is waiting for the user."""
         if self._is_reading:
             self._is_reading = False
             raise PromptClosedError

@@ -1,21 +1,23 @@
-"""Compares the collectives that all ranks have called, and decides which rank differs from the others. Pure.
+"""Compares the collectives of all ranks, and decides which ranks differ from the others. Pure.
 
 torch's flight recorder numbers the collectives of each process group. In a correct program, collective number N of a process
 group is the same collective on all ranks of the group. Three things can be wrong:
 
-- MISMATCH: ranks called different collectives with the same number, and at least one of these ranks waits in its call. A
-  collective with a mismatch normally cannot succeed.
-- ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. The absent rank
-  can still call the collective until its function returns.
-- CROSSED: ranks wait for one another in different collectives. These ranks can still continue if one of their calls was
-  asynchronous.
+- MISMATCH: one number of a process group stands for different calls on different ranks, and at least one of these ranks
+  waits in its call. For example, number 5 is `all_reduce` on rank 0 and `broadcast` on rank 1. A collective with a mismatch
+  normally cannot succeed.
+- ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If the function
+  of the absent rank is still running, the absent rank can call the collective later.
+- CROSSED: ranks wait for one another in different collectives. If one of the calls was asynchronous, the ranks in a CROSSED
+  verdict can perhaps continue.
 
 An ABSENT verdict blames absent ranks. MISMATCH and CROSSED verdicts blame the ranks that are in the minority. If it is not
 certain which ranks are in the minority, the verdict blames no rank.
 
-A rank can have different numbers in torch and in mpwatch. A program can make several torch worlds (default process groups),
-or can number its processes itself. Each rank reports the number that it has in its torch world. If two ranks of a world
-report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks are unknown.
+A rank can have different numbers in torch and in mpwatch. For example, a program can make several torch worlds (default
+process groups), or can choose its own rank numbers. Each rank reports the number that it has in its torch world. If two
+ranks of a world report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks
+are unknown.
 
 mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher would
 have to import torch. torch's comparison always takes the call of the first rank as correct, even if most ranks made a
@@ -109,7 +111,7 @@ class CollectiveVerdict:
 
     @property
     def finding(self) -> Finding:
-        """The kind of the verdict, and the process group and number of the collective.
+        """A tuple: the kind of the verdict, the process group, and the number of the collective.
 
         Two verdicts with the same finding can blame different ranks.
         """
@@ -129,7 +131,7 @@ def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int]
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
     """Return all verdicts, the most certain verdict first.
 
-    The order is: MISMATCH, ABSENT for ranks that have returned, ABSENT for other ranks, CROSSED.
+    The verdicts have this order: first MISMATCH, then ABSENT of returned ranks, then ABSENT of other ranks, then CROSSED.
 
     Args:
         answers: a dict from mpwatch's global rank to the rank's answer. A verdict blames only ranks in this dict.
@@ -144,7 +146,10 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits, or else its last collective, or None if it has called none."""
+    """Return the collective in which the rank waits. If the rank does not wait, return its last collective.
+
+    If the rank has called no collective, return None.
+    """
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
@@ -184,7 +189,7 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 class _GroupTable:
-    """A table that numbers the process groups. Numbers are faster to compare and hash than the tuples of the groups' ranks.
+    """A table that numbers the process groups. A number is faster to compare and hash than a Group object.
 
     Args:
         worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
@@ -211,7 +216,7 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return mpwatch's numbers of the ranks that belong to the process group and have reported their collectives."""
+        """Return the members of the process group that have reported their collectives, as global ranks of mpwatch."""
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
@@ -404,9 +409,10 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives of `keys` that are blocked only by one another.
+    """Return the collectives of `keys` that block only one another.
 
-    For example, if rank 0 waits in collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B.
+    Each rank that is absent from a returned collective waits in another returned collective. For example, if rank 0 waits in
+    collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B.
     """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
@@ -417,7 +423,7 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
-    """Return a call in which the rank waits, or None. Prefer a call whose source line is known."""
+    """Return a collective, send or recv in which the rank waits, or None. Prefer a call whose source line is known."""
     pending = [call for call in answer.collectives if _is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 
@@ -468,7 +474,7 @@ def _make_crossed(
 ) -> CollectiveVerdict:
     """Return the verdict on ranks that wait for one another. The ranks wait in different collectives, or in send or recv.
 
-    If a rank that is not in `waiting` may be the cause, the verdict blames no rank.
+    If the cause may be a rank that is not in `waiting`, the verdict blames no rank.
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}

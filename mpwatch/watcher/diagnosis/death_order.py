@@ -3,15 +3,14 @@
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So two limits are known:
 
-- If the watcher reads a message and then notices a death, the death is later than the time stamp of the message.
-- If the watcher notices a death and then reads a message in the same wake-up, the death is earlier than the time stamp of
-  the message.
+- If the watcher first reads a message and then notices a death, the death is later than the message's time stamp.
+- If the watcher first notices a death and then reads a message in the same wake-up, the death is earlier than the message's
+  time stamp.
 
-If the death of a rank causes an exception in another rank, the death usually gets an earlier time than the exception, even
-if the watcher notices the death late.
+If a death causes an exception in another rank, the estimated time of the death is usually earlier than the exception.
 
-A message can arrive much later than its time stamp. A rank that the watcher killed must still not look like the first
-failure. So the time of a death is never earlier than the first signal that the watcher sent to the dead rank.
+A message can arrive much later than its time stamp. However, the time of a death is never earlier than the first signal that
+the watcher sent to the rank. Without this limit, a rank that the watcher killed could look like the first failure.
 """
 
 import math
@@ -21,14 +20,14 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
 class DeathClock:
-    """A clock that sets `died_at` of the ranks that died in the current wake-up of the event loop."""
+    """Sets the time of death (`died_at`) of each dead rank."""
 
     def __init__(self) -> None:
         self._deaths: list[tuple[float, RankObservations]] = []  # of this wake-up: the earliest possible time, and the rank
         self._latest_stamp = 0.0
 
     def start_wakeup(self) -> None:
-        """Begin a new wake-up. Later messages do not change the times of deaths in earlier wake-ups."""
+        """Begin a new wake-up. From now on, messages do not change the times of deaths in earlier wake-ups."""
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
@@ -37,9 +36,10 @@ class DeathClock:
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Move the times of the deaths in this wake-up to values before `stamp`.
+        """Make the time of each death in this wake-up earlier than `stamp`, if possible.
 
-        `stamp` is the time stamp of a message that the watcher has just read.
+        `stamp` is the time stamp of a message that the watcher has just read. The time of a death is never earlier than
+        the time stamps that the watcher read before it noticed the death.
         """
         limit = stamp
         for earliest, observed in reversed(self._deaths):

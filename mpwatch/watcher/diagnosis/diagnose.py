@@ -4,9 +4,9 @@ This module runs in the caller's thread. The following rules choose the root cau
 only if the rules before it leave a tie:
 
 1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
-2. A rank's own failure has priority over a secondary failure, which only reports that a peer was lost or late
-   (peer_errors.py). A secondary failure is often earlier than its cause, because a rank that is about to fail often closes
-   its connections before it fails.
+2. A rank's own failure has priority over a secondary failure. A secondary failure only reports that a peer was lost or late
+   (peer_errors.py). A secondary failure is often earlier than its cause. For example, if rank 1 closes its connections
+   before it raises, rank 0 can fail first.
 3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
    exception in the rank. For the time of a death, see death_order.py.
 
@@ -69,7 +69,7 @@ STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not rep
 
 
 def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedValue"] | None = None) -> RunResult[Any]:
-    """Return the result of an attempt, or of a call, that has ended.
+    """Return the result of an attempt or a call. Call this function after the end of the attempt or the call.
 
     Args:
         attempt: the observations of the attempt.
@@ -161,7 +161,7 @@ def build_success(
     log_dir: str,
     elapsed: float,
 ) -> RunResult[Any] | None:
-    """Return the result of a call in which each rank has returned, or None if a return value cannot be rebuilt.
+    """Return the result of a call that succeeded on all ranks. If a return value cannot be rebuilt, return None.
 
     If this function returns None, call `diagnose` to build the result of the failed call.
 
@@ -188,8 +188,8 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict ended the attempt, return this verdict or a newer verdict with the same `finding`. A newer verdict can name
-    more ranks, because more ranks have reported their collectives since the older verdict.
+    If a verdict ended the attempt, return that verdict. If a newer verdict has the same `finding`, return the newer verdict
+    instead. A newer verdict can name more ranks, because more ranks have reported their collectives since the older verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -202,7 +202,7 @@ def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectiv
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """Mark the last collective of each rank that lost a peer, or timed out waiting for a peer, as WAITING.
+    """If a rank lost a peer, or waited too long for a peer, mark the rank's last collective as WAITING.
 
     torch marks a collective as completed even if the collective has failed.
     """
@@ -226,15 +226,18 @@ def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks whose failure has the kind POSSIBLY_PEER: a connection to a peer or to another program broke.
+    """Return the ranks whose failure has the PeerErrorKind POSSIBLY_PEER.
 
-    Call this before `drop_payloads`.
+    POSSIBLY_PEER means that a connection broke, either to a peer or to another program. Call this before `drop_payloads`.
     """
     return {rank for rank in attempt.ranks if _get_peer_error(attempt, rank) is PeerErrorKind.POSSIBLY_PEER}
 
 
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
-    """Return a failure for each rank of this node that was in no collective, and so probably kept other nodes waiting."""
+    """Return a failure for each running rank of this node that was certainly in no collective.
+
+    The failure says that the rank kept other nodes waiting.
+    """
     at = attempt.stopped_at
     if at is None:
         return []
@@ -248,7 +251,10 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the failures of the kinds POSSIBLY_PEER and HINT that another failure explains, marked as secondary."""
+    """Return the failures that another failure explains, and mark the returned failures as secondary.
+
+    Only failures with the PeerErrorKind POSSIBLY_PEER or HINT are returned.
+    """
     peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
     deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
     has_cause = any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
@@ -281,8 +287,9 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    A MISMATCH verdict also explains SIGABRT: gloo calls abort() in a rank if a peer sends more bytes than the rank expects.
-    A rank that is only late does not break a connection. So a late rank explains failures only if a rank has timed out.
+    A verdict explains only secondary failures, with one exception. A MISMATCH verdict also explains a death by SIGABRT,
+    because gloo calls abort() in a rank that receives more bytes than expected. A rank that is only late does not break a
+    connection. A verdict on a late rank explains the failures only if one of the failures is a timeout.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -310,7 +317,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return a dict from each rank to the collective in which the rank waited, or else to its last collective."""
+    """Return a dict from each rank that has called a collective to the rank's result of `get_current_collective`."""
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()
@@ -319,7 +326,7 @@ def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
 
 
 def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict | None) -> Failures:
-    """Return the failures of ranks that were silent for too long, or that kept peers waiting until the peers timed out."""
+    """Return the failures of ranks that were silent for too long, or that made their peers time out."""
     at = attempt.stopped_at
     if at is None:
         return {}
@@ -338,7 +345,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 def _find_silent_ranks(
     attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
 ) -> Failures:
-    """Return a HANG failure for each silent rank, and for each rank that kept silent ranks waiting.
+    """Return HANG failures for the silent ranks, and for the ranks that caused the silence.
 
     The time of a silent rank's failure is the time of its last heartbeat. If a silent rank waits for another rank, the
     failure of the silent rank is secondary.
@@ -371,7 +378,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """Return whether the rank was running when the watcher stopped the ranks.
 
-    A rank in `attempt.silent_ranks` counts as running, although its function may have returned later.
+    A rank in `attempt.silent_ranks` counts as running, even if the rank returned after its heartbeat timeout.
     """
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False
@@ -416,7 +423,10 @@ def _get_reason(
     states: Mapping[int, WorkerState],
     verdict: CollectiveVerdict | None,
 ) -> str:
-    """Return a sentence that says what ended the attempt, or an empty text if the failure of a rank ended the attempt."""
+    """Return a sentence about the time limit or the interrupt that ended the attempt.
+
+    If the attempt ended for another reason, return an empty text.
+    """
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:

@@ -1,8 +1,8 @@
 """Builds the ProcessFailure of one rank from what the watcher observed of the rank.
 
 This module runs in the caller's thread, except `may_be_oom_kill` and `is_crash`, which the watcher thread calls. This module
-marks a failure as secondary only if a lost or late peer has certainly caused the failure (peer_errors.py). diagnose.py finds
-the other secondary failures and the root cause.
+marks a failure as secondary if the failure is clearly an error in the communication with a peer (peer_errors.py).
+diagnose.py finds the other secondary failures and the root cause.
 """
 
 import signal
@@ -30,12 +30,12 @@ CRASH_SIGNALS = frozenset(
 
 
 def may_be_oom_kill(observed: RankObservations) -> bool:
-    """Return whether this rank was ended by a SIGKILL that the watcher did not send."""
+    """Return whether this rank died of a SIGKILL that did not come from the watcher."""
     return observed.exit_code == -signal.SIGKILL and signal.SIGKILL not in observed.signals_sent
 
 
 def is_crash(exit_code: int | None) -> bool:
-    """Return whether a process was ended by a signal that reports an error of the process, such as SIGSEGV."""
+    """Return whether a process crashed. A crash is a death by a signal such as SIGSEGV or SIGABRT."""
     return -(exit_code or 0) in CRASH_SIGNALS
 
 
@@ -45,11 +45,11 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether the function of this rank has returned, and the return value is valid.
+    """Return whether the rank's function has returned a valid value.
 
-    If the function returned after the watcher began to stop the ranks, the return value is not valid, because a signal may
-    have made the function return early. After a timeout, a return value is valid only if the watcher received it before
-    the watcher began to stop the ranks.
+    If the function returned after the watcher began to stop the ranks, the return value is invalid, because a signal from
+    the watcher may have made the function return early. After a timeout, a return value is also invalid if the function
+    returned in time, but the watcher received the value only after the timeout.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -87,7 +87,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    """Return the kind of peer error that has ended a dead rank, or None if no peer error is known."""
+    """Return the kind of peer error that caused the death of a rank, or None if no peer error is known."""
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
     is_waiting = collective is not None and collective.state is CollectiveState.WAITING
     backend = collective.backend if collective is not None and is_waiting else ""
@@ -105,10 +105,10 @@ def build_hang(
 def build_mismatch(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, before: ProcessFailure | None
 ) -> TimedFailure:
-    """Build the failure of a rank that called a different collective from its peers.
+    """Build a failure of the kind MISMATCH for a rank that the verdict on the collectives blames.
 
-    `before` is the failure that the mismatch has caused in this rank, or None. The new failure gets the exception, the exit
-    code and the stack of `before`.
+    `before` is the failure that the mismatch has caused in this rank, or None. If `before` is a failure, the new failure
+    keeps the exception, the exit code and the stack of `before`.
     """
     if before is None:
         return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)
@@ -153,7 +153,7 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    The death is a failure, because ranks that are still running may need the rank that has returned.
+    A death after the return counts as a failure, because the running ranks may still need the dead rank.
     """
     if (
         observed.died_at is None

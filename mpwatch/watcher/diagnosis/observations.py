@@ -1,6 +1,6 @@
-"""What the watcher observed of each rank and of an attempt. Data only.
+"""What the watcher observed of an attempt and of each rank in the attempt. Data only.
 
-The event loop writes the observations in the watcher thread. When the attempt has ended, the diagnosis reads the
+The watcher thread writes the observations in its event loop. When the attempt has ended, the diagnosis reads the
 observations in the caller's thread. All times in this module are seconds of CLOCK_MONOTONIC.
 """
 
@@ -79,7 +79,8 @@ class RankObservations:
         """Store the rank's collectives.
 
         If `answer` contains no new call, keep the rank's earlier report. While a rank waits in a collective, its report can
-        name the source line of the call. After the collective has failed, a new report does not name the source line.
+        name the source line of the call. After a collective has failed, new reports no longer name the source line of the
+        failed call.
         """
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
@@ -108,7 +109,7 @@ class AttemptObservations:
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None
-    """The signal that stopped the run. If the run was stopped without a signal, a signal with the same effect."""
+    """The signal that stopped the run. If another cause stopped the run, `signum` is a signal with the same effect."""
     interrupt_cause: InterruptCause = InterruptCause.SIGNAL
     """Why the run was stopped, if there is a `signum`."""
     stop_cause: str = ""
@@ -137,7 +138,7 @@ class AttemptObservations:
 
     @property
     def unused_heartbeat_timeout(self) -> float | None:
-        """The option `heartbeat_timeout` if no rank has used it, or None if a rank has sent a heartbeat or a report."""
+        """The value of `heartbeat_timeout` if no rank has called `heartbeat()` or `report()`, else None."""
         beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
@@ -149,7 +150,7 @@ class AttemptObservations:
     def drop_payloads(self) -> None:
         """Delete the return values and exceptions in the ranks' answers, because they can be large.
 
-        The method keeps the kind and the time of each answer, because the live view needs them.
+        The kind and the time of each answer are not deleted, because the live view needs them.
         """
         for observed in self.ranks.values():
             if observed.answer is not None:

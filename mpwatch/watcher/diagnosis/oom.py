@@ -1,10 +1,10 @@
 """Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. This module runs in the watcher thread.
 
-A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
+A rank is a *suspect* if it died of a SIGKILL that did not come from the watcher. There are two sources of evidence:
 
 1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If mpwatch can read the kernel's
-   log, only the log decides. To use the log, the watcher needs the right to read it, and must be in the kernel's first PID
-   namespace. In most containers, mpwatch cannot read the kernel's log.
+   log, only the log decides whether the OOM killer killed a suspect. To use the log, the watcher needs the right to read it,
+   and must be in the kernel's first PID namespace. In most containers, mpwatch cannot read the kernel's log.
 2. The counter `oom_kill` of the watcher's memory cgroup counts the processes that the OOM killer has killed. The kernel
    increments the counter before it kills a process. mpwatch uses the counter if it cannot read the kernel's log:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
@@ -55,7 +55,7 @@ class OomDetector:
         self._stack.close()
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Record the suspects of one wake-up of the watcher thread, and read the counters of OOM kills.
+        """Record the suspects that died in one wake-up of the watcher thread, and read the counters of OOM kills.
 
         Call this method right after the deaths, because later kills also increase the counters.
         """
@@ -77,7 +77,7 @@ class OomDetector:
         """Look up the suspects in the kernel's log. Return a text about OOM kills of processes that are not ranks.
 
         Call this method when all ranks of a restart group have ended. The text covers the time since the last call of this
-        method. The text is empty if there were no such OOM kills.
+        method. If the OOM killer killed only ranks, or no process at all, the text is empty.
         """
         file, rise = self._read_rise()
         self._count_other_kills(file, rise)
@@ -111,7 +111,7 @@ def _describe_rise(file: str, times: int) -> str:
 def _open_log() -> int | None:
     """Open the kernel's log at its end.
 
-    Return None if this process cannot read the kernel's log, or does not see the pids that are in the log.
+    Return None if this process cannot open the kernel's log, or is not in the kernel's first PID namespace.
     """
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
@@ -138,5 +138,5 @@ def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
 
 
 def _find_kills(lines: Iterable[str]) -> dict[int, str]:
-    """Return the log's texts about the processes that the OOM killer killed, as a dict with their pids as keys."""
+    """Return the OOM kills in the log, as a dict from the pid of the killed process to the log's text."""
     return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

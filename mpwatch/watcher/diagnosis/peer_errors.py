@@ -1,8 +1,8 @@
-"""Recognises failures that are only the consequence of another rank's failure: the rank lost a peer, or waited for a peer.
+"""Recognises failures that a peer has probably caused, for example a lost connection, or a timeout in a wait for a peer.
 
-A failure that a peer has caused is secondary even if it comes first, because a rank often closes its connections before it
-fails. The patterns for gloo, TCPStore and sockets are texts that were observed in runs. The patterns for NCCL are texts from
-NCCL's source code. The patterns for UCC and MPI are untested. This module is pure.
+A failure that a peer has caused is secondary, even if the peer fails later. For example, if rank 1 closes its connections
+before it raises, rank 0 can fail first. The patterns for gloo, TCPStore and sockets are texts that were observed in runs.
+The patterns for NCCL are texts from NCCL's source code. The patterns for UCC and MPI are untested. This module is pure.
 """
 
 import re
@@ -29,7 +29,7 @@ class PeerErrorKind(Enum):
 
 
 class PeerErrorPattern(NamedTuple):
-    """A pattern for exceptions. An exception fits the pattern if it matches all fields that are not empty."""
+    """A pattern for exceptions. An exception fits the pattern if all fields fit. An empty field fits every exception."""
 
     kind: PeerErrorKind
     type_name: str  # the class name ends with this

@@ -3,10 +3,10 @@
 The stack pipe is the rank's stderr while the rank's interpreter starts. When the rank is ready, only stacks are written into
 it:
 
-- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. If Python leaves out stacks,
-  it writes a block with the head OTHER_THREADS_HEAD. If Python does not answer in time, faulthandler writes the stack of the
-  main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture of both. The end of a text is missing
-  if the rank was too slow, or if the pipe was full.
+- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. If Python leaves out the
+  stacks of some threads, Python writes a note under the line OTHER_THREADS_HEAD. If Python does not answer in time,
+  faulthandler writes the stack of the main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture
+  of both. The end of a text is missing if the rank was too slow, or if the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
 All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME, unless the main thread
@@ -76,7 +76,7 @@ class StackDumpParser:
         self._dump_start = None
 
     def discard_dump(self) -> None:
-        """Delete the stacks of an earlier call. Delete nothing if the rank is not ready yet."""
+        """Delete the stacks of an earlier call. If the rank is not ready yet, delete nothing."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None
@@ -88,7 +88,7 @@ class StackDumpParser:
     def is_unanswered(self, request: int) -> bool:
         """Return whether the rank has written nothing since the latest request for stacks.
 
-        `request` is the number of a request. The first request has the number 1. If a later request exists, return False.
+        If `request` is not the number of the latest request, return False. The first request has the number 1.
         """
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
@@ -119,10 +119,10 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames. A forked child of the rank may have written this stack.
+        """The stack of the last crash, without mpwatch's frames. The crash may have happened in a forked child of the rank.
 
-        Python 3.14 and newer also write native frames. This property keeps only the native frames of the C code that
-        crashed.
+        Python 3.14 and newer also write native frames. The stack includes the native frames of the crashed C code, but no
+        other native frames.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -135,20 +135,20 @@ class StackDumpParser:
 
     @property
     def unforwarded_output(self) -> bytes:
-        """Output of the rank's interpreter that the rank has not written to its own stderr."""
+        """The part of the interpreter's start-up output that is not yet in the rank's own stderr."""
         return self.startup_output if self.main_thread else bytes(self._data)
 
     @property
     def failed_startup_output(self) -> str:
-        """The output of the rank's interpreter if the rank never became ready, or else an empty text."""
+        """What the rank's interpreter printed, if the rank never became ready. Otherwise, the text is empty."""
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
         """Split the text that has come since the request for stacks into three parts.
 
         The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
-        stacks of the other threads. If a complete stack from faulthandler comes before Python's text, Python's text is left
-        out. Python can write only after the main thread's C code has ended, so Python's text shows a later moment.
+        stacks of the other threads. If a complete stack from faulthandler comes before Python's text, leave out Python's
+        text, because it shows a later moment. While the main thread executes C code, Python cannot write its text.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -204,8 +204,8 @@ def cut_frames_of_mpwatch(stacks: str) -> str:
 def add_source_lines(stacks: str, started_at: float) -> str:
     """After each frame, add its line of source code, if the line is known.
 
-    If a file was changed after `started_at` (seconds since 1970), its lines are left out, because the rank runs an earlier
-    version.
+    Add no line from a file that was changed after `started_at` (seconds since 1970), because the rank may run an older
+    version of the file.
     """
     lines = []
     for line in stacks.splitlines():
@@ -218,7 +218,7 @@ def add_source_lines(stacks: str, started_at: float) -> str:
 
 
 def _is_thread_of_mpwatch(block: str) -> bool:
-    """Return whether a thread belongs to mpwatch, and runs no user code."""
+    """Return True if mpwatch started the thread and the thread is not running user code."""
     frames = list(parse_frames(block)) if block.startswith("Thread ") else []
     target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
     is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
@@ -226,7 +226,7 @@ def _is_thread_of_mpwatch(block: str) -> bool:
 
 
 def _cut_at_rank_main(block: str) -> str:
-    """Return the stack without the frames of the rank's main module and of the code that called this module."""
+    """Return the lines of the stack that come before the first frame of the rank's main module (worker/main.py)."""
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line), len(lines))
     return "\n".join(lines[:end])
@@ -242,8 +242,8 @@ def _cut_dump_handler(block: str) -> str:
 def _find_crashed_native_frames(native_stack: str) -> list[str]:
     """Return the native frames of the C code that crashed, without the frames of the interpreter.
 
-    If the interpreter itself has crashed, the list is empty. `native_stack` begins with frames of the signal handler that
-    writes the stack: frames of the interpreter, and then one frame of libc.
+    If the interpreter itself has crashed, the list is empty. `native_stack` begins with the frames of the signal handler:
+    several frames in the interpreter, and then one frame in libc.
     """
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""

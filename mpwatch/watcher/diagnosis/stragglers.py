@@ -1,9 +1,9 @@
 """Finds the ranks that keep other ranks waiting in a collective, from the stacks of all ranks at one moment. Pure.
 
-A rank that waits in a collective is the victim of a rank that is not in this collective. So mpwatch blames the ranks that
-certainly were in no collective. If no rank is in a collective, `find_stragglers` blames no rank. If all ranks are in
-collectives, the majority decides: if three of four ranks are in `all_reduce` and one rank is in `broadcast`, mpwatch blames
-the rank in `broadcast`. A rank without stacks counts as a rank in no collective if its process cannot run (BLOCKED_STATES).
+A rank in a collective waits for ranks that have not entered this collective. So mpwatch blames the ranks that were in no
+collective. If no rank is in a collective, `find_stragglers` blames no rank. If all ranks are in collectives, the majority
+decides: if three of four ranks are in `all_reduce` and one rank is in `broadcast`, mpwatch blames the rank in `broadcast`.
+If a rank has no stacks because its process cannot run (BLOCKED_STATES), mpwatch assumes that the rank is in no collective.
 """
 
 import re
@@ -45,8 +45,8 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
     """Return the ranks that caused the silence of the ranks in `silent`. If in doubt, return an empty set.
 
-    This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, and the stacks show
-    silent ranks in exactly one collective, this function looks among all running ranks.
+    This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, this function can
+    also blame other running ranks. For this, the stacks of the silent ranks must show exactly one collective.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -57,12 +57,12 @@ def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[i
 
 
 def find_ranks_outside_collectives(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks that certainly did not wait for peers."""
+    """Return the ranks that were in no collective. Leave out each rank that may have waited for other ranks."""
     return {rank for rank, observed in running.items() if _is_outside_collectives(observed)}
 
 
 def is_in_collective(observed: RankObservations) -> bool:
-    """Return whether the rank certainly waited for peers."""
+    """Return whether the rank's stacks show the main thread in a function of torch.distributed."""
     return bool(_get_collective(observed))
 
 

@@ -1,11 +1,11 @@
-"""The part of the state machine that finds late heartbeats, and ranks that were silent for too long. Pure.
+"""Finds late heartbeats and silent ranks for the state machine. Pure.
 
 A heartbeat is late when it is older than half of `heartbeat_timeout`. The heartbeats of all running ranks are read together,
 when the oldest heartbeat becomes late. While a heartbeat is late, all heartbeats are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
-as failed only if it is also silent at the second reading. A suspended rank that continues has time to send a heartbeat
-before the second reading. If a rank hangs, the ranks that wait for this rank are also silent.
+as failed only if it is also silent at the second reading. If a rank was suspended and has just continued, the rank can send
+a heartbeat before the second reading. If a rank hangs, the ranks that wait for this rank are also silent.
 
 The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat.
 """

@@ -9,12 +9,13 @@ run_controller.py, and not the machine, decides whether failed ranks are restart
 Guarantees:
 
 - The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. The stage AWAITING_ROOT_CAUSE has a
-  deadline except while a debugger's prompt is open. The stage AWAITING_DECISION has no deadline, because the user code that
-  decides about a restart can take any time.
-- In a run, the first failure that is not secondary ends the attempt at once. In a WorkerGroup, the machine waits at most
-  ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank returns or raises an exception in this time, all ranks stay
-  alive.
-- In one call, the machine asks a rank for its stacks at most once, and stops, kills and abandons a rank at most once.
+  deadline, but an open prompt of a debugger can suspend this deadline. The stage AWAITING_DECISION has no deadline, because
+  the user code that decides about a restart can take any time.
+- In a run, a rank's own failure ends the attempt at once, but a secondary failure does not. In a WorkerGroup, the machine
+  waits at most ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank of a WorkerGroup returns or raises an exception
+  within ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
+- In one call, or in one attempt of a run, each rank gets at most one DumpStacks, one SIGTERM, one SIGKILL and one
+  AbandonRank.
 - If a rank reports a failure before the machine stops the ranks, the result of the call contains this failure.
 """
 
@@ -102,7 +103,7 @@ class StateMachine:
     def state(self) -> WorkerState:
         """A single state that summarises all ranks of this state machine.
 
-        The diagnosis, and not this property, gives the final states of the ranks.
+        Do not take the final states of the ranks from this property. The diagnosis finds the final states.
         """
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
@@ -129,7 +130,7 @@ class StateMachine:
 
     @property
     def _lease_deadline(self) -> float:
-        """The time at which the lease requires the watcher to stop or kill the ranks, or infinity if there are no ranks."""
+        """The time at which the machine stops or kills the ranks if no new Lease comes. Infinity if there are no ranks."""
         if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf
         return self._lease.stop_at if self.is_call_running() else self._lease.kill_at
@@ -145,7 +146,7 @@ class StateMachine:
 
     @property
     def interrupt_cause(self) -> m.InterruptCause:
-        """The cause of the first interrupt of the call. If the call was not interrupted, the value has no meaning."""
+        """The cause of the first interrupt of the call. Use this property only if the call was interrupted."""
         return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def are_limits_active(self) -> bool:
@@ -236,7 +237,7 @@ class StateMachine:
     def _on_resumed(self, event: m.Resumed, now: float) -> None:
         """Shift the deadlines by the time for which the ranks were suspended.
 
-        Do not shift the times of the Lease, because the other nodes were not suspended.
+        Do not shift the times of the Lease. The lease depends on the other nodes, and these were not suspended.
         """
         seconds = now - event.suspended_at
         self._timeout_at += seconds
@@ -251,7 +252,10 @@ class StateMachine:
     # --- starting calls and generations
 
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
-        """Move ranks of a WorkerGroup to another state machine. No rank of the two state machines may have a call."""
+        """Move ranks of a WorkerGroup to another state machine.
+
+        Call this method only while neither of the two state machines has a call.
+        """
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
         other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at
@@ -370,7 +374,7 @@ class StateMachine:
         return self._shut_down(now, StopReason.SUCCEEDED)
 
     def _become_idle(self, now: float) -> list[Action]:
-        """Keep the ranks for the next call, unless a rank has exited after it returned."""
+        """Keep the ranks for the next call. But if a rank has exited, end the other ranks, too."""
         if self.stop_reason is None:
             self.stop_reason = StopReason.FAILED if self.stage is RunStage.AWAITING_ROOT_CAUSE else StopReason.SUCCEEDED
         self.phase_table.move_all(RankPhase.RETURNED, to=RankPhase.READY)
@@ -410,8 +414,8 @@ class StateMachine:
         """Stop the ranks after the first signal that interrupts the run. Kill the ranks after the second signal.
 
         If mpwatch has already sent SIGTERM to the ranks for another reason, the first signal kills the ranks. If other nodes
-        have ended the attempt, only the second signal kills the ranks. The other nodes may have ended the attempt because
-        they received the same signal a moment earlier.
+        have ended the attempt, the first signal does not kill the ranks, but the second signal does. Perhaps the other nodes
+        have ended the attempt because they received the same signal a moment earlier.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -430,9 +434,9 @@ class StateMachine:
         )
 
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
-        """Record that the ranks are asked to return. If there are no ranks, finish.
+        """Record that the ranks are asked to return. If there are no ranks and the request comes from this node, finish.
 
-        A stop request of the leader does not finish the machine, because all nodes together decide what follows.
+        If there are no ranks, a request from the leader has no effect, because the nodes decide together which ranks start.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -472,9 +476,10 @@ class StateMachine:
     # --- stopping: DumpStacks, SIGTERM, SIGKILL, AbandonRank
 
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
-        """Ask the running ranks for their stacks. Stop all ranks when the stacks have come, or STACK_DUMP_SECONDS later.
+        """Ask the running ranks for their stacks. Stop all ranks when the stacks have come, or after STACK_DUMP_SECONDS.
 
-        Ask the ranks that have returned for their collectives, because a failed rank may have waited for one of them.
+        Unless the run is interrupted, also request the collectives of the ranks that have returned. A failed rank may have
+        waited for a rank that has returned.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.

@@ -53,11 +53,11 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-In a WorkerGroup, each running call has its own state machine for the ranks of this call. Other state machines are for the
-ranks that have no call.
+In a WorkerGroup, each running call has its own state machine for the ranks of this call. The idle ranks belong to one or
+more other state machines.
 
-In a job of several nodes, the machine begins in the stage AWAITING_DECISION and has no ranks yet, because all nodes decide
-together which ranks start.
+On several nodes, a state machine has no ranks at first, and its first stage is AWAITING_DECISION. All nodes decide together
+which ranks start.
 """
 
 import math
@@ -151,7 +151,7 @@ class Failed(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class DetailsReceived(RankEvent):
-    """The rank has sent the details of the failure that it reported."""
+    """The rank has sent the details of its exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,10 @@ class InterruptCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The run or the call is interrupted. For each `cause`, the machine acts as if the signal `signum` had come."""
+    """The run or the call is interrupted.
+
+    The machine acts as if the signal `signum` had come. `cause` does not change how the machine acts.
+    """
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
@@ -226,7 +229,7 @@ class StartCall:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The caller will make no more calls, so the ranks have to exit."""
+    """The caller will make no more calls, so the ranks must exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,8 @@ class ResumeLimits:
 class Resumed:
     """The watcher and the ranks continue after the program was suspended.
 
-    Limits do not count the time from `suspended_at` to now.
+    The machine extends time limits such as `timeout` by the time from `suspended_at` to now. The machine does not extend a
+    Lease, because the other nodes were not suspended.
     """
 
     suspended_at: float
@@ -266,7 +270,7 @@ class CollectivesMismatched:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The times at which a node must stop and kill its ranks if it has no more contact with the other nodes.
+    """How long the ranks of a node may run while the node has no contact with the other nodes.
 
     Each contact with the other nodes renews the lease. When the lease has run out, the other nodes go on without this node.
     """
@@ -302,7 +306,7 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class CallRank:
-    """Send the rank its call."""
+    """Send the function and its arguments to the rank."""
 
     rank: int
 

@@ -5,10 +5,11 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-One check is not enough for a mismatch, because some collectives succeed even if the ranks use different data types.
+A mismatch ends the call only if two checks in a row find the same mismatch. Some collectives succeed even if the ranks use
+different data types.
 
-The module also measures how long ranks have waited in a collective. Between two checks, at most MAX_GAP_PERIODS periods
-count, because the program may have been suspended.
+The module also measures how long ranks have waited in a collective. Each check adds at most MAX_GAP_PERIODS check periods to
+the measured time, because the program may have been suspended since the previous check.
 
 On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
 leader node compares the collectives of the ranks of all nodes.
@@ -106,7 +107,7 @@ class CollectiveMonitor:
             self._check_later()
 
     def begin_call(self) -> None:
-        """Delete the results of checks during earlier calls, because a call begins."""
+        """Delete the results of all earlier checks, because a new call begins."""
         self.final_verdict = self._last_mismatch = None
         self._asked.clear()
         self._answers.clear()
@@ -180,7 +181,7 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """For each collective in which ranks wait, compute the time since the first check that found the ranks waiting."""
+        """Compute how long ranks have waited in each collective. A wait begins when a check finds it for the first time."""
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -220,9 +221,9 @@ class CollectiveMonitor:
             self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return whether this collective can never end, because a rank that must call it has returned.
+        """Return True if ranks have returned without calling the collective, and cannot call it later.
 
-        In a WorkerGroup, the next call can complete an asynchronous collective. There is no next call while the main thread
-        of a rank waits in the collective.
+        In a WorkerGroup, the next call can complete an asynchronous collective. The next call cannot begin while the main
+        thread of a rank waits in the collective.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

@@ -50,7 +50,7 @@ class EventBus:
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether an observer, the log or the result uses events of this kind."""
+        """Return whether anything uses events of the class `kind`: an observer, the log or the result."""
         return (self._keep_events and kind is not Progressed) or self._is_observed(kind)
 
     def publish(
@@ -123,7 +123,7 @@ class EventBus:
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
         """Set the state of the run or the WorkerGroup, and publish the event StateChanged if the state is new.
 
-        Raises ValueError if the transition to this state is not legal.
+        Raises ValueError if TRANSITIONS does not allow a change from the present state to `after`.
         """
         if after is not self.state:
             check_transition(self.state, after)

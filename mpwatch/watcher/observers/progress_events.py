@@ -1,4 +1,4 @@
-"""Publish the progress reports of running ranks for the observers that want them. Runs in the caller's thread."""
+"""Publish the progress reports of running ranks as Progressed events. Runs in the caller's thread."""
 
 from collections.abc import Sequence
 

@@ -4,8 +4,8 @@
                                       `add_stacks`, `add_collectives`: the stacks or collectives of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-The state machine and the CollectiveMonitor also ask the ranks. If several requests wait for an answer of the same rank, one
-answer of this rank is enough for all of them.
+The state machine and the CollectiveMonitor also ask the ranks for stacks or collectives. If several requests wait for an
+answer of the same rank, one answer of this rank is enough for all of them.
 """
 
 import time

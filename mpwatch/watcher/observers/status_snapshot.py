@@ -65,7 +65,7 @@ def _final_status(observed: RankObservations, stopped_at: float | None, now: flo
 
 
 def _final_state(observed: RankObservations, stopped_at: float | None) -> WorkerState:
-    """Return the state of a rank that has answered or exited.
+    """Return the state of a rank that has returned, failed or exited.
 
     If the rank failed after the watcher had sent it a signal to stop, the state is STOPPED and not FAILED.
     """

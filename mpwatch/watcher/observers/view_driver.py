@@ -32,7 +32,7 @@ class View(Protocol):
 
     @property
     def period(self) -> float:
-        """The seconds from one update of the view to the next. The value is infinite if the view needs no more updates."""
+        """The seconds from one update of the view to the next. If the view needs no more updates, the period is infinite."""
 
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
@@ -47,7 +47,7 @@ class View(Protocol):
     def close(self, statuses: Sequence[RankStatus]) -> None:
         """Show the final statuses, sorted by rank. `statuses` is empty if no status is known.
 
-        This method may be called twice.
+        The ViewDriver can call this method more than once.
         """
 
 
@@ -100,7 +100,7 @@ class ViewDriver:
     def pause(self) -> None:
         """Release the view's rows of the terminal, because a debugger's prompt or a shell uses the terminal.
 
-        The next update draws the view again.
+        The view stays hidden until the next update.
         """
         view = self._view
         if view is not None:
@@ -116,8 +116,8 @@ class ViewDriver:
         """Close the view, because the call is over or an exception has ended the call.
 
         If an exception such as KeyboardInterrupt interrupts `close`, the BlockingCall calls `close` again. The second call
-        closes the view again, because the view may not have restored the terminal yet. Later calls do not close the view,
-        because the view may raise an exception each time.
+        of `close` closes the view again, because the first call has perhaps not restored the terminal. A third call of
+        `close` does not close the view, because the view may raise an exception each time.
         """
         view = self._view
         self._close_count += 1
@@ -151,7 +151,10 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If `do` raises an exception that does not end the run, remove the view and log a warning."""
+        """Call `do`. If `do` raises an exception, remove the view and log a warning.
+
+        An exception in ENDS_RUN, such as KeyboardInterrupt, is raised again and does not remove the view.
+        """
         try:
             do()
         except ENDS_RUN:

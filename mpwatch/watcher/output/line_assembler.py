@@ -1,4 +1,4 @@
-r"""Assemble the bytes of one stream into lines as a terminal would show them. Pure.
+r"""Turn the bytes of one stream into the lines that a terminal would show. Pure.
 
 A progress bar writes the same line many times, with a carriage return ("\r") between two updates. Only the text after the
 last carriage return of a line is kept:

@@ -5,12 +5,12 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-If a call begins without a mode, output is held back for at most HOLD_SECONDS. If a second rank prints in this time, line
-mode begins. Otherwise passthrough mode begins. Passthrough mode changes to line mode as soon as a second rank prints. Line
-mode stays until the end of the call.
+Until the mode of a call is known, output is held back for at most HOLD_SECONDS. If a second rank prints within HOLD_SECONDS,
+line mode begins. Otherwise passthrough mode begins. Passthrough mode changes to line mode as soon as a second rank prints.
+Line mode stays until the end of the call.
 
-In line mode, LineAssembler keeps only the latest update of a progress bar. A new update is shown as a separate line, at most
-every SHOW_SECONDS. The last update of a progress bar is always shown.
+In line mode, LineAssembler keeps only the latest update of a progress bar. A new update of the progress bar is shown as a
+separate line, at most once in SHOW_SECONDS. The last update of a progress bar is always shown.
 """
 
 import math
@@ -43,7 +43,8 @@ class RankStream:
     def feed(self, data: bytes, now: float) -> bytes:
         """Add bytes, and return the lines that are now complete.
 
-        If the whole text of an unfinished line was already shown, do not return this line again when its newline comes.
+        An unfinished line can be shown before its newline comes. If the newline then comes without more text, do not return
+        the line again.
         """
         lines, shown = self.assembler.feed(data), self.shown
         if lines:
@@ -53,7 +54,7 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the unfinished line with a newline, or empty bytes if there is no text that was not shown yet."""
+        """Return the unfinished line with a newline. Return empty bytes if the line is empty or was already shown."""
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
@@ -84,7 +85,7 @@ class OutputMultiplexer:
 
     @property
     def due_at(self) -> float:
-        """The time at which `write_due` has to be called."""
+        """The time at which the output thread must call `write_due`."""
         return min(self._choose_mode_at, *(rank_stream.due_at for rank_stream in self._rank_streams), math.inf)
 
     def feed(self, rank_stream: RankStream, data: bytes, now: float) -> None:
@@ -154,7 +155,8 @@ class OutputMultiplexer:
     def _change_to_line_mode(self) -> None:
         """Begin line mode, because a second rank prints.
 
-        If the first rank has printed only a part of a line, a newline ends this part, and the whole line is shown later.
+        If the first rank has printed a part of a line, write a newline after this part. If the first rank later adds text to
+        the line, the whole line is shown again.
         """
         self._is_line_mode = True
         for rank_stream in self._rank_streams:

@@ -35,7 +35,7 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 
 
 class OutputThread:
-    """The output thread, and the methods with which other threads use it.
+    """Starts the output thread, gives jobs to it, and ends it.
 
     Other threads must post `hold`, `start_call`, `add_pipes` and `end_pipes` as jobs. After `stop_when_drained`, the output
     thread ends and releases its resources, even if Ctrl-C prevents the call of `close`. The constructor raises LaunchError.
@@ -84,7 +84,10 @@ class OutputThread:
         self._job_wakeup.wake()
 
     def hold(self, is_held: bool) -> None:
-        """Set whether output is held. While output is held, the thread reads pipes and writes output only in jobs."""
+        """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
+
+        While output is held, the output thread only runs jobs, such as `_drain_all`.
+        """
         self._is_held = is_held
 
     def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
@@ -97,7 +100,7 @@ class OutputThread:
         )
 
     def has_output(self) -> bool:
-        """Return whether the ranks may have printed something that the output thread has not written yet."""
+        """Return False if it is certain that the output thread has written all output of the ranks, and True otherwise."""
         poll = select.poll()
         for pipe in list(self._pipes.values()):
             if pipe.is_polled:
@@ -108,8 +111,8 @@ class OutputThread:
     def drain_ended_ranks(self, timeout: float | None) -> bool:
         """Wait until the output thread has drained the pipes of all ended ranks.
 
-        The job `end_pipes` drains the pipes of an ended rank, so this method only waits until all earlier jobs are done.
-        Return False if the wait takes longer than `timeout` seconds.
+        When a rank has ended, the job `end_pipes` drains its pipes. `drain_ended_ranks` only waits until all earlier jobs
+        are done. Return False if the wait takes longer than `timeout` seconds.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -123,9 +126,9 @@ class OutputThread:
         return not self.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the output thread write all remaining output and end, but do not wait for its end.
+        """Ask the output thread to write all remaining output, and then to exit. Return at once.
 
-        Call this method only when no rank will run any more.
+        Call this method only after the last rank has ended.
         """
         self.post(self._drain_and_stop)
 
@@ -242,8 +245,8 @@ class OutputThread:
     def _wait_for_batch(self) -> None:
         """After a small read, wait BATCH_SECONDS for more output. If a job comes, end the wait and run the job.
 
-        Without this wait, each line that a rank prints would wake the output thread. Waking the output thread takes the rank
-        more time than printing the line.
+        Without a wait of BATCH_SECONDS, each printed line would wake the output thread. A rank would spend more time on the
+        wake-up than on printing the line.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()
@@ -263,7 +266,7 @@ class OutputThread:
                 break
 
     def _read(self, pipe: OutputPipe) -> int:
-        """Read bytes once from the pipe, pass them to the log file and the multiplexer, and return their number."""
+        """Read once from the pipe. Pass the bytes to the log file and the multiplexer. Return the number of bytes."""
         self._is_drained = False
         data = pipe.read(READ_SIZE) if pipe.is_polled else None
         if data:
@@ -304,7 +307,10 @@ class OutputThread:
                 self._call_sink(stream, partial(sink.write, data))
 
     def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
-        """Call a method of a sink. If the method fails in any way, log a warning and write nothing more to the sink."""
+        """Call a method of a sink.
+
+        If the method of the sink raises an exception or returns False, log a warning and write nothing more to the sink.
+        """
         if stream in self._broken_sinks:
             return
         try:

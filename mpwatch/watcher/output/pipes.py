@@ -29,13 +29,13 @@ class StdioFds:
 
     @property
     def is_captured(self) -> bool:
-        """Whether at least one of stdout and stderr is not inherited from the caller."""
+        """Whether stdout or stderr goes to a pipe, a file or /dev/null."""
         return (self.stdout, self.stderr) != (None, None)
 
     def append_to_stderr_file(self, startup_output: bytes) -> None:
         """If the rank's stderr is a file, append `startup_output` to this file.
 
-        The rank's interpreter wrote `startup_output` to the stack pipe, and not to the file (stack_dumps.py).
+        Until the rank is ready, its interpreter writes to the stack pipe instead of the rank's stderr (stack_dumps.py).
         """
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.

@@ -46,8 +46,9 @@ from mpwatch.watcher.output.sinks import open_sink
 class RankOutput:
     """The output of all ranks of one watcher thread.
 
-    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls the other methods.
-    If Python deletes a WorkerGroup that was not closed, the watcher thread calls `close`.
+    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls
+    `use_current_streams`, `hold`, `drain_all`, `drain_ended_ranks` and `close`. If Python deletes a WorkerGroup that was not
+    closed, the watcher thread calls `close`.
 
     Args:
         spec: where the output goes.
@@ -72,7 +73,7 @@ class RankOutput:
         """When a call begins, choose the streams to which the output of the ranks is written.
 
         If the LogSpec does not set a stream, the output is written to the present sys.stdout or sys.stderr. In a notebook,
-        the present sys.stdout shows the output in the cell that runs now.
+        sys.stdout shows the output in the cell that makes the call.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -111,10 +112,10 @@ class RankOutput:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
     def hold(self, *, is_held: bool) -> None:
-        """Set whether output is held. Output is held while a debugger's prompt is open.
+        """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
 
-        While output is held, the output thread writes output only in jobs, such as the jobs of `drain_all` and `end_rank`.
-        While output is held, a rank has to wait if its pipe is full.
+        Output is held while a debugger's prompt is open. While output is held, the output thread only runs jobs. For
+        example, `drain_all` and `end_rank` post jobs that write output. If a rank prints into a full pipe, the rank waits.
         """
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
@@ -137,9 +138,9 @@ class RankOutput:
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:
-        """Make the output thread write all remaining output and end, but do not wait for its end.
+        """Ask the output thread to write all remaining output, and then to exit. Return at once.
 
-        Call this method only when no rank will run any more.
+        Call this method only after the last rank has ended.
         """
         if self._output_thread is not None:
             self._output_thread.stop_when_drained()

@@ -3,8 +3,9 @@
     sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
     any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
 
-If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. A _FileSink stops
-waiting when the descriptor `stop_fd` becomes readable, so that a run can end even if the reader never reads again.
+If the reader of a stream is slow, the output thread waits for the reader, and the ranks may wait, too. When the descriptor
+`stop_fd` becomes readable, a _FileSink stops waiting for the reader. So a reader that never reads again cannot prevent the
+end of a run.
 """
 
 import codecs
@@ -31,7 +32,8 @@ class Sink(Protocol):
     def write(self, data: bytes) -> bool:
         """Write all data.
 
-        Return False if `stop_fd` has ended the wait for a slow reader. Raises any exception that the stream raises.
+        If `stop_fd` becomes readable while `write` waits for a slow reader, return False. Raises any exception that the
+        stream raises.
         """
 
     def flush(self) -> None:
@@ -44,7 +46,8 @@ class Sink(Protocol):
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
     """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    Call this function in the caller's thread, because a notebook's stream finds its cell by the contextvars of this thread.
+    Call this function in the caller's thread. The contextvars of the caller's thread contain the notebook cell to which a
+    notebook's stream writes.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
@@ -68,7 +71,7 @@ class _FileSink:
 
     The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
     to be atomic, and ends at the end of a line if possible. A pipe guarantees that a write of at most PIPE_BUF bytes is
-    atomic. If the pipe is empty, mpwatch also writes more bytes at once, because an empty pipe has room for them.
+    atomic. mpwatch writes more than PIPE_BUF bytes at once only to an empty pipe, which has room for all these bytes.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -109,15 +112,17 @@ class _FileSink:
             return 0
 
     def _wait_for_room(self) -> bool:
-        """Wait until the reader has made room for more bytes. If `stop_fd` becomes readable first, return False."""
+        """Wait for the reader to make room for more bytes. Return False if `stop_fd` becomes readable during the wait."""
         return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
 def _reopen(fd: int) -> tuple[FileIO, bool, int]:
-    """Return a new descriptor for the file behind `fd`, whether a write to it can block, and the size of an atomic write.
+    """Return (file, can_block, atomic_bytes). `file` is a new file object for the file behind `fd`.
+
+    `can_block` is True if a write to `file` can block. A write of at most `atomic_bytes` bytes is atomic.
 
     The blocking mode of the caller's descriptor is not changed, because other processes may share the open file. If the
-    system has /proc, a pipe or a terminal can be opened a second time in non-blocking mode. A socket cannot be reopened.
+    system has /proc, `_reopen` opens a pipe or a terminal again, in non-blocking mode. A socket cannot be reopened.
     """
     # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
     # exception cannot leak the descriptor.

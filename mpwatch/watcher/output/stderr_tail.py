@@ -46,7 +46,7 @@ class StderrTail:
 
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
-    """Return at most the last TAIL_BYTES bytes of the file from `offset` on, and whether earlier bytes were cut off."""
+    """Read the file from `offset` to the end. Return the last TAIL_BYTES bytes, and whether earlier bytes were cut off."""
     with suppress(OSError), open(path, "rb") as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(tail_offset)

@@ -1,7 +1,7 @@
 """Finds out whether a rank may have a GPU or another accelerator that torch supports. Runs in the watcher.
 
 This module reads files and does not import torch, because the import takes a second. This module can find an accelerator
-that torch cannot use. If this module finds no accelerator, torch finds none, either. The GPU of a Mac does not count as an
+that torch cannot use, but never overlooks an accelerator that torch can use. The GPU of a Mac does not count as an
 accelerator, because no backend of torch.distributed supports it.
 """
 

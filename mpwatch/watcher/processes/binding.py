@@ -3,9 +3,9 @@
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
 The values "cores" and "numa" of `bind` follow `torch.numa.binding`, which torchrun uses. The value "numa" does what torch's
-mode "node" does. The value "cores" divides whole cores among the ranks, as torch's mode "exclusive" does. Unlike torch's
-mode "exclusive", "cores" needs no GPU, and divides the CPUs of all NUMA nodes among the ranks. If the NUMA node of a GPU is
-unknown, torch binds the rank to node 0, but mpwatch gives the rank its share of all nodes.
+mode "node" does. The value "cores" divides whole cores among the ranks, as torch's mode "exclusive" does. Torch's mode
+"exclusive" needs a GPU, but the value "cores" works without a GPU, and divides the CPUs of all NUMA nodes. If the NUMA node
+of a GPU is unknown, torch binds the rank to node 0, but mpwatch gives the rank its share of all nodes.
 """
 
 import math
@@ -39,8 +39,8 @@ def bind_rank(
 ) -> Binding:
     """Return the CPUs of a rank.
 
-    If `bind` is a function, mpwatch cannot know the CPUs of the other ranks, and assumes that they do not use this rank's
-    CPUs.
+    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. So mpwatch treats the rank as the only user
+    of its CPUs.
 
     Args:
         bind: the option.
@@ -66,7 +66,7 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
     - If the cores cannot be divided equally, some ranks get one extra core. If all cores are of one kind, as few ranks as
-      possible get cores of two packages or two NUMA nodes.
+      possible get cores on two packages or two NUMA nodes.
     - On a hybrid processor, which has several kinds of cores, each rank gets its share of each kind.
 
     Raises ValueError if there are fewer CPUs than ranks.
@@ -96,9 +96,10 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
 
 @lru_cache(maxsize=1)  # the arguments are the same for each rank
 def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int, ...]:
-    """Return the number of cores of each rank, chosen so that as few ranks as possible span two packages or NUMA nodes.
+    """Return the number of cores of each rank.
 
-    If several choices are equally good, the first ranks get the extra cores.
+    As few ranks as possible get cores on two packages or two NUMA nodes. If several choices are equally good, the first
+    ranks get the extra cores.
 
     Args:
         places: the package and the NUMA node of each core. There are at least as many cores as ranks.
@@ -128,7 +129,9 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
     """Return for each rank all CPUs of the NUMA node of its GPU.
 
-    If the node of the GPU is unknown or has no usable CPU, the rank gets its share of all NUMA nodes, a contiguous block.
+    A rank without a GPU gets its share of all NUMA nodes. For example, the first of two ranks gets the first half of the
+    nodes. If there are fewer nodes than ranks, several ranks share a node. If the NUMA node of the GPU is unknown or has no
+    usable CPU, the rank counts as a rank without a GPU.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:
@@ -158,6 +161,7 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 def _add_shares(users: Counter[int]) -> int:
     """Return how many cores (or CPUs) the rank has for itself. Return at least 1.
 
-    For example, {1: 4, 2: 6} are 4 cores of the rank alone, and 6 cores that it shares with one other rank: 4 + 6 // 2 = 7.
+    Example: the rank uses 4 cores alone, and shares 6 cores with one other rank. For this example, `users` is {1: 4, 2: 6},
+    and the result is 4 + 6 // 2 = 7.
     """
     return max(1, sum(count // ranks for ranks, count in users.items()))

@@ -1,4 +1,4 @@
-"""The watcher's ends of the two sockets over which a rank reports its collectives. Runs in the watcher thread.
+"""The two sockets over which a rank reports its collectives to the watcher. Runs in the watcher thread.
 
     watcher --- one byte ---> request socket ---> rank --- one line of JSON ---> watcher
     rank --- the stack of a crash ---> crash socket: held back until the rank has answered
@@ -103,10 +103,10 @@ class CollectiveSockets:
             return None
 
     def hold_crash(self) -> bool:
-        """Make a crashing rank wait until `read_crash` is called, and ask the rank for its collectives.
+        """Ask a crashing rank for its collectives. Make the rank wait until mpwatch calls `read_crash`.
 
-        The rank waits at most once. If mpwatch cannot ask the rank, the rank does not wait. Return True if this call has
-        made the rank wait.
+        Return True if `hold_crash` succeeds. Return False if the rank is not crashing, if mpwatch cannot ask the rank, or if
+        an earlier `hold_crash` has succeeded.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False

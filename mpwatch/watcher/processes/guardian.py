@@ -70,7 +70,7 @@ class Guardian:
         self._send(b"=%s\n" % (data.hex().encode() + b" " + os.fsencode(path) if restore else b""))
 
     def set_terminal_modes(self, path: str, modes: list[Any] | None) -> None:
-        """Make the guardian set these modes of a terminal if the calling program dies.
+        """Make the guardian set the modes of a terminal to `modes` if the calling program dies.
 
         Args:
             path: the path of the terminal.

@@ -9,8 +9,8 @@ points:
 - The rank does not import the `__main__` module of the calling program. The start of a rank does not set multiprocessing's
   start method in the calling program.
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
-  that the rank starts. The CPUs, the environment, stdin (empty), stdout and stderr of the rank are also set before its
-  first instruction.
+  that the rank starts. Before the rank's first instruction, mpwatch also sets the CPUs, the environment, stdin, stdout and
+  stderr of the rank. The rank's stdin is empty.
 - If the system has pidfds, the sentinel of a rank is a pidfd. The sentinel of an ordinary multiprocessing.Process is a pipe.
   A process that the child has forked can keep this pipe open after the child's death.
 
@@ -271,7 +271,7 @@ class RankPopen(Popen):
         """Return the pid and the status that waitpid returns for a dead rank.
 
         Wait at most DEBUGGER_SECONDS for the status, because a debugger of the rank can delay the status. If the sentinel is
-        a pipe, the status can also be late, because the pipe closes shortly before the rank is dead.
+        a pipe, the status can be late even without a debugger, because the pipe closes shortly before the rank is dead.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
@@ -281,8 +281,7 @@ class RankPopen(Popen):
     def abandon(self) -> None:
         """Close the descriptors of a rank that cannot be killed or reaped, and never wait for this rank again.
 
-        If the rank dies later, the subprocess module reaps the rank when the program starts its next process with
-        `subprocess.Popen`.
+        After the rank's death, the next `subprocess.Popen(...)` in the calling program reaps the rank.
         """
         with self._lock:
             if not self._is_reaped:
@@ -309,7 +308,7 @@ class RankPopen(Popen):
 
 
 class _WatchedProcess(RankProcess):
-    """In the watcher: the multiprocessing.Process of a rank. The rank unpickles this object as a plain RankProcess."""
+    """In the watcher: the multiprocessing.Process of a rank. In the rank, the class of the Process object is RankProcess."""
 
     def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
@@ -327,7 +326,7 @@ class _WatchedProcess(RankProcess):
 def _fill_pipe(pipe: int, data: bytes) -> None:
     """Write all data to the pipe before the child is started.
 
-    A write after the start of the child could block without limit, because the child may die before it reads.
+    A write after the start of the child could block, because the child may not read the data.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE
@@ -353,7 +352,7 @@ def _get_resource_tracker_fd() -> Any:
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
     """Return the preparation data: the dict that spawn sends to a child before the Process object.
 
-    mpwatch leaves out the entries for `__main__` and for the start method.
+    The dict contains no entry for `__main__`, and no entry for the start method.
     """
     original_dir = get_original_dir()
     return {

@@ -19,7 +19,8 @@ A helper is a process that a rank has started in its process group. When the poo
 rank's helpers.
 
 Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. There are two
-exceptions: a rank that SIGKILL does not end, and a dead rank that cannot be reaped because of a debugger.
+exceptions: a rank that SIGKILL does not end, and a dead rank that the pool cannot reap because of a debugger. The pool logs
+a warning about each rank that is not dead and reaped.
 """
 
 import dataclasses
@@ -180,10 +181,11 @@ class ProcessPool:
         return self._slots[rank]
 
     def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
-        """Send a rank its call. Before the rank's first call, also send the startup output of its interpreter.
+        """Send a rank its call.
 
-        The rank writes the startup output to its stderr, because this write can block and the watcher must not block.
-        Raises LaunchError.
+        The startup output is what the rank's interpreter has printed at its start. Before the first call, send the startup
+        output to the rank. The rank writes the startup output to its stderr, because this write can block and the watcher
+        must not block. Raises LaunchError.
         """
         try:
             if handle.stack_parser.startup_output:
@@ -196,7 +198,10 @@ class ProcessPool:
             ) from error
 
     def read_black_box(self, handle: RankHandle) -> list[Message]:
-        """Return the messages that a dead rank has written to its shared memory because it could not send them."""
+        """Return the messages in the black box of a dead rank.
+
+        If a rank's channel is closed, the rank writes its messages to its black box.
+        """
         rank = handle.observations.worker.rank
         try:
             return read_black_box(self._slots_fd, self._slots[rank])
@@ -205,9 +210,9 @@ class ProcessPool:
             return []
 
     def interrupt_call(self, handle: RankHandle, number: int) -> None:
-        """Send SIGINT to the rank, to interrupt the call with this number.
+        """Send SIGINT to the rank, to interrupt the call whose number is `number`.
 
-        SIGINT can reach the rank between two calls. If the rank's next call has another number, the rank ignores the SIGINT.
+        SIGINT can reach the rank between two calls. The rank ignores a SIGINT that was sent for an earlier call.
         """
         record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], number)
         handle.process.send_signal(signal.SIGINT)
@@ -217,7 +222,7 @@ class ProcessPool:
         return read_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def read_heartbeat_time(self, handle: RankHandle) -> float | None:
-        """Read only the time of the rank's last heartbeat, which is faster than `read_heartbeat`."""
+        """Read only the time of the rank's last heartbeat. This method is faster than `read_heartbeat`."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
     def get_stop_memory(self, rank: int) -> StopMemory:
@@ -256,7 +261,9 @@ class ProcessPool:
                 group.remove_torch_files()
 
     def abandon(self, handle: RankHandle) -> None:
-        """Close the connections to a rank that cannot be killed, and never wait for this rank again."""
+        """Log a warning about a rank that cannot be killed, close the connections to it, and never wait for it again."""
+        text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
+        self.deferred_log.warning(text, handle.observations.worker.rank, handle.process.pid)
         handle.close()
         handle.process.abandon()
         self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
@@ -278,7 +285,7 @@ class ProcessPool:
             self.abandon(handle)
 
     def _wait_for_debuggers(self) -> None:
-        """Reap the dead ranks that debuggers hold. Abandon a rank that cannot be reaped within KILL_SECONDS."""
+        """Reap each dead rank that has a debugger. Abandon a rank that the pool cannot reap within KILL_SECONDS."""
         for process, reap_started_at in self._held_by_debugger.items():
             while not (is_reaped := process.reap()) and time.monotonic() < reap_started_at + KILL_SECONDS:
                 pass  # each `reap` waits for DEBUGGER_SECONDS
@@ -340,11 +347,11 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 
 @contextmanager
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread while a process is started.
+    """Block signals in this thread until the context ends. Use this context manager to start a process.
 
-    A scheduler such as SLURM may send a signal to the watcher and to all ranks, but only the watcher should handle it. The
-    new process inherits the blocked signals, so these signals cannot end the process. The program of a rank first ignores
-    these signals, and then unblocks them.
+    A scheduler such as SLURM may send a signal to the watcher and to all ranks, but only the watcher should handle it. In
+    the new process, the same signals are blocked, so these signals cannot end the process. The program of a rank first
+    ignores these signals, and then unblocks them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -362,7 +369,7 @@ def _worker_fields(worker: Worker) -> dict[str, Any]:
 
 
 def _describe_rank(worker: Worker, fn_name: str) -> list[str]:
-    """Return words that describe the rank, for the end of its command line."""
+    """Return the last words of the rank's command line, such as "mpwatch" and "rank=0/4". `ps` shows these words."""
     fn = [f"fn={_make_printable(fn_name)[:NAME_LENGTH]}"] if fn_name else []
     return ["mpwatch", f"rank={worker.rank}/{worker.world_size}", *fn, f"run={_make_printable(worker.run_id)[:ID_LENGTH]}"]
 

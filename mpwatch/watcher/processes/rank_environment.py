@@ -1,17 +1,17 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has five parts. A variable of part 2, 3 or 4 replaces the variable of the same name in an earlier part.
+A rank's environment has five parts. If several of the parts 1 to 4 have the same variable, the last of these parts decides.
 
 1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
-   TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. NODE_RANK is also set, to the value of GROUP_RANK.
+   TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. mpwatch also sets NODE_RANK to the value of GROUP_RANK.
 3. The user's `env` option.
-4. With visible_devices="own": a variable that lists the visible GPUs, such as CUDA_VISIBLE_DEVICES. If the user's `env`
-   already lists at most one GPU, mpwatch does not set such a variable.
+4. With visible_devices="own", a variable such as CUDA_VISIBLE_DEVICES, which limits the rank to its own GPU. mpwatch does
+   not set this variable if the user's `env` already limits the rank to one GPU or no GPU.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
-   TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. The last two have further conditions
-   (`_add_defaults`).
+   TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. TORCH_FR_BUFFER_SIZE and ACCELERATE_USE_CPU
+   have further conditions (`_add_defaults`).
 """
 
 import os
@@ -57,8 +57,8 @@ class RankSetup(NamedTuple):
 def reserve_port() -> socket.socket:
     """Return a socket that reserves its port for the ranks while the socket is open. Raises LaunchError.
 
-    The socket does not listen. The store of torch can listen on the same port, because both sockets have SO_REUSEADDR. The
-    kernel does not give the reserved port to a program that asks for any free port.
+    The socket does not listen. The store of torch can listen on the same port, because both sockets have SO_REUSEADDR. If a
+    program binds a socket to port 0, the kernel chooses a free port, but not the reserved port.
     """
     try:
         reserved = socket.socket()
@@ -170,8 +170,8 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
     """Return how many threads a rank should use to compute, and how many processes should compile for this rank.
 
-    A rank that is bound to CPUs gets one thread for each of its cores, and one process to compile for each of its CPUs
-    (hardware threads). The rank's share of the cgroup's CPU quota limits both numbers.
+    If a rank is bound to CPUs, it gets `core_share` threads and `cpu_share` processes (see `Binding`). If the cgroup has a
+    CPU quota, each number is at most the quota divided by the number of local ranks, but never below 1.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:

@@ -266,13 +266,12 @@ class RankHandle:
     def request_native_stack_dump(self, request: int) -> None:
         """Make faulthandler write the main thread's stack, if the rank has not begun to answer the stack request `request`.
 
-        While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. The
-        method does nothing if the rank has begun to write its stacks, because faulthandler may crash a rank that runs Python
-        code.
+        While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. If the
+        rank has begun to write its stacks, the method does nothing, because the main thread has perhaps returned to Python
+        code. faulthandler can crash a rank that runs Python code.
 
         faulthandler writes the stack of the thread that gets the signal, so the method sends the signal to the main thread.
-        While PYTHON_DUMP_SIGNAL is pending in the main thread, the kernel may give a signal for the whole process to another
-        thread.
+        If the method sent the signal to the whole process, the kernel might give the signal to another thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return

@@ -3,12 +3,12 @@
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - If mpwatch passed all descriptors to `wait`, each call of `wait` would register all descriptors again.
-- The selector uses a set of descriptors in the kernel (epoll), which lists ready descriptors in the order in which they
-  became ready. If one rank dies and another rank then sends a message, the kernel lists the death first, even if the watcher
-  reads both much later.
+- The selector keeps its set of descriptors in the kernel (epoll). The kernel lists first the descriptor that became ready
+  first. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0 first. The watcher
+  may read the list much later.
 
-A descriptor that becomes ready again before the watcher reads it keeps its old place in the kernel's list. So an event can
-come too early in the list, but never too late.
+If a descriptor has two events before the watcher reads it, the kernel lists the descriptor only once, at the place of the
+first event. So the place in the list can be too early for the second event, but a place is never too late.
 """
 
 import selectors
@@ -39,7 +39,7 @@ class Selector(Generic[T]):
     def remove(self, fd: int) -> None:
         """Remove a descriptor. Call this method before the descriptor is closed.
 
-        Otherwise the closed descriptor stays in the kernel's set while a forked process has a copy of the descriptor.
+        If a descriptor is closed without a call of `remove`, epoll watches it as long as a forked process has a copy of it.
         """
         self._selector.unregister(fd)
 

@@ -22,10 +22,10 @@ have no name in /dev/shm.
 4. no process of this machine has opened or mapped the file (`is_used_elsewhere`)
 5. the file's count of users is 0
 
-Two processes can have the same pid: one after the other, or in two containers that share /dev/shm. So conditions 4 and 5
-ensure that mpwatch removes no file that a process still needs. With the strategy file_descriptor, the process that makes a
-file keeps the file open until it unlinks the file. With the strategy file_system, the count of users is above 0 while the
-file is in use.
+The kernel can give the pid of a dead process to a new process. Processes in two containers that share /dev/shm can have the
+same pid, too. So conditions 1 to 3 are not enough. Conditions 4 and 5 ensure that mpwatch removes no file that a process
+still needs. With the strategy file_descriptor, the process that makes a file keeps the file open until it unlinks the file.
+With the strategy file_system, the count of users is above 0 while the file is in use.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.
@@ -45,7 +45,7 @@ COUNT_SIZE = 4  # bytes of the count of users, an int
 
 
 def find_makers(pgid: int) -> set[int]:
-    """Return the pids of the processes in the Unix process group `pgid` that have made torch files which still exist."""
+    """Return the pids of processes that are in the Unix process group `pgid` and have files of torch in /dev/shm."""
     return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
 
 

@@ -8,8 +8,9 @@ The driver of each vendor reads variables that list the devices to use:
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
 For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
-one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. For GPUs of Intel, the
-user must set a list of devices, because only the driver library Level Zero can count these GPUs.
+one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. If the user has set no
+list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or HIP_VISIBLE_DEVICES (for ROCm). For GPUs of Intel, the user
+must set a list of devices, because only the driver library Level Zero can count these GPUs.
 
 This module initialises no GPU, because it reads only environment variables and files of the drivers (os_support/gpus.py).
 """
@@ -60,7 +61,7 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
 
 def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with which a rank sees only one GPU: the GPU in `devices` whose index is the local rank.
+    """Return environment variables that limit a rank to one GPU. For example, local rank 1 sees the second GPU.
 
     Args:
         devices: the GPUs that the rank can see without these variables.
@@ -163,9 +164,9 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 
 
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU that an entry in a list of devices stands for, or None if this GPU is unknown.
+    """Return the GPU of one entry in a list of devices, or None if the GPU is unknown.
 
-    An entry can be the beginning of a GPU's name.
+    For example, the entry "GPU-8f" means the GPU whose name begins with "GPU-8f".
     """
     if entry.isdecimal():
         return numbered[int(entry)] if int(entry) < len(numbered) else None

@@ -16,7 +16,7 @@ NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """The facts about a failed attempt that RestartBudget needs to decide about a restart."""
+    """Facts about a failed attempt. RestartBudget uses these facts to decide about a restart."""
 
     cause: ProcessFailure | None
     """The root cause."""

@@ -212,8 +212,8 @@ class RestartGroup:
     def _publish_call_started(self) -> None:
         """Publish the event CallStarted once for each call.
 
-        In a run of several nodes, the call begins before this node knows its ranks. The node then publishes the event at the
-        first start of its ranks.
+        In a run of several nodes, a node does not know its ranks when the call begins. So the node publishes CallStarted
+        when it starts its ranks for the first time.
         """
         if self.setups and self._run_started_at < math.inf and not self._has_published_call:
             self._has_published_call = True

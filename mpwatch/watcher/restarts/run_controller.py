@@ -163,7 +163,7 @@ class RunController(Generic[T]):
         return sum(observations.attempt for observations in latest)
 
     def _is_start_counted(self, attempt: int) -> bool:
-        """Return whether the start of the attempt uses up one of the restarts that the policy allows."""
+        """Return whether the start of the attempt is one of the restarts that `max_restarts` limits."""
         return attempt > 0
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
@@ -201,16 +201,19 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose return values mpwatch drops because keep_going=True is not set.
+        """Return the ranks whose return values mpwatch drops. If keep_going=True were set, mpwatch would keep these values.
 
-        Return () if keep_going=True is set, or is not allowed in this run.
+        Return () if keep_going=True is set, or if this run does not allow keep_going=True.
         """
         if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
 
     def end_with_error(self, error: BaseException) -> None:
-        """Publish that an error, and not the failure of a rank, has ended the run."""
+        """Publish that the exception `error` has ended the run.
+
+        If ranks had failed before, add a note about their failures to `error`.
+        """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):
             add_note(error, "\n".join(["raised after ranks had failed:", *format_attempts(failed)]))
@@ -247,7 +250,7 @@ def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
-    """Publish the failures (the root cause first), the stopped ranks, and the collectives of each rank as events."""
+    """Publish an event for each failure, each stopped rank and each rank's collectives. The root cause comes first."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,
@@ -272,6 +275,6 @@ def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, res
 
 
 def _has_value(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether a rank has returned something other than None."""
+    """Return whether this rank has returned a value other than None."""
     answer = observed.answer
     return has_returned(attempt, observed) and answer is not None and answer.body != pack_none()

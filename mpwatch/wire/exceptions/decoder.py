@@ -9,8 +9,8 @@ node in the best way that works:
     rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
     stand-in   create a class of the same name, derived from the same builtin classes, with the same text
 
-The functions `read_cause_chain`, `read_summary` and `read_traceback_text` run no user code, because they only read texts
-from the message "plain".
+The functions `read_cause_chain`, `read_summary` and `read_traceback_text` only read texts from the message "plain". These
+three functions run no user code.
 """
 
 import builtins
@@ -142,13 +142,14 @@ def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list
 def is_builtin_class(cls: type) -> bool:
     """Return whether a class is builtin.
 
-    The function does not read `__module__`, because it can be wrong: in pytest's class Skipped, `__module__` is "builtins".
+    `is_builtin_class` does not read `cls.__module__`, because `__module__` can be wrong. For example, pytest's class Skipped
+    is not builtin, but its `__module__` is "builtins".
     """
     return getattr(builtins, cls.__name__, None) is cls
 
 
 def has_same_text(one: str, other: str) -> bool:
-    """Return whether two texts are equal apart from memory addresses, such as those in texts from `repr`."""
+    """Remove memory addresses such as `0x7f3a` from two texts, and return whether the two texts are then equal."""
     return MEMORY_ADDRESS.sub("", one) == MEMORY_ADDRESS.sub("", other)
 
 
@@ -222,6 +223,6 @@ def read_summary(plain: bytes) -> str:
 
 
 def read_traceback_text(plain: bytes) -> str:
-    """Return the traceback as the rank would have printed it."""
+    """Return the text of the traceback. The rank has made this text with Python's module `traceback`."""
     text: str = marshal.loads(plain)["traceback"]
     return text

@@ -10,14 +10,16 @@ members. `ExceptionEncoder` encodes all nodes in three messages, in the same ord
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-The message `plain` is sent first. To make `plain`, the encoder runs only `__str__` and `__notes__` of the exceptions'
-classes, and catches every exception that they raise. Since Python 3.12, the module traceback also calls `dir()` of the
-object of an AttributeError, to suggest a similar name.
+The message `plain` is sent first. To make `plain`, the encoder runs code of an exception's class only for `__str__` and
+`__notes__`. If `__str__` or `__notes__` raises an exception, the encoder catches the exception. Since Python 3.12, the
+module traceback also calls `dir()` of the object of an AttributeError, to suggest a similar name.
 
-To make `details`, the encoder pickles and rebuilds each exception, which runs code of the exception's class. Even if code of
-the exception's class crashes or hangs, the watcher knows from `plain` where and why the rank failed.
+To make `details`, the encoder pickles and rebuilds each exception. The pickling and the rebuilding run code of the
+exception's class. Even if code of the exception's class crashes or hangs, the watcher knows from `plain` where and why the
+rank failed.
 
-To make `locals`, the encoder runs code of the classes of all local variables, so `locals` is sent last.
+To make `locals`, the encoder calls `repr` of the local variables' values. A `__repr__` of a user's class can hang, so the
+message `locals` is sent last.
 
 If an attribute of an exception cannot be pickled, only this attribute is left out. If an argument of an exception cannot be
 pickled, the argument's `repr` is pickled instead.
@@ -60,7 +62,7 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 class ExceptionEncoder:
     """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` describes these exceptions in breadth-first order, each as a dictionary of builtin values.
+    `nodes` contains a dictionary of builtin values for each exception. The exceptions are in breadth-first order.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -174,9 +176,10 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Pickle the whole exception, and add the pickles of the attributes that are lost when the exception is unpickled.
+    """Pickle the whole exception. If an attribute is missing in this pickle, add the attribute's own pickle.
 
-    The default `__reduce__` of an exception, for example, does not pickle slots.
+    The default `__reduce__` of an exception, for example, does not pickle slots. Return None if the exception cannot be
+    rebuilt from these pickles.
     """
     data = _try_pickle(error)
     if data is None:
@@ -206,7 +209,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Stand for a missing attribute, as the default value in `getattr(error, name, _missing)`."""
+    """Do nothing. `getattr(rebuilt, name, _missing)` returns this function if the attribute is missing."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

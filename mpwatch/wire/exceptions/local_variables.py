@@ -167,7 +167,7 @@ def _get_variables(frame: FrameType) -> dict[str, object]:
 
 
 def _format_all(found: list[dict[int, dict[str, object]]], texts: list[dict[int, dict[str, str]]]) -> None:
-    """Convert the values of all variables to text, in each traceback from the innermost frame to the outermost."""
+    """Convert the values of all variables to text. In each traceback, the values of the innermost frame come first."""
     bounded, total, deadline = BoundedRepr(), 0, time.monotonic() + LIMIT_SECONDS
     for variables_by_frame, texts_by_frame in zip(found, texts, strict=True):
         for number in sorted(variables_by_frame, reverse=True):

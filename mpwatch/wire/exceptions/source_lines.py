@@ -2,7 +2,8 @@
 
 Python prints a traceback with the source lines that the module `linecache` finds. Each call is sent with the sources of its
 functions, because a rank does not have the cells of the caller's notebook. Each exception is sent with the sources of its
-frames, because the caller does not have code that a rank has generated. The receiver adds these sources to its `linecache`.
+frames, because a rank can generate code, and the caller does not have the generated code. The receiver of a call or an
+exception adds the sources to its `linecache`.
 
 This module runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
 """
@@ -87,7 +88,8 @@ def _read_program_on_stdin() -> str:
 def _contains(text: str, wanted: list[CodeType]) -> bool:
     """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
 
-    Return False if a shell has read the first lines of a file from stdin, and has then started Python with the rest.
+    Return False if some lines in `text` do not belong to the program. For example, the first lines of stdin can be shell
+    commands, and the last of these commands starts Python.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

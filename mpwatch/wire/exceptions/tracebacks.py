@@ -4,16 +4,18 @@
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
 A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`
-(`make_frame`). tblib puts the dictionary of the next entry into the dictionary of each entry. This module makes a separate
-dictionary for each entry, because the traceback of a RecursionError is too deep for nested dictionaries.
+(see `make_frame`). tblib makes nested dictionaries: the dictionary of an entry contains the dictionary of the next entry.
+This module makes a separate dictionary for each entry, because the traceback of a RecursionError is too deep for nested
+dictionaries.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
 object. For each frame of the rank, `build_traceback` compiles a stub, which is a code object with the same file, function,
-lines and columns. The only statement of a stub is a `raise` at the position of the rank's frame. When `build_traceback` runs
-a stub, the traceback of the stub's exception has a new frame, which looks like the rank's frame.
+lines and columns. The only statement of a stub is a `raise` at the position of the rank's frame. `build_traceback` runs
+the stub, and catches the exception that the stub raises. The frame of the stub looks like the rank's frame.
 
-The new frame has the local variables that are stored in the `Frame`. With `__tracebackhide__`, pytest and IPython hide the
-frame. With the option `capture_locals`, the frame has the rank's local variables as text (local_variables.py).
+The frame of the stub has the local variables that are stored in the `Frame`. If one of these variables is
+`__tracebackhide__`, pytest and IPython hide the frame. With the option `capture_locals`, the frame has the rank's local
+variables as text (local_variables.py).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def make_frame(
     is_hidden: bool = False,
     span: Span | None = None,
 ) -> Frame:
-    """Return a dictionary like that of `tblib.Traceback.to_dict`, plus "co_qualname", "co_firstlineno" and "span".
+    """Return a dictionary in the format of `tblib.Traceback.to_dict`. Add "co_qualname", "co_firstlineno" and "span".
 
     Args:
         file: name of the file.

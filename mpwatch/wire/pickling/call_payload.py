@@ -4,17 +4,19 @@
     section:      [ object ][ definitions for __main__ ]...[ {} ][ sources ]
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
-The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each further section,
-called a part, contains one rank's values of the arguments that differ between ranks. A rank loads only the first section and
-its own part, so a part can refer to the first section, but never to another part.
+The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each section after
+the first section is called a part, and belongs to one rank. A part contains those arguments of the rank that differ from
+rank to rank. A rank loads only the first section and its own part, so a part can refer to the first section, but never to
+another part.
 
-A rank does not import the caller's `__main__`. So functions and classes of `__main__` are pickled by value, that is, with
-their code (pickler.py). The rank adds these functions and classes to its own `__main__`, so that plain pickle, torch.save
-and DataLoader workers find them by name. The rank's `__main__` also contains the global variables that these functions use.
+A rank does not import the caller's `__main__`, so the bundle contains the code of the functions and classes of `__main__`
+that the call uses (pickler.py). The rank adds these functions and classes to its own `__main__`, so that plain pickle,
+torch.save and DataLoader workers find them by name. The rank's `__main__` also contains the global variables that these
+functions use.
 
-The import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call. So `pack` usually tries
-`PlainPickler` first, which does not use cloudpickle. If `PlainPickler` fails, for example at an object of `__main__`,
-`CallPickler` (pickler.py) pickles the call.
+The import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call. `PlainPickler` does not import
+cloudpickle, so `pack` usually tries `PlainPickler` first. If `PlainPickler` fails, `CallPickler` (pickler.py) pickles the
+call. For example, `PlainPickler` cannot pickle a function of `__main__`.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Call:
 class Payload:
     """A pickled call. A payload owns the bundle of the call, and the duplicates of the descriptors in the arguments.
 
-    Close the payload when no rank needs it any more. A payload is also closed when it is garbage-collected.
+    Call `close` when no rank needs the payload any more. A payload is also closed when it is garbage-collected.
     """
 
     def __init__(self, bundle: PickleBundle) -> None:
@@ -134,10 +136,10 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """The object that multiprocessing uses instead of a new process's Popen object while mpwatch pickles a call.
+    """Makes multiprocessing believe that it is spawning a process. mpwatch uses a _SpawnPopenStub while it pickles a call.
 
     Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
-    os_support/cpython_private.py describes what multiprocessing expects of this object.
+    os_support/cpython_private.py names the attributes that multiprocessing reads from a _SpawnPopenStub.
     """
 
     DupFd = FdPlaceholder
@@ -162,7 +164,7 @@ class _SpawnPopenStub:
 
 
 def pack(call: Call) -> Payload:
-    """Pickle a call. Raises OSError and whatever pickling raises."""
+    """Pickle a call. Raises OSError, and every exception that pickling raises."""
     if _can_try_plain_pickler(call.fn):
         try:
             return _pack(call, _dump_plain)
@@ -230,8 +232,8 @@ def _collect_reducers() -> dict[type, Any]:
 def _can_try_plain_pickler(fn: object) -> bool:
     """Return whether `pack` tries `PlainPickler` for a call of this function.
 
-    If the user has registered modules with cloudpickle's `register_pickle_by_value`, only cloudpickle pickles the functions
-    of these modules by value.
+    Return False if the user has registered modules with cloudpickle's `register_pickle_by_value`, because `PlainPickler`
+    would ignore the registration.
     """
     if getattr(fn, "__module__", None) == "__main__":
         return False
@@ -311,7 +313,7 @@ def _describe_main(main: Any) -> dict[str, Any]:
 
 
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
-    """In a rank: unpickle a call, and close the descriptors of the call. Raises OSError and whatever unpickling raises.
+    """In a rank: unpickle a call, and close the call's descriptors. Raises OSError, and every exception of the unpickling.
 
     Args:
         body: the body of the message.
@@ -362,7 +364,7 @@ def _load_section(unpickler: pickle.Unpickler) -> Any:
 
 
 def is_unpacking(thread: threading.Thread) -> bool:
-    """Return whether a rank is unpacking a call in this thread.
+    """Return whether this thread of a rank is unpacking a call.
 
     Also return True if this thread was started while the rank unpacked a call, for example by an imported module.
     """

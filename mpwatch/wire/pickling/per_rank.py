@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """An argument of a call with one value for each rank: rank i gets `values[i]`.
+    """Gives each rank its own value of an argument: rank i gets `values[i]`.
 
     Any positional or keyword argument of `mpwatch.run` and `WorkerGroup.run` can be a PerRank. A PerRank cannot be inside
     another argument, such as a list. Each rank unpickles only its own value of the PerRank. All ranks read large arrays and
@@ -33,7 +33,7 @@ class PerRank(Generic[T]):
 
 
 def refuse_per_rank(_: PerRank[Any]) -> NoReturn:
-    """Raise TypeError, because a PerRank was found inside another argument of a call, such as a list.
+    """Raise TypeError, because this PerRank is inside another argument, for example inside a list.
 
     If a PerRank is itself an argument, mpwatch takes the values out of the PerRank before pickling the call.
     """

@@ -72,7 +72,7 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep a large buffer, and return False. Return True for a small buffer, so that pickle writes the buffer itself."""
+        """Keep a large buffer, and return False. For a small buffer, return True: pickle then writes the buffer's bytes."""
         raw = buffer.raw()
         if raw.nbytes < MIN_BUFFER_SIZE:
             return True
@@ -118,8 +118,9 @@ class PickleBundle:
     def _write_buffers(self) -> list[tuple[int, int]]:
         """Write all buffers into the file, and return the offset and the size of each buffer.
 
-        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. Two buffers
-        for the same receiver are written separately, so that the receiver can change one buffer without changing the other.
+        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. If one
+        receiver gets two buffers with the same memory, both buffers are written. So if the receiver changes one buffer, the
+        other buffer keeps its content.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -151,7 +152,10 @@ def _get_address(buffer: memoryview) -> int:
 
 
 class NullBundle:
-    """A substitute for a PickleBundle that discards all bytes. It is used to find out whether an object can be pickled."""
+    """A substitute for a PickleBundle that discards all bytes.
+
+    `probe` pickles an object into a NullBundle to check whether the object can be pickled.
+    """
 
     def write(self, _: object) -> None:
         """Discard the bytes that pickle writes."""
@@ -164,9 +168,9 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, so that `OpenBundle` can read the bundle. Raises OSError.
 
-    If the bundle has no large buffers, `map_bundle` uses the module mmap instead of `map_private`, because `map_private`
-    imports ctypes if Python is older than 3.13. A bundle without large buffers keeps a descriptor open until the bundle is
-    unpickled.
+    If Python is older than 3.13, `map_private` imports ctypes. To avoid this import, `map_bundle` does not use `map_private`
+    for a bundle without large buffers. Until a bundle without large buffers is unpickled, its mapping keeps a descriptor
+    open.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -219,7 +223,8 @@ class OpenBundle:
 class BundleReader:
     """A file-like object that reads from memory.
 
-    An mmap object has no `readinto`, so pickle would copy all bytes twice if it read from an mmap object.
+    A BundleReader has the method `readinto`, which an mmap object lacks. Without `readinto`, pickle would copy all bytes
+    twice.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -276,7 +281,7 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
     """The `dispatch_table` of a pickler. The table is filled when the pickler looks up a class for the first time.
 
-    pickle looks up no class for functions, strings and lists, so the table often stays empty.
+    pickle needs no `dispatch_table` for functions, strings and lists. So the table often stays empty.
 
     Args:
         collect: the function that returns the reducers.

@@ -53,8 +53,7 @@ class _ClassPickler(cloudpickle.Pickler):
 def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
     """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
 
-    If the other program sends back a class that came from this program, this program gets the same class object again, not
-    a copy.
+    If program A sends a class to program B, and B sends the class back, A gets its original class object, not a copy.
 
     Args:
         value: the value to pickle.
@@ -75,7 +74,11 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:
-    """Return the module of a class whose `__module__` is wrong, such as pytest's Skipped, or None if none is found."""
+    """Return the module that defines this class, or None if the search finds no such module.
+
+    If the `__module__` of a class is wrong, pickle cannot find the class. For example, the `__module__` of pytest's Skipped
+    is "builtins".
+    """
     for base in cls.__mro__[1:]:
         module = sys.modules.get(base.__module__)
         # with vars(), since getattr() could make a module load something
@@ -129,9 +132,10 @@ class CallPickler(_ClassPickler):
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """Pickle by value a function of `__main__` that has the decorator lru_cache.
+        """If a function of `__main__` has the decorator lru_cache, pickle the function by value.
 
-        cloudpickle would pickle this function by name, but the rank's `__main__` does not contain the function yet.
+        cloudpickle would pickle only the function's name. The rank could not find the function by its name, because the
+        rank's `__main__` does not contain the function yet.
         """
         name = obj.__qualname__
         if self.main.get(name) is obj:
@@ -169,7 +173,10 @@ class AnswerPickler(_ClassPickler):
 
 
 def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
-    """Return the top-level name under which pickle finds this function or class in `__main__`, or None."""
+    """Return the first part of the name of a function or class in `__main__`, for example `Outer` for `Outer.Inner`.
+
+    Return None if pickle cannot find the function or class in `__main__`.
+    """
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
     top, *rest = obj.__qualname__.split(".")
@@ -182,7 +189,7 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
 class _MainGlobals(dict[str, Any]):
     """Makes functions of the caller's `__main__` use the global variables of the rank's `__main__`.
 
-    Without _MainGlobals, cloudpickle would create a new dict in the rank for the global variables of these functions.
+    Without _MainGlobals, cloudpickle would give the caller's functions a new dict of global variables in the rank.
     """
 
     def __reduce__(self) -> Any:

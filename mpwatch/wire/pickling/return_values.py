@@ -2,8 +2,8 @@
 
 The bundle of a return value has two pickles: the name of the value's type, and the value.
 
-If a function or class came from the caller's `__main__`, the rank sends it back by name, so that the caller gets its
-original object. If only cloudpickle can pickle a function or class, the rank sends it by value.
+If a function or class came from the caller's `__main__`, the rank sends only its name back. So the caller gets the original
+function or class. If only cloudpickle can pickle a function or class, the rank sends it by value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_INLINE_SIZE = 1 << 16  # bytes; a value up to this size is sent over the cha
 
 
 def pack(value: Any) -> PickleBundle:
-    """Pickle a value. Raises OSError and whatever pickling raises.
+    """Pickle a value. Raises OSError if the bundle cannot be written, and any exception that pickling raises.
 
     If the rank has not loaded cloudpickle, the rank tries plain pickle first, because the import of cloudpickle takes time.
     """
@@ -50,7 +50,7 @@ def pack_none() -> bytes:
 
 
 def probe(value: Any) -> None:
-    """Pickle a value as `pack` does, only to find out whether pickling works. Raises what pickling raises."""
+    """Check whether a value can be pickled, and discard the pickle. Raises what pickling raises."""
     _make_pickler(NullBundle()).dump(value)
 
 
@@ -132,8 +132,8 @@ def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
 class _AnswerUnpickler(pickle.Unpickler):
     """An unpickler that does not change the caller's classes.
 
-    If the rank sends back a class that the caller has sent by value, cloudpickle finds the caller's original class. Without
-    this unpickler, cloudpickle would replace the attributes and methods of this class with those that the rank has sent.
+    If the rank sends back a class that the caller has sent by value, cloudpickle finds the caller's original class. With a
+    plain unpickler, cloudpickle would overwrite the attributes and methods of the caller's class.
     """
 
     def find_class(self, module: str, name: str) -> Any:

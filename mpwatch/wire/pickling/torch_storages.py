@@ -1,8 +1,8 @@
 """Pickle torch's tensors. The memory of a torch storage is pickled only once, even if many tensors are views of the storage.
 
-For each tensor that torch pickles as a view of its storage, torch creates a new Python object for the storage. In this
-module all storage objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because pickle
-writes the memory only once, tied weights stay tied, and a slice stays a view of its tensor.
+Each time torch pickles a tensor, torch creates a new Python object for the tensor's storage. In this module all storage
+objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because pickle writes the memory only
+once, tied weights stay tied, and a slice stays a view of its tensor.
 
 This module imports torch, so other modules import this module only if torch is already loaded.
 """
@@ -87,7 +87,7 @@ def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _StorageMemory:
-    """The memory of one torch storage, which is unpickled as an UntypedStorage.
+    """The memory of one torch storage. If pickle loads a _StorageMemory, the result is an UntypedStorage.
 
     A _StorageMemory keeps its storage alive while the pickler exists.
     """

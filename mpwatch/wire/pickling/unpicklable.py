@@ -1,11 +1,12 @@
 """Find out which part of an object cannot be pickled, and the path to this part, such as "args[0].model.lock".
 
 This module runs in the caller's process or in a rank, after an object could not be pickled. If a part cannot be pickled, the
-search continues with the parts of this part. The search ends at an object whose parts can all be pickled.
+search looks inside this part. If an object cannot be pickled although all of its parts can be pickled, the search returns
+this object.
 
 Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If one
-object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers an object that is in no
-cycle.
+object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers an unpicklable part that
+is in no cycle, for example a lock.
 """
 
 import functools
