@@ -224,8 +224,8 @@ def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any)
 def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
     """Start a run in a new thread, and return at once, without waiting for the run.
 
-    The arguments are pickled before `submit` returns. mpwatch calls observers, and the functions in `retry_if` and `env`, in
-    the thread of the run. mpwatch installs no signal handlers for a run that `submit` starts. A program that ends does not
+    The arguments are pickled before `submit` returns. The thread of the run calls the functions that you pass as `on_event`,
+    `retry_if` and `env`. mpwatch installs no signal handlers for a run that `submit` starts. A program that ends does not
     wait for submitted runs. At the end of the program, mpwatch sends SIGTERM to the ranks of submitted runs. A rank that has
     not exited after `grace_period` gets SIGKILL.
 

@@ -97,7 +97,7 @@ class RunFailedError(MpwatchError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.
 
-        IPython shows the frames of the rank in the traceback of `__cause__`.
+        IPython also shows the traceback of `__cause__`, which contains the frames of the rank.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
@@ -152,8 +152,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython, the traceback of the error ends with the frames of the rank's exception, because `%debug` opens at the last
-    frame of a traceback.
+    In IPython, add the frames of the rank's exception to the traceback of the error. Then `%debug` opens at the line where
+    the rank raised its exception.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:

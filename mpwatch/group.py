@@ -231,12 +231,12 @@ class WorkerGroup:
         timeout: float | None = None,
         ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
     ) -> "CallHandle[T]":
-        """Queue a call, and return at once. A new thread runs the call as soon as no earlier call needs its ranks.
+        """Queue a call, and return at once. A new thread runs the call as soon as all ranks of the call are free.
 
-        Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins.
-        mpwatch can call the `on_event` functions of the group in the thread of any running call. A submitted call has no
-        live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait for
-        submitted calls.
+        Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins. An
+        `on_event` function of the group can get the events of one call in the thread of another call. A submitted call has
+        no live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait
+        for submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -289,8 +289,9 @@ class WorkerGroup:
 
         Any thread can call `stacks`, both while a call runs and between calls. An `on_event` function of this group can call
         `stacks`, too. `stacks` takes a few milliseconds, or at most 0.2 s if a rank does not answer. `print(group.stacks())`
-        shows ranks with the same stacks together. mpwatch requests the stacks of a rank with a signal. If the signal of
-        `stacks` interrupts a system call of the rank (EINTR), Python repeats the system call.
+        prints equal stacks only once, with the numbers of all ranks that have these stacks. To request the stacks of a rank,
+        mpwatch sends a signal to the rank. If this signal interrupts a system call in the rank (EINTR), Python repeats the
+        system call.
 
         Returns:
             The stacks by global rank, in the format of `RunResult.stacks`. If a rank runs no function, or does not answer,
@@ -384,8 +385,8 @@ class WorkerGroup:
         If the call of `do_nothing` fails, return the RunResult of the failure. Return None if `_run` should try `call`
         again.
 
-        `ticket` is the granted ticket of `call`. While all ranks make the process group, `ticket` is not granted. Before
-        `_make_process_group` returns, `ticket` is granted again.
+        `ticket` is the granted ticket of `call`. `_make_process_group` takes this grant back, so that all ranks are free to
+        make the process group. Before `_make_process_group` returns, `ticket` is granted again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -475,13 +476,13 @@ class _GroupCall:
 
 
 class _LockOfThread(threading.local):
-    """Has one lock for each thread. The attribute `lock` is the lock of the current thread."""
+    """Has one lock for each thread. A thread that reads the attribute `lock` gets its own lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
     def is_locked(self) -> bool:
-        """Return whether the lock of the current thread is locked."""
+        """Return whether the calling thread has locked its own lock."""
         return self.lock.locked()
 
 

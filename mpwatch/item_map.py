@@ -234,7 +234,7 @@ def _resolve_policy(max_restarts: int | None, policy: RestartPolicy | None) -> R
 
 @dataclass(eq=False)
 class _Chunk:
-    """Items that were sent to a rank together."""
+    """The items that were sent to a rank in one message."""
 
     size: int
     left: int
@@ -244,7 +244,7 @@ class _Chunk:
 
 
 class _Feed:
-    """A rank, and the items that were sent to it and have no value yet."""
+    """A rank, and the items whose values ItemMap still expects from this rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -612,8 +612,8 @@ class ItemMap:
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
         """Return the ItemFailure of an item that failed with this error.
 
-        `_fail_without_call` makes a new ProcessFailure for the item, because no call of `serve_items` has failed. For
-        example, the caller cannot unpickle the item's value.
+        Use this method if the item has failed, but no call of `serve_items` has failed. For example, the caller cannot
+        unpickle the item's value. An ItemFailure needs a ProcessFailure, so this method makes a new ProcessFailure.
         """
         worker = self._group.workers[feed.rank]
         elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
@@ -668,7 +668,7 @@ class ItemMap:
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return the ItemFailure of a failed item, or [] if the item will be tried again. Can raise ItemFailedError."""
+        """Return [(index, ItemFailure)] for a failed item, or [] if it will be tried again. Can raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, time.monotonic())
         text = _format_item(task.item)

@@ -78,7 +78,7 @@ class _Handle(Future[RunResult[T]]):
     def wait_for_end(self) -> None:
         """Wait until the call has a result and its thread has ended.
 
-        If the thread of the call itself calls this method, the method waits only for the result.
+        If this method runs in the thread of the call, it waits only for the result. A thread cannot wait for its own end.
         """
         wait([self])
         if threading.current_thread() is self._thread:
@@ -310,9 +310,9 @@ class CallHandle(_Handle[T]):
         the ranks stay alive. If a rank does not end its function within `grace_period`, all ranks of the group are stopped,
         and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks immediately. The
         second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
-        call. If `stop` has ended the call, `result()` raises RunFailedError. If `stop` has ended the call of a group with
-        `check=False`, `result()` returns a result with the state STOPPED. If `stop` has cancelled the call, `result()`
-        raises concurrent.futures.CancelledError.
+        call. If `stop` has ended the call, `result()` raises RunFailedError. If the WorkerGroup was made with `check=False`,
+        and `stop` has ended the call, `result()` returns a result with the state STOPPED. If `stop` has cancelled the call,
+        `result()` raises concurrent.futures.CancelledError.
 
         If an observer (`on_event`) of the group calls `stop`, `stop` does not wait for the end of the group's call.
 
@@ -340,8 +340,7 @@ class CallHandle(_Handle[T]):
     def _start(self) -> None:
         """Start the thread of the call. The queue calls this method when all ranks that the call needs are free.
 
-        The queue can call this method several times, even in two threads at the same time. The thread of the call is started
-        only once.
+        Even if this method is called again, or in two threads at the same time, the thread of the call is started only once.
         """
         with self._start_lock:
             # a signal handler may come here while the thread is being started

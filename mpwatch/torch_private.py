@@ -1,8 +1,8 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-A comment or a docstring describes each name. The description says which versions of torch have the name, and what breaks
-without the name. In the comments, "it goes" means that a new version of torch no longer has the name. All facts about torch
-in this file come from the source code of torch 2.4, 2.6, 2.9 and 2.13.
+A comment or a docstring describes each private name. The description says which versions of torch have this private name,
+and what breaks in mpwatch if torch removes the private name. In the comments, "If it goes" means "If torch removes this
+private name". All facts about torch in this file come from the source code of torch 2.4, 2.6, 2.9 and 2.13.
 
 This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
 `wire/pickling/torch_storages.py` and in `worker/collectives.py`. This module imports
@@ -46,10 +46,11 @@ def get_untyped_storage(storage: Any) -> Any:
 
 
 def get_storage_id(storage: Any) -> int:
-    """Return a number that identifies a storage of torch. All Python objects for the same storage have the same number.
+    """Return a number that identifies a storage of torch.
 
-    The number is `_cdata`, the address of the C++ object. If `_cdata` is missing, no tensor can be pickled. torch 2.4, 2.6,
-    2.9 and 2.13 have `_cdata`.
+    If two Python objects refer to the same storage, this function returns the same number for both objects. The number is
+    `_cdata`, the address of the C++ object. If `_cdata` is missing, no tensor can be pickled. torch 2.4, 2.6, 2.9 and 2.13
+    have `_cdata`.
     """
     return int(storage._cdata)
 
@@ -134,10 +135,10 @@ def state_timezone() -> tzinfo | None:
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
     """Make torch forget the `_bootstrap_store_info` of the last rendezvous round, if this node has no TCPStore server.
 
-    torch 2.9 keeps `_bootstrap_store_info` from the earlier round. Without this function, torch 2.9 raises AssertionError
-    when a node that has no TCPStore server becomes the first node of a later round. torch 2.13 does not need this function.
-    torch 2.4 does not have `_bootstrap_store_info`. mpwatch also works without `_bootstrap_store_info` and
-    `_shared_tcp_store_server`.
+    torch 2.9 keeps `_bootstrap_store_info` from the earlier round. If a node without a TCPStore server then becomes the
+    first node of a later round, torch 2.9 raises AssertionError. This function prevents the AssertionError. torch 2.13 does
+    not need this function. torch 2.4 does not have `_bootstrap_store_info`. mpwatch also works without
+    `_bootstrap_store_info` and `_shared_tcp_store_server`.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -199,7 +200,7 @@ def has_flight_recorder() -> bool:
 
 
 def get_group_names() -> dict[Any, str]:
-    """Return a dict from each process group of this process to torch's name for the group.
+    """Return torch's names of the process groups of this process, as a dict with the groups as keys.
 
     This function reads `_world.pg_names`, because torch has no public list of process groups. If `_world` or `pg_names` is
     missing, mpwatch does not know which ranks belong to a collective, and cannot find out which rank is missing. torch 2.4,

@@ -11,10 +11,11 @@ driver stops each connected node that has not joined.
 Guarantees:
 
 - The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
-- Until a node has ended, the driver does not limit how long the ranks run.
+- While no node has ended, the driver lets the ranks run without a time limit. When the first node has ended, the other nodes
+  have `grace_period` + END_SECONDS to announce their outcomes. If a node exceeds this limit, the driver stops all nodes.
 - The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
-- The driver waits without limit for an outcome that a node has announced, because sending a large outcome takes time. The
-  wait for announced outcomes has a limit only after the driver has stopped the job.
+- The driver waits without limit for an outcome that a node has announced, because sending a large outcome takes time. But
+  after the driver has stopped the nodes, it waits at most `grace_period` + END_SECONDS for their outcomes.
 - The job succeeds only if the driver has received the outcome of every node that has ranks.
 """
 
@@ -176,7 +177,8 @@ class Driver:
         If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
 
         After Ctrl-C, `run` stores the KeyboardInterrupt in `interrupt`, stops the nodes, and returns their merged results.
-        When Ctrl-C has stopped the job, `run` raises no error of a node, and returns None if no node has returned a result.
+        After Ctrl-C, `run` does not raise the errors that nodes have returned. After Ctrl-C, `run` returns None if no node
+        has returned a result.
         """
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store

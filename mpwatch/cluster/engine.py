@@ -15,11 +15,10 @@ class Engine(Protocol):
 
     An engine may also have two other methods:
 
-    - `describe_wait() -> str` returns a text that says what the job waits for, such as "the cluster has 1 free node for 2
-      nodes of the job". The driver starts the nodes as soon as `describe_wait` returns "". The driver's warnings and errors
-      contain the text of `describe_wait`. After the start of the nodes, `describe_wait` must return at once. If
-      `describe_wait` returns "" after the start of the nodes, the driver's warnings and errors say that no node has
-      connected.
+    - `describe_wait() -> str` returns a text that says what the job waits for, such as "the cluster has 1 free node, but the
+      job needs 2". The driver starts the nodes as soon as `describe_wait` returns "". The driver's warnings and errors
+      contain the text of `describe_wait`. After the start of the nodes, `describe_wait` must return at once. If the text is
+      empty after the start of the nodes, the driver uses its own text: "no node of the job has connected to this program".
     - `lacks_room(number: int) -> bool` returns True if the cluster has no room at present for the node with this number.
       `lacks_room` must return at once. If `lacks_room` returns True for a node, a job with `nodes=(min, max)` can begin
       without this node.
@@ -31,11 +30,11 @@ class Engine(Protocol):
     address: str
 
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
-        """Execute `call()` once, in a process on a free node. Return a future of the NodeOutcome that `call` returns.
+        """Execute `call()` once, in a process on a free node. Return a Future for the return value of `call()`.
 
         A node is free if it executes no other call. If no node is free now, `call` is executed later. If the engine loses
-        the node or the process that executes `call`, the engine stores an exception in the future of `call`. The engine must
-        also store an exception if an outcome is lost, because the driver can wait for an outcome without limit.
+        the node, the process or the return value of `call()`, the engine must store an exception of any class in the Future.
+        Without an exception, the driver could wait forever.
 
         cloudpickle can pickle `call`. `start` must return at once, and not wait for `call`.
 
@@ -45,13 +44,13 @@ class Engine(Protocol):
         """
 
     def cancel(self, number: int) -> None:
-        """End the call on the node with this number at once, or remove the call if it has not begun.
+        """End the call of node `number` at once. If the call has not begun, remove it.
 
         If the call has ended, do nothing.
         """
 
     def close(self) -> None:
-        """End all calls, and release all resources of the cluster that the engine holds."""
+        """End all calls, and release everything that the engine has reserved in the cluster."""
 
 
 @dataclass(frozen=True)

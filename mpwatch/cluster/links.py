@@ -67,7 +67,7 @@ class NodeLinks:
     def acknowledge_output(self, number: int) -> None:
         """Allow a node to send one more message with output.
 
-        Each time that you have taken a message with output from the queue, call `acknowledge_output` once.
+        Call `acknowledge_output` once for each message of the kind "output" that you take from the queue `messages`.
         """
         self._output_slots[number].release()
 

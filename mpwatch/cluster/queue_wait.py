@@ -1,7 +1,7 @@
 """`QueueWait` measures how long a job waits until the cluster starts the first node of the job. Pure.
 
-A job can wait for days in the queue of a cluster. Warnings say what the job waits for: after 10 seconds, and each time that
-the waiting time has doubled.
+A job can wait for days in the queue of a cluster. The driver logs a warning after 10, 20, 40, 80, ... seconds of waiting.
+Each warning says what the job waits for.
 """
 
 import math

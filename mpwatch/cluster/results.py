@@ -50,15 +50,15 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
     """Return the `reason` of the job's result, chosen from the reasons of the nodes.
 
-    Return the reason "stop() was called" only if no node has a different reason. "stop() was called" says only that the
-    driver has stopped the node.
+    If the driver has stopped a node, the reason of this node is "stop() was called". If any node has a different reason,
+    return the different reason.
     """
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")
 
 
 def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
-    """If `result` is a success, but lacks the ranks of a lost node, return a failure. Otherwise return `result`.
+    """If `result` is a success, but the ranks of a lost node are not in it, return a failure. Otherwise return `result`.
 
     For example, a node can be lost while it sends its outcome to the driver. If all ranks of the job have returned before
     the loss of a node, the results of the remaining nodes are successes.
@@ -99,7 +99,7 @@ def _merge(parts: Iterable[Mapping[int, V]]) -> dict[int, V]:
 
 
 def _merge_states(results: Sequence[mpwatch.RunResult[Any]]) -> dict[int, mpwatch.WorkerState]:
-    """Return the state of each rank, from the result of the node that runs this rank."""
+    """Return the state of each rank. If the results differ, use the result of the node that ran the rank."""
     states = _merge(result.worker_states for result in results)
     for result in results:
         own = {worker.rank for worker in result.workers}

@@ -3,9 +3,9 @@
 A viewer shows each run as a process, and each lane of the run as a thread. A run has one lane for its states, and one lane
 for each rank.
 
-If collectives of a rank were recorded, a second lane of the rank shows them. A collective in which the rank was waiting is a
-span. A completed collective is a mark at the time of its call, because torch's flight recorder does not record when the
-collective ended.
+If collectives of a rank were recorded, a second lane of the rank shows them. A collective in which the rank was waiting is
+shown as a bar. A completed collective is shown as a mark at the time of its call, because torch's flight recorder does not
+record when a collective ends.
 """
 
 import os

@@ -89,7 +89,10 @@ class Lane:
             last.end = at
 
     def spans(self, start: float, until: float) -> Iterator[tuple[ProcessSpan | Restarting, float, float]]:
-        """Yield each process and each wait for a restart, with start and end. The yielded spans do not overlap."""
+        """Yield the rank's processes and the delays before its restarts, each with a start time and an end time.
+
+        The yielded spans do not overlap.
+        """
         for block, following in zip_longest(self.blocks, self.blocks[1:]):
             start = max(start, _start_of(block))
             limit = until if following is None else min(until, _start_of(following))
@@ -194,7 +197,7 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
 
 
 def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
-    """Yield each call of a process, and the start and end of this call.
+    """Yield each function call that a process executed, and the times at which the call began and ended.
 
     The yielded calls do not overlap. `start` is the time at which the process is ready for calls, and `end` is the time at
     which it ends.

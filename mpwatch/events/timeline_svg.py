@@ -4,9 +4,10 @@
     rank 0       ░░██████████████  ┄┄┄ ░░████████████   succeeded, restarted once
     rank 1       ░░██████████████✕ ┄┄┄ ░░████████████   succeeded, restarted once
 
-The drawing is below the table of a result, in a notebook and in the HTML of `RunResult.to_html`. The drawing needs no style
-sheet, script or font. The text has the colour of the text around the drawing, and the bars are visible on a white and on a
-black background. All code in this module is pure: it does no input or output.
+A notebook shows the drawing below the table of a RunResult. The HTML file that `RunResult.to_html` writes also contains the
+drawing. The drawing needs no style sheet, script or font. The labels in the drawing have the same colour as the text of the
+notebook. The bars are visible on a white and on a black background. All code in this module is pure: it does no input or
+output.
 """
 
 import math
@@ -36,9 +37,9 @@ LEGEND = ("start-up", "succeeded", "failed", "stopped", "unfinished")
 
 
 def draw_timelines(events: Sequence[Event]) -> str:
-    """Return the text of one SVG element for each run that has events of ranks.
+    """Draw the timeline of each run as one SVG element, and return the text of all SVG elements.
 
-    If no run has events of ranks, the text is empty.
+    If a run has no events about its ranks, such as WorkerStarted, this run is not drawn. If no run is drawn, return "".
     """
     return "".join(_Picture(timeline).draw() for timeline in timelines(events) if timeline.lanes)
 
@@ -128,7 +129,7 @@ class _Picture:
             )
 
     def _outcomes(self, ranks: Iterable[int]) -> set[str]:
-        """Return the kinds of bars of these ranks, such as "start-up" and "failed", which the legend explains."""
+        """Return the kinds of bars that the legend must explain for these ranks, such as "start-up" and "failed"."""
         found = {"start-up"}
         for rank in ranks:
             for block in self._run.lanes[rank].blocks:

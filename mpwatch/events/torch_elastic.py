@@ -80,13 +80,13 @@ class TorchElasticEvents:
     Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
-    - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. If a rank is restarted after
-      a failure, no event FAILED is recorded for the failure.
+    - An event SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. If a rank fails and mpwatch
+      restarts the rank, no event is recorded for this failure.
     - At the end of the run, one event with source AGENT is recorded. In torch, the AGENT event describes the agent. In
       mpwatch, the AGENT event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the
       run failed although no rank of this node failed. If the run succeeds, or a WorkerGroup is closed, the AGENT event is
-      SUCCEEDED. If the run fails, and a rank of this node has failed, the event of the rank is FAILED, and the AGENT event
-      is SUCCEEDED.
+      SUCCEEDED. If the run fails because a rank of this node has failed, the event of this rank is FAILED. As in torch, the
+      AGENT event is SUCCEEDED after such a failure, because the agent itself has not failed.
 
     In a job of several nodes, each node records the events of its own ranks. The events of a job have the `run_id` and the
     `rdzv_backend` of the job.

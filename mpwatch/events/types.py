@@ -46,10 +46,10 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """Return the event as data for JSON.
 
-        The key `event` of the returned dict has the name of the kind of event, such as "run_started". A state or a kind of
-        failure is replaced by its name. An exception is replaced by the name of its type. In the dict of a failure,
-        `summary` and `traceback` have the text of the exception. A number that JSON cannot represent is replaced by a text,
-        such as "nan" or "inf".
+        The key `event` of the returned dict has the name of the kind of event, such as "run_started". A WorkerState or a
+        FailureKind is replaced by its name, such as "HEALTHY" or "HANG". An exception is replaced by the name of its type.
+        In the dict of a failure, `summary` and `traceback` have the text of the exception. A number that JSON cannot
+        represent is replaced by a text, such as "nan" or "inf".
         """
         return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
 
@@ -132,7 +132,7 @@ class CallStarted(Event):
 class HeartbeatLate(Event):
     """This rank sent no heartbeat for half of `heartbeat_timeout`.
 
-    The state of the run or the WorkerGroup is UNHEALTHY until the next heartbeat of the rank, or until the rank has failed.
+    The state of the run or the WorkerGroup is UNHEALTHY while the heartbeat of any rank is late.
 
     Attributes:
         silent_seconds: seconds since the last heartbeat.

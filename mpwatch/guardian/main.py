@@ -18,9 +18,9 @@ os_support/signals.py). The guardian does not depend on code in the rank, so it 
 exists. The guardian also kills a rank that has closed its pipe, has joined another Unix process group, or has replaced its
 program (`exec`). The guardian needs no features of the operating system except processes and sockets.
 
-Two other ways of killing the ranks after the watcher's death are not reliable. With PR_SET_PDEATHSIG, the kernel would kill
-a rank when the thread that has started the rank ends, even if the watcher's process still runs. A thread in the rank cannot
-react to the watcher's death while C code holds the GIL, or while the rank is suspended.
+Two other ways of killing the ranks after the watcher's death are not reliable. PR_SET_PDEATHSIG kills a rank at the end of
+the thread that started the rank, and not at the end of the watcher's process. A thread in the rank cannot react to the
+watcher's death while C code holds the GIL, or while the rank is suspended.
 
 The socket keeps bytes that were not read yet, so the guardian reads every order, even after the watcher's death. A child
 process that the watcher has forked can keep the watcher's socket open after the watcher's death. With a pidfd, the guardian
@@ -107,7 +107,7 @@ def restore_terminal(data: bytes, path: bytes) -> None:
 
 
 def restore_modes(modes: bytes, path: bytes) -> None:
-    """Set the modes of the terminal `path`. For example, a mode says whether the terminal shows typed characters."""
+    """Set the modes of the terminal at `path`. For example, a mode says whether the terminal shows typed characters."""
     import json
     import termios
 

@@ -55,7 +55,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
     run: Callable[..., mpwatch.RunResult[T]] | None = None,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
-    """Call `function(*args)` in `num_processes` new processes, and return their values by rank.
+    """Call `function(*args)` in `num_processes` new processes, and return a RunResult with the value from each process.
 
     Even with `num_processes=1` the function runs in a new process. The function must make an `Accelerator` itself.
 

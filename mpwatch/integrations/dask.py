@@ -162,7 +162,7 @@ class DaskEngine:
         return number in self._waiting
 
     def cancel(self, number: int) -> None:
-        """Remove the task. A task that has begun ends when the driver closes the connection to its node."""
+        """Remove the node's task. If the task is already running, it ends when the driver closes the node's connection."""
         self._futures[number].cancel()
 
     def close(self) -> None:
@@ -257,9 +257,10 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return the place that a node on this worker occupies. A place can have only one node of the job.
+        """Return an address that only one node of the job may use: the address of this worker or of its host.
 
-        If a host may have several nodes of the job, the place is the worker itself. If not, the place is the worker's host.
+        If a host may have several nodes of the job, return the address of the worker. If a host may have only one node of
+        the job, return the address of the host.
         """
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))

@@ -140,8 +140,8 @@ class RayEngine:
     def lacks_room(self, number: int) -> bool:
         """Return whether this node waits because the Ray cluster has no room.
 
-        RayEngine places further nodes one after the other. If Ray has no room for one further node, all further nodes that
-        are not placed yet wait, too.
+        RayEngine places further nodes one after the other. While one node waits for room, the other nodes wait for their
+        turn.
         """
         is_full = any(node.lacks_room for node in self._further_nodes)
         return is_full and any(node.number == number and not node.is_placed for node in self._further_nodes)
@@ -219,7 +219,7 @@ class _FurtherNode:
             self.future.set_exception(error)
 
     def _place(self, engine: RayEngine) -> bool:
-        """Reserve resources on a Ray node on which the job has none yet. Return False if this node was cancelled."""
+        """Reserve resources on a Ray node that the job does not use yet. Return False if this node was cancelled."""
         while not engine.placing.acquire(timeout=WAIT_SECONDS):
             if self.is_cancelled.is_set():
                 return False
@@ -247,9 +247,9 @@ class _FurtherNode:
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
     """Execute `call()` in a Ray task, and return its outcome.
 
-    Ray sets OMP_NUM_THREADS to the number of CPUs of the task. If several ranks share these CPUs, each rank would start too
-    many threads. If Ray has set OMP_NUM_THREADS, `_call` deletes OMP_NUM_THREADS while `call()` runs. If OMP_NUM_THREADS is
-    not set, mpwatch sets OMP_NUM_THREADS in each rank to mpwatch's own default.
+    Ray sets OMP_NUM_THREADS to the number of CPUs of the task. In a task with 8 CPUs and 4 ranks, each rank would start 8
+    threads, which is too many. If Ray has set OMP_NUM_THREADS, `_call` deletes the variable before `call()`, and sets it
+    again after `call()`. If OMP_NUM_THREADS is not set, mpwatch sets OMP_NUM_THREADS in each rank to mpwatch's own default.
     """
     context = ray.get_runtime_context()
     cpus = context.get_assigned_resources().get("CPU", 0)

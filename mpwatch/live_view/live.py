@@ -102,7 +102,7 @@ class LiveView:
             self._display.pause()
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the final statuses of the ranks, if there are any, and close the display."""
+        """Draw the final statuses of the ranks, and close the display. If `statuses` is empty, only close the display."""
         if statuses:
             self._snapshot = self._snapshot_builder.update(statuses)
             if self._starts_at_once and _has_reports(statuses):

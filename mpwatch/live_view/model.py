@@ -1,8 +1,8 @@
-"""Compute rates, overall progress and time left from the statuses of the ranks, for the live view. All code is pure.
+"""Compute the numbers in the live view, such as rates and the overall progress, from the statuses of the ranks.
 
     statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each
 
-The rate of steps is computed from the times at which the ranks reported their steps.
+The rate of steps is computed from the times at which the ranks reported their steps. All code in this module is pure.
 """
 
 import math
@@ -42,7 +42,7 @@ class RankRow:
 
     @property
     def fraction_done(self) -> float | None:
-        """The fraction of its steps that the rank has done, from 0 to 1."""
+        """The part of the work that the rank has done: `step` divided by `total`, from 0 to 1."""
         if self.step is None or self.total is None or self.total <= 0:
             return None
         return min(1.0, max(0.0, self.step / self.total))
@@ -163,7 +163,7 @@ class _RankHistory:
 class RateEstimator:
     """Computes the growth rate of a value over the last `seconds`.
 
-    If fewer than two values have arrived in the last `seconds`, the rate is computed from the last two values.
+    If fewer than two values have arrived within `seconds`, the rate is computed from the two newest values.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -39,7 +39,10 @@ class NotebookDisplay:
 
 
 def render_html(snapshot: Snapshot) -> str:
-    """Return an HTML table with a progress bar, the overall line, and a row for each rank or a summary of many ranks."""
+    """Return an HTML table that shows the snapshot.
+
+    The table has one row for each rank. If there are many ranks, the table has a summary of all ranks instead.
+    """
     fraction = snapshot.overall.fraction_done
     bar = f'<progress value="{fraction:.4f}" max="1"></progress> ' if fraction is not None else ""
     caption = f"<caption{ALIGN_LEFT}>{bar}<b>{escape(format_overall(snapshot))}</b></caption>"

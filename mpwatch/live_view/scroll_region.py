@@ -2,10 +2,10 @@ r"""Reserve the last rows of a terminal for the live view, so that the output of
 
 This module itself writes nothing. It returns text, which terminal.py writes to the terminal.
 
-Ranks are other processes, which write to the terminal directly and at any time. So mpwatch cannot erase the view before a
-rank writes. mpwatch sends the escape sequence DECSTBM, after which the terminal scrolls only the rows above the view. Each
-drawing of the view saves and restores the position of the cursor (DECSC, DECRC). Each drawing of the view is a single write,
-so that no output of ranks can appear in the middle of a drawing.
+Ranks are other processes, which write to the terminal directly and at any time. To protect the view from the ranks' output,
+mpwatch sends the escape sequence DECSTBM, after which the terminal scrolls only the rows above the view. Each drawing of the
+view saves and restores the position of the cursor (DECSC, DECRC). Each drawing of the view is a single write, so that no
+output of ranks can appear in the middle of a drawing.
 
     row 1        earlier output
     ...          present output_                 <- the cursor; this part scrolls
@@ -36,7 +36,7 @@ class ScrollRegion:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws `lines` in the reserved rows. If `lines` is empty, the text releases the reserved rows.
+        """Return the text that draws `lines` in the reserved rows. If `lines` is empty, return the same text as `release`.
 
         Args:
             columns: width of the terminal.
@@ -66,8 +66,9 @@ class ScrollRegion:
     def recover(self) -> str:
         """Return the text that releases the reserved rows, even if the last drawing is incomplete.
 
-        After an incomplete drawing, the cursor may be inside the view. So the text finds the view by its row number, and not
-        by the position of the cursor. The returned text does not move the cursor. It is empty if no rows are reserved.
+        After an incomplete drawing, the cursor may be inside the view. So the text contains the number of the view's first
+        row, and the terminal erases this row and all rows below it. The returned text does not move the cursor. It is empty
+        if no rows are reserved.
         """
         if self._reserved is None:
             return ""
@@ -78,16 +79,17 @@ class ScrollRegion:
     def mark_released(self) -> None:
         """Record that no rows are reserved. Call this method after you have written the text that `release` returned.
 
-        `release` itself records nothing, because the rows stay reserved if you cannot write the text.
+        `release` only returns a text. The terminal releases the rows when it receives this text.
         """
         self._reserved = None
 
 
 def go_to_line_start(columns: int) -> str:
-    """Return the text that moves the cursor to the start of the next line if the cursor is not at the start of a line.
+    """Return the text that moves the cursor to the start of an empty line.
 
-    The text begins with one blank for each column of the terminal. If the cursor is in the middle of a line, the line has no
-    room for all the blanks, so the terminal moves the cursor to the next line.
+    The text begins with one blank for each column of the terminal, for example 80 blanks. If the cursor is at the start of a
+    line, this line has room for 80 blanks. If the cursor is in the middle of a line, the terminal puts some of the 80 blanks
+    into the next line. The rest of the text moves the cursor to the start of the line that contains the last blank.
     """
     return " " * columns + "\r" + CLEAR_REST
 
@@ -95,8 +97,11 @@ def go_to_line_start(columns: int) -> str:
 def _reserve(rows: int, height: int) -> str:
     """Return the text that reserves rows, whatever the present state of the terminal is.
 
-    The text first releases all reserved rows, then makes empty rows below the cursor, and last limits scrolling to the rows
-    above the view.
+    The terminal reads the text and does three things:
+
+    1. It releases all reserved rows.
+    2. It makes empty rows below the cursor.
+    3. It limits scrolling to the rows above the view.
     """
     room = INDEX * height + f"\x1b[{height}A"
     return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

@@ -34,8 +34,9 @@ def may_show(progress: bool | None) -> bool:
 def select_display(*, allow_lines: bool) -> "Display | None":
     """Return a display for the notebook or the terminal in which this program runs.
 
-    If neither a notebook nor a terminal can show the view, return a LineDisplay on stderr if `allow_lines` is True, else
-    None. If rich is not installed, the view in a terminal is a LineDisplay, even if `allow_lines` is False.
+    If neither a notebook nor a terminal can show the view, the result depends on `allow_lines`: True gives a LineDisplay on
+    stderr, and False gives None. If rich is not installed, the view in a terminal is a LineDisplay, even if `allow_lines` is
+    False.
     """
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay

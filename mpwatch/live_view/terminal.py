@@ -3,9 +3,8 @@
 This module reads nothing from the terminal and installs no signal handler. If the user has paused the output of the terminal
 with Ctrl-S, this module writes nothing.
 
-If the size of a terminal changes, the terminal forgets which rows are reserved. The next drawing of the view reserves the
-rows again. After a change of the terminal's size, output of ranks can appear among the rows of the view until the next
-drawing.
+If the size of a terminal changes, the terminal forgets which rows are reserved. Then output of ranks can appear among the
+rows of the view. The next drawing of the view reserves the rows again.
 """
 
 import os
@@ -96,7 +95,7 @@ class TerminalDisplay:
         self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:
-        """Release the reserved rows, and write one line with the final progress at the cursor."""
+        """Release the reserved rows, and then write one line that shows the final progress."""
         text = self._region.release()
         if self._was_drawn and is_foreground(self._fd):
             columns, _ = os.get_terminal_size(self._fd)

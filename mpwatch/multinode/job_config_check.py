@@ -9,8 +9,9 @@ This module runs in the node thread. It uses these keys in the store of the job,
     expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
-If the user has passed a RendezvousHandler, this module compares nothing, because the handler returns a new store for each
-round. In a job with such a handler, only the leader compares the JobConfigs, after the nodes have joined (leader.py).
+A RendezvousHandler of the user returns a new store for each round, so the job has no store that all rounds share. In a job
+with such a handler, this module does nothing, and only the leader compares the JobConfigs after the nodes have joined
+(leader.py).
 """
 
 import platform
@@ -50,8 +51,8 @@ class JobConfigCheck:
     def check(self, store: PrefixedStore, *, is_host: bool) -> None:
         """Compare the JobConfig of this node with the JobConfig of the first node, which may be this node.
 
-        If the JobConfigs differ, write the difference into the store. If another node fails to join later, the LaunchError
-        of the other node also contains the difference.
+        If the JobConfigs differ, write the difference into the store, so that other nodes can read it with
+        `describe_refusal`.
 
         Args:
             store: the store of the job.

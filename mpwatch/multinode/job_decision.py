@@ -12,10 +12,10 @@
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
 The leader compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an attempt, the
-comparison also names the root cause. If the comparison does not explain all failures, the root cause is the first failure
-that no other node can have caused. The first failure is the failure that reached the leader first. If every failed rank may
-be a victim of another node, the leader blames missing ranks. A missing rank has probably kept ranks of other nodes waiting.
-A rank that failed by itself is a more likely root cause than a lost node.
+comparison also names the root cause. If the comparison does not explain all failures, the leader ignores failures that may
+be consequences of events on other nodes. The root cause is the first remaining failure, in the order in which the failures
+reached the leader. If no failure remains, the leader blames missing ranks. A missing rank has probably kept ranks of other
+nodes waiting. A rank that failed by itself is a more likely root cause than a lost node.
 """
 
 import math

@@ -120,8 +120,11 @@ def _read_answer(record: RankRecord) -> RankCollectives | None:
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict explains all failures of the job.
 
-    If a rank is only late, the collective can still succeed. If the collective can still succeed, return True only if the
-    verdict is complete (`is_complete`) and ranks have timed out in a wait for other nodes.
+    If `verdict.cannot_end_well` is False, the collective can still succeed, for example because a rank is only late. Then
+    the verdict explains the failures only if both conditions are met:
+
+    - The verdict is complete (`is_complete`).
+    - Ranks have timed out in a wait for other nodes.
     """
     reports = list(reports)
     has_timed_out = any(report.waited_for_other_nodes for report in reports)

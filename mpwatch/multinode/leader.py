@@ -279,7 +279,7 @@ class Leader:
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
-        """Set how many nodes wait to join the job.
+        """Record the number of nodes that wait to join the job.
 
         If the job has room for more nodes, stop the attempt, so that the waiting nodes can join.
         """
@@ -293,14 +293,14 @@ class Leader:
     def extend_deadlines(self, seconds: float) -> None:
         """Extend all deadlines by `seconds`.
 
-        Call this method if the leader has not read the heartbeats in the store for `seconds`.
+        Call this method after a pause in which the leader has read no heartbeats. `seconds` is the length of the pause.
         """
         self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
         self._started_at += seconds
         self._deadline += seconds
 
     def step_down(self, reason: str) -> list[LeaderAction]:
-        """Stop leading, because the other nodes may have decided without this leader.
+        """End the leader's work in this round, because the other nodes may already count the leader as lost.
 
         Call this method if the leader has sent no heartbeat for a long time. If a node is still in this round, StopAttempt
         makes the node stop its ranks.
@@ -329,7 +329,7 @@ class Leader:
     def handle_deadline(self, now: float) -> list[LeaderAction]:
         """If the deadline of the stage has passed, count the late nodes as lost.
 
-        If the deadline of the stage SHUTTING_DOWN has passed, end the round instead.
+        If the deadline of the stage SHUTTING_DOWN has passed, end the round, and count no node as lost.
         """
         if now < self._deadline:
             return []

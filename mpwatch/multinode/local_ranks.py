@@ -83,8 +83,8 @@ class LocalRanks:
     def start(self) -> None:
         """Start the ranks that are prepared.
 
-        The watcher thread begins the run without ranks. So `start` sends it a RestartCommand in every attempt, even in the
-        first attempt.
+        In a run of several nodes, the watcher thread starts ranks only when it receives a RestartCommand. So `start` sends a
+        RestartCommand for every attempt, also for the first attempt.
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
@@ -123,8 +123,8 @@ class LocalRanks:
     def end_lease(self) -> None:
         """End the lease of the ranks, because the job is over for this node.
 
-        If the lease expired, the watcher thread would kill ranks that are being stopped, even before their grace period is
-        over.
+        When the job is over, the node thread does not renew the lease any more. Without `end_lease`, the lease would expire,
+        and the watcher thread would kill the ranks, even if their grace period is not over.
         """
         self._commands.post(NO_LEASE)
 

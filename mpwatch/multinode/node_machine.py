@@ -1,4 +1,4 @@
-"""The state machine that every node runs for one round, including the leader's node.
+"""Every node, including the leader's node, runs this state machine for one round.
 
 The state machine has no side effects. For each event, the node thread calls a method of the state machine, and executes the
 actions that the method returns (round_runner.py).
@@ -42,12 +42,14 @@ After the run on this node has ended, the node thread still sends the last messa
 `NodeThread.finish_within` limits the time for the last messages. If this node serves the store, the other nodes can use the
 store until the node thread of this node ends.
 
-Guarantees: if the leader's heartbeats stop, this node leaves its current stage soon after `node_timeout`. If the store is
-lost, this node leaves its current stage at once. The stage STOPPING is an exception: it always lasts until the ranks have
-exited. The watcher kills the ranks that have not exited after `grace_period`. The stages PREPARING, RUNNING and
-AWAITING_DECISION wait for user code. While the leader sends heartbeats, these three stages can last longer than
-`node_timeout`. If this node cannot send heartbeats, the watcher thread stops this node's ranks within `node_timeout`
-(LocalRanks.renew_lease). The other nodes count this node as lost only after `node_timeout`.
+Guarantees:
+
+- If the leader's heartbeats stop, this node leaves its current stage soon after `node_timeout`. If the store is lost, this
+  node leaves its current stage at once. But the stage STOPPING always lasts until the ranks have exited. The watcher kills
+  the ranks that have not exited after `grace_period`. The stages PREPARING, RUNNING and AWAITING_DECISION wait for user
+  code. While the leader sends heartbeats, these three stages can last longer than `node_timeout`.
+- If this node cannot send heartbeats, the watcher thread stops this node's ranks within `node_timeout`
+  (LocalRanks.renew_lease). The other nodes count this node as lost only after `node_timeout`.
 """
 
 from dataclasses import dataclass, replace
@@ -147,14 +149,14 @@ class AgreeOnStep:
 
 @dataclass(frozen=True, slots=True)
 class ReportAttempt:
-    """Report to the caller's thread the decision about an attempt. The job goes on."""
+    """Send the decision about an attempt to the caller's thread. The job goes on."""
 
     decision: AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
 class ReportJob:
-    """Report to the caller's thread the decision about the whole job. The job is over."""
+    """Send the decision about the whole job to the caller's thread. The job is over."""
 
     decision: AttemptDecision
 
@@ -220,7 +222,7 @@ class NodeMachine:
 
     @property
     def awaited_assignment(self) -> int | None:
-        """The attempt whose RankAssignment this node waits for. It is None if this node waits for no RankAssignment."""
+        """The attempt whose RankAssignment this node waits for, or None if this node does not wait for a RankAssignment."""
         is_awaited = self.stage is NodeStage.PREPARING and self._assignment is None
         return self._start.attempt if is_awaited and self._start is not None else None
 
@@ -386,7 +388,7 @@ class NodeMachine:
     def report_signal(self, reason: str) -> list[NodeAction]:
         """Report to the leader that this node leaves the job, because a signal or another event has interrupted the run.
 
-        The method returns no StopRanks, because the watcher thread itself stops the ranks.
+        The returned list does not contain the action StopRanks, because the watcher thread itself stops the ranks.
         """
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):

@@ -279,8 +279,8 @@ class NodeThread:
     def _join_first_round(self, join_deadline: float) -> Round:
         """Connect to the store, check the JobConfig of this node, and join the first round.
 
-        When this node starts, an earlier job with the same name may still be ending. If this node reaches the store of the
-        earlier job, this node tries again to connect, for at most RECONNECT_SECONDS.
+        When this node starts, an earlier job with the same name may still be ending. If this node has connected to the store
+        of the earlier job, this node closes the connection and tries to connect again, for at most RECONNECT_SECONDS.
         """
         reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""

@@ -22,7 +22,7 @@ def build_assigned_workers(
 ) -> tuple[Worker, ...]:
     """Build the Worker of each rank of a node. `first_rank` is the global rank of the node's first rank.
 
-    Each argument after `first_rank` means the same as the field of RendezvousCompleted with the same name.
+    All arguments after `first_rank` are also fields of the event RendezvousCompleted, with the same meanings.
     """
     assert isinstance(spec.nprocs, int)
     return tuple(

@@ -7,7 +7,7 @@ This module is like watcher/restarts/run_controller.py, except that all nodes fo
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
 User code runs in the caller's thread: the functions `retry_if` and `env`, and methods of exception classes during
-unpickling. An exception that `retry_if` or `env` raises ends the run.
+unpickling. If `retry_if` or `env` raises an exception, the run ends.
 """
 
 import logging
@@ -317,7 +317,7 @@ class MultiNodeRunController(RunController[T]):
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that wait for the leader's decision, if there are any.
+        """Publish the outcomes that `_publish_outcomes` has stored. If nothing is stored, do nothing.
 
         If `failures` is None, publish the failures that this node itself has found.
         """
@@ -331,7 +331,10 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Return `local`, the result of this node's ranks, after adding the state and the failures of the whole job."""
+        """Return a copy of `local` with the state and the failures of the whole job.
+
+        `local` is the result of this node's ranks.
+        """
         decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED

@@ -147,9 +147,10 @@ class LogSpec:
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
     def representative_ranks(self) -> list[int]:
-        """Return sample ranks: all ranks in `show` and `files`, and two ranks that are higher than all of these ranks.
+        """Return the rank numbers in `show` and `files`, and the two numbers after the highest of these rank numbers.
 
-        RankOutput uses the sample ranks if the number of ranks is not known yet.
+        For example, `LogSpec(show=[0, 3]).representative_ranks()` returns [0, 3, 4, 5]. RankOutput uses these ranks as a
+        sample if the number of ranks is not known yet.
         """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}

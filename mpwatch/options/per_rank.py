@@ -42,8 +42,8 @@ def spread_per_rank(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for a call that the ranks in `ranks` execute.
 
-    Each PerRank in the returned arguments has one value for every rank of the group. If `ranks` does not contain a rank, the
-    PerRank's value for this rank is None.
+    Each PerRank in the returned arguments has one value for every rank of the group. For a rank that is not in `ranks`, the
+    value in the PerRank is None.
 
     Args:
         args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.

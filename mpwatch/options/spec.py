@@ -150,7 +150,7 @@ class PersistentGroupSpec(GroupSpec):
     def policy(self) -> RestartPolicy:
         """A RestartPolicy that allows no restarts during a call of a WorkerGroup.
 
-        If a rank of a WorkerGroup has ended, the next call that needs the rank restarts the rank.
+        When the next call needs a rank that has ended, mpwatch first restarts this rank.
         """
         return RestartPolicy(0, scope=self.scope)
 

@@ -64,7 +64,10 @@ def check_env_mapping(what: str, env: object) -> None:
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
-    """Check that a value is a number of seconds. `at_least` is the lower limit: "0 or more" or "more than 0"."""
+    """Check that a value is a number of seconds.
+
+    If `at_least` is the text "0 or more", 0 is a valid value. If `at_least` is the text "more than 0", 0 is invalid.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     seconds = _float(value)

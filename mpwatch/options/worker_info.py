@@ -1,4 +1,4 @@
-"""`Worker` is the identity of a rank. Environment variables of a rank, such as RANK, contain the same identity.
+"""`Worker` is the identity of a rank. Environment variables such as RANK also contain the identity of the rank.
 
 The watcher makes a Worker for each rank. A rank makes its own Worker when `current_worker()` is called for the first time.
 """

@@ -52,11 +52,12 @@ def count_oom_kills_of_machine() -> int:
 
 
 def _find_folder(controller: str, kind: str) -> str | None:
-    """Return the folder of this process's cgroup in the hierarchy of the cgroup controller `controller`.
+    """Return the folder of this process's cgroup, or None if there is no such folder.
 
-    For cgroup v2, which has only one hierarchy, `controller` is empty. In a container, often only a part of the cgroup
-    hierarchy is mounted. For example, if only `/docker/1` is mounted, the cgroup `/docker/1/job` can have one of two paths
-    below the mount point. This function tries the path `docker/1/job` first, and then the path `job`.
+    cgroup v1 has several hierarchies. The argument `controller` chooses one hierarchy, such as `memory`. For cgroup v2,
+    which has only one hierarchy, `controller` is empty. In a container, often only a part of the cgroup hierarchy is
+    mounted. For example, if only `/docker/1` is mounted, the cgroup `/docker/1/job` has the path `job` below the mount
+    point. This function tries the path `docker/1/job` first, and then the path `job`.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -20,19 +20,19 @@ mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object, so that the rank and the
   calling program have the same default start method.
-- pickling/call_payload.py passes an object to `context.set_spawning_popen`. To pickle a descriptor, multiprocessing calls
-  `duplicate_for_child` and `DupFd` of the object that `set_spawning_popen` has stored. If `set_spawning_popen`,
-  `duplicate_for_child` or `DupFd` is missing, no lock, queue or connection can be sent to a rank.
+- pickling/call_payload.py passes an object to `context.set_spawning_popen`. When multiprocessing pickles a descriptor, it
+  calls the methods `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or
+  `DupFd` is missing, no lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
-  pickling/call_payload.py deletes this command from the cache. The `-c` command has the file name `<string>`. Code that is
-  run with `exec` has the same file name. If the `-c` command stayed in the cache, a traceback of code that is run with
-  `exec` could quote lines of the `-c` command.
+  pickling/call_payload.py deletes this command from the cache. Python gives the file name `<string>` to the `-c` command,
+  and also to code that `exec` runs. If the `-c` command were not deleted, tracebacks could show lines of this command as the
+  source of code that `exec` runs.
 - exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote the cells.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
   If a new version of CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong
   carets.
-- exceptions/tracebacks.py assumes that compiled module code begins at line 1. If compiled module code began at another
-  line, the line numbers of tracebacks would be wrong.
+- exceptions/tracebacks.py assumes that the first line of compiled module code has the number 1. If a new version of CPython
+  gives the first line another number, the line numbers in tracebacks are wrong.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
 
 
 def exit_by_sigint() -> None:
-    """Make Python kill its own process with SIGINT at the end of the program, as after an uncaught KeyboardInterrupt."""
+    """Let SIGINT kill this process when the program ends. Python does the same after an uncaught KeyboardInterrupt."""
     # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
     # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
     with suppress(KeyboardInterrupt):

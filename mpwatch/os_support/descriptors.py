@@ -59,7 +59,7 @@ def seal(fd: int) -> None:
 
 
 def is_used_elsewhere(fd: int) -> bool:
-    """Return whether the file of `fd` is also open or mapped elsewhere, in this process or in another process.
+    """Return whether another process, or other code in this process, has opened or mapped the file of `fd`.
 
     If the answer is unknown, return True. On systems other than Linux, the answer is always unknown. `fd` must be a
     read-only descriptor.
@@ -131,9 +131,9 @@ def read_pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Make a pipe hold at least `size` bytes. If the kernel does not allow this user so many bytes, do not change the pipe.
+    """Increase the capacity of a pipe to at least `size` bytes. If the kernel refuses this capacity, do not change the pipe.
 
-    Return the resulting size of the pipe in bytes, or 0 if the size is unknown. Raises OSError.
+    Return the resulting capacity of the pipe in bytes, or 0 if the capacity is unknown. Raises OSError.
     """
     import fcntl
 
@@ -171,7 +171,7 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
 
 
 def split_received(received: Received) -> tuple[bytes, list[int], bool]:
-    """Convert what `socket.recvmsg` returns into what `receive_with_fds` returns."""
+    """Convert the return value of `socket.recvmsg` to the return value of `receive_with_fds`."""
     data, ancillary, flags, _ = received
     fds: list[int] = []
     for level, kind, numbers in ancillary:
@@ -231,7 +231,8 @@ def line_buffer_c_stdout() -> Callable[[], object]:
     """Make the stream `stdout` of the C library line-buffered, and return a function that flushes this stream.
 
     If the C library does not export `stdout`, the returned function does nothing. The returned function flushes only
-    `stdout`, because a flush of all streams would wait for each thread that is reading from a stream such as `stdin`.
+    `stdout`. A thread that is reading from `stdin` holds the lock of `stdin`, and a flush of all streams would wait for this
+    lock.
     """
     try:
         import ctypes

@@ -62,7 +62,7 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether two descriptors refer to the same file or pipe: `fd` in process `pid`, and `of` in this process.
+    """Return whether descriptor `fd` in process `pid` and descriptor `of` in this process refer to the same file or pipe.
 
     Return False if there is no /proc, or if this process may not read the descriptors of process `pid`.
     """
@@ -92,9 +92,9 @@ def open_pidfd(pid: int) -> int | None:
 def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of a child that has ended, or None while the child still runs.
 
-    This function reaps the child only on a system without waitid. If a signal has ended the child, the exit code is the
-    signal's number with a minus sign. Raises ChildProcessError if other code has reaped the child, or if the child has ended
-    while SIGCHLD was ignored.
+    If the system has waitid, this function does not reap the child. If the system has no waitid, this function reaps a child
+    that has ended. If a signal has ended the child, the exit code is the signal's number with a minus sign. Raises
+    ChildProcessError if other code has reaped the child, or if the child has ended while SIGCHLD was ignored.
     """
     if not hasattr(os, "waitid"):
         ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)

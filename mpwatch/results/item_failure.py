@@ -28,7 +28,8 @@ class ItemFailure:
     def exception(self) -> BaseException | None:
         """The exception that the user's function raised for this item.
 
-        The property is None if the function raised no exception, or if the exception could not be sent to the watcher.
+        If the function raised no exception, for example because the rank was killed, the property is None. The property is
+        also None if the rank could not send the exception to the watcher.
         """
         return self.failure.exception
 

@@ -86,7 +86,7 @@ def _cut_comment(line: str) -> str:
 
 
 def _cut_at_word(text: str) -> str:
-    """Return the text before its last space."""
+    """Remove the last word of the text, because the word may be incomplete. A text without a space is not changed."""
     return text.rpartition(" ")[0].rstrip() or text
 
 

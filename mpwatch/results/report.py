@@ -1,4 +1,4 @@
-"""Makes the report of a run: a text with the verdict, what happened to the other ranks, and the attempts.
+"""Makes the report of a run. The report says what ended the run, and what happened to each rank.
 
 Read the function `format_report` first. The functions of report.py do no I/O. `format_overdue_ranks` runs in the watcher
 thread, and the other functions run in the caller's thread. failure.py describes the failure of one rank, and places.py
@@ -120,7 +120,8 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
     """Return the names and the verdicts of at most ATTEMPT_LINES attempts.
 
-    If attempts are left out, a row in the middle says how many.
+    If there are more than ATTEMPT_LINES attempts, a row such as `and 5 more: see .attempts` replaces the attempts in the
+    middle.
     """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
@@ -143,8 +144,8 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     Return a dict from texts to lists of ranks. Each text says what happened to its ranks, such as `stopped by the watcher
     (train.py:12 in step)`. The dict begins with the ranks whose failure is not secondary. A secondary failure is the
     consequence of another failure. If two texts differ only in the port of a peer or in the seconds of silence, their ranks
-    form one group. The group has the text of its first rank. If the root cause is the loss of a node, all ranks of that node
-    are left out, because the verdict names these ranks.
+    form one group. For such a group, the dict contains only the text of the group's first rank. If the root cause is the
+    loss of a node, the dict contains no rank of this node, because the verdict already names all ranks of the node.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -247,7 +248,7 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
 
 
 def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
-    """Return the warning that ranks have not returned within `stop_timeout` after a stop was requested.
+    """Return a warning about ranks that were still running `stop_timeout` seconds after a stop was requested.
 
     Args:
         stop_timeout: seconds.
@@ -281,7 +282,10 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that says that the out-of-memory killer probably ended a process. The phrase ends with `clue`."""
+    """Return a phrase that says that the out-of-memory killer probably ended a process.
+
+    The phrase ends with the evidence `clue`, such as `oom_kill in memory.events rose by 2 during the run`.
+    """
     return f"likely the out-of-memory killer: {clue}"
 
 

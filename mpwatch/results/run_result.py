@@ -1,8 +1,8 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-RunResult is a subclass of `RunData` of model.py. RunResult adds the events, and methods such as `to_html`. report.py and
-html.py import RunData, and run_result.py imports report.py and html.py. RunData and RunResult are two classes, because a
-single class would need circular imports.
+RunResult is a subclass of `RunData` of model.py. In addition to the attributes of RunData, RunResult has the attribute
+`events`, and methods such as `to_html`. This module imports report.py and html.py, and these two modules import RunData.
+RunData and RunResult are two classes, because a single class would need circular imports.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,8 @@ class RunResult(RunData[T]):
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline of the run to a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-        In the timeline, each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
+        In the timeline, each rank has a lane. The lane shows, for example, when the rank was started, failed or was
+        restarted.
 
         Raises:
             OSError: the file cannot be written.

@@ -19,8 +19,9 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable, and then reads the queues and the answers in the fields of the
-commands. The watcher thread and the caller's threads never write the same field of a command.
+Each thread waits until its own WakeupPipe becomes readable. Then the thread reads its queues. A caller's thread also reads
+the answers, which are in the fields of the commands. The watcher thread and the caller's threads never write the same field
+of a command.
 """
 
 import os
@@ -95,7 +96,7 @@ class StacksRequest:
 
 @dataclass(eq=False)
 class TerminalRestore:
-    """A command with the bytes that the guardian process writes to a terminal if the watcher is killed."""
+    """A command to send bytes to the guardian process, which writes them to a terminal if the watcher is killed."""
 
     restore: tuple[str, bytes] | None
     """The name of the terminal, and the bytes to write to the terminal. None if there is nothing to restore."""
@@ -103,7 +104,7 @@ class TerminalRestore:
 
 @dataclass(eq=False)
 class TerminalModes:
-    """A command with the modes that the guardian process sets for a terminal if the watcher is killed."""
+    """A command to send terminal modes to the guardian process, which sets these modes if the watcher is killed."""
 
     path: str
     modes: list[Any] | None
@@ -129,8 +130,8 @@ def _make_locked() -> threading.Lock:
 class Suspend:
     """A command to suspend all ranks while the program is suspended, for example after Ctrl-Z. See suspension.py.
 
-    The command uses locks instead of a threading.Event, because no signal handler can interrupt `Lock.release`. `Event.set`
-    is written in Python. If a signal handler raises an exception inside `Event.set`, the event can stay unset.
+    `threading.Event.set` is written in Python. If a signal handler raises an exception inside `Event.set`, the event can
+    stay unset. So this class uses locks instead of events: no signal handler can interrupt `Lock.release`.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -266,4 +267,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None, because the wake-up pipe has no user."""
+    """Return None, which means that no thread of the caller uses the wake-up pipe at present."""

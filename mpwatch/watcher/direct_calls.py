@@ -11,20 +11,22 @@ call alone:
 
 Rules:
 
-1. While no call is running, the watcher thread offers idle ranks: the caller's threads may call these ranks directly. The
-   watcher thread does not read the channels of offered ranks. After IDLE_SECONDS without a call, the watcher thread
-   withdraws the offer.
-2. The caller's thread needs one right for each message that it sends or receives. If one thread has taken a right, no other
-   thread can take this right (pending_call.py). One call into C code performs three steps: take the right for one message,
-   send or receive the message, and record the message. No exception interrupts a call into C code, so the records are always
-   correct.
-3. Before the watcher thread handles events, it takes all rights that the caller's thread has not taken. The caller's thread
-   then sends and receives nothing more. If the caller's thread is sending or receiving a message at this moment, the watcher
-   thread waits at most RECORD_SECONDS until the message is recorded (pending_call.py). The watcher thread does not wait for
-   Python code of the caller's thread, for example for a slow signal handler.
-4. When the watcher thread has taken the rights of an unfinished call, the watcher thread finishes this call.
-5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
-   offer before it reads the registered calls. So the watcher thread finds every call that a caller's thread has begun.
+1. While no call is running, the watcher thread offers idle ranks: the caller's threads may call these ranks directly. While
+   a rank is offered, the watcher thread does not read the rank's channel. After IDLE_SECONDS without a call, the watcher
+   thread withdraws the offer.
+2. Each direct call has two lists of channels, `_to_send` and `_to_receive` (pending_call.py). The caller's thread may use a
+   channel only after it has removed the channel from one of these lists. To send a message, the caller's thread calls C
+   code. The C code removes a channel from `_to_send`, sends the message over this channel, and records the message. The
+   caller's thread receives a message in the same way, with the list `_to_receive`. No exception interrupts a call into C
+   code, so the records are always correct.
+3. Before the watcher thread handles events, it removes all channels from both lists (`DirectCall.take_rights`). From then
+   on, the caller's thread cannot send or receive another message. If the caller's thread is sending or receiving a message
+   at this moment, the watcher thread waits at most RECORD_SECONDS until the message is recorded (pending_call.py). The
+   watcher thread does not wait for Python code of the caller's thread, for example for a slow signal handler.
+4. When the watcher thread has emptied the two lists of an unfinished call, the watcher thread finishes this call.
+5. The caller's thread first registers its call, and then checks whether it may call the ranks directly. The watcher thread
+   withdraws the offer before it reads the registered calls. So the watcher thread finds every call that a caller's thread
+   has begun.
 """
 
 import time
@@ -45,7 +47,7 @@ IDLE_SECONDS = 0.05  # a message of an idle rank may have to wait so long, if it
 
 
 class DirectCalls:
-    """The idle ranks of one watcher thread, and the calls that threads of the caller try to make.
+    """Lets threads of the caller call the idle ranks of one watcher thread directly.
 
     Threads of the caller call `execute`. All other methods are only for the watcher thread.
 
@@ -94,7 +96,7 @@ class DirectCalls:
 
     @property
     def are_offered(self) -> bool:
-        """Whether any ranks are offered to the caller's threads."""
+        """Whether the watcher thread has offered any ranks for direct calls."""
         return bool(self._offered)
 
     @property
@@ -121,7 +123,7 @@ class DirectCalls:
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer `ranks` to the caller's threads, and stop reading the channels of these ranks.
+        """Offer `ranks` for direct calls by the caller's threads, and stop reading the channels of these ranks.
 
         If `ranks` is None, offer all ranks. Raises OSError.
         """

@@ -17,14 +17,14 @@ Guarantees:
   rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is not dead and reaped.
 - The loop handles the last message of a rank before it handles the rank's exit. For this purpose, `_on_exit` first reads the
   rest of the rank's channel.
-- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns when something is due.
-  Three things can be due: a deadline of a state machine, a delayed action, and the withdrawal of offered ranks
-  (direct_calls.py). Outside `Selector.wait`, only a suspension of the whole program can take a long time (suspension.py).
-  Before a restart, the loop waits at most KILL_SECONDS until the killed helpers of earlier ranks have ended. If a debugger
-  traces a dead rank, the loop waits at most 50 ms for the rank's exit code. To reap this rank, the loop waits at most 50 ms
-  more.
-- While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). In each
-  wake-up, the loop first takes over the calls that the caller's threads have begun and not finished.
+- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns at a time limit. This
+  limit is the deadline of a state machine, the time of a delayed action, or the time to withdraw offered ranks
+  (direct_calls.py). The loop also waits while the whole program is suspended (suspension.py). All other waits of the loop
+  are short. Before a restart, the loop waits at most KILL_SECONDS until the killed helpers of earlier ranks have ended. If a
+  debugger traces a dead rank, the loop waits at most 50 ms for the rank's exit code. To reap this rank, the loop waits at
+  most 50 ms more.
+- While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). At the
+  start of each wake-up, the loop takes over the direct calls that have not finished.
 - The loop handles all events of a wake-up before it executes the first action. So if a rank has died by itself, the loop
   never assumes that an action has killed this rank.
 """
@@ -294,9 +294,9 @@ class EventLoop:
             self._offer_idle_ranks()
 
     def _suspend(self) -> list[m.Event | CallEvent]:
-        """Suspend all ranks until the program continues, if the program must be suspended. Return the resulting events.
+        """If a suspension was requested, suspend all ranks until the program continues. Return the resulting events.
 
-        The loop adds the time of the suspension to all deadlines before it checks any deadline.
+        After a suspension, the loop adds the duration of the suspension to all deadlines before it checks them.
         """
         events: list[m.Event | CallEvent] = []
         while self._suspend_commands:
@@ -364,7 +364,7 @@ class EventLoop:
         return CallEvent(call, m.StartCall(call.started_at, call.timeout))
 
     def _take_over_calls(self) -> list[m.Event | CallEvent]:
-        """Continue the calls that threads of the caller have begun.
+        """Take over the unfinished direct calls from the caller's threads (direct_calls.py).
 
         Return events for the messages that the caller's threads have already received.
         """
@@ -506,7 +506,7 @@ class EventLoop:
         return self._monitors[self._group_of(handle.observations.worker.rank)]
 
     def _request_collectives(self, group: RestartGroup) -> None:
-        """Ask the ranks of a group for their collectives, for the report."""
+        """Ask the ranks of a group which collectives they have called. The report shows the answers."""
         for rank in group.setups:
             handle = self._pool.handles.get(rank)
             if handle is not None and handle.observations.died_at is None:
@@ -523,7 +523,7 @@ class EventLoop:
             observed.wants_collectives = handle.collective_sockets.ask()
 
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
-        """Read everything that the dead rank has sent, and then its exit code."""
+        """Read all data that a dead rank has sent, and then read the exit code of the rank's process."""
         observed = handle.observations
         if observed.died_at is not None:
             return []
@@ -573,7 +573,10 @@ class EventLoop:
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks. First store the stacks that the rank has already written for the report."""
+        """Ask a rank for its stacks.
+
+        If the rank has already sent stacks for the report, store these stacks before the new request.
+        """
         if handle.stack_parser.is_complete():
             self._take_stacks(handle)
             handle.observations.is_dump_for_report = False
@@ -583,8 +586,8 @@ class EventLoop:
         """Interrupt the main thread's system call in a rank that has received SIGINT or SIGTERM, but still runs.
 
         Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt a system call
-        if the signal came just before the call, or if another thread received the signal. So mpwatch requests the rank's
-        stacks. This request is a second signal, which interrupts the main thread's system call.
+        if the signal came just before the call, or if another thread received the signal. So mpwatch sends the rank a second
+        signal, which requests the rank's stacks. This signal interrupts the main thread's system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
         if is_same_call and observed.answer is None and observed.died_at is None:
@@ -633,10 +636,10 @@ class EventLoop:
         return [group for group in self._unfinished_groups if group.call is event.call]
 
     def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return a list with one group whose ranks are exactly the idle ranks that a call needs.
+        """Return a list with one idle group that contains exactly the ranks in `ranks`.
 
-        If no group has exactly these ranks, split or merge groups. Return an empty list if a rank that the call needs was
-        lost or is ending.
+        If no group has exactly these ranks, split or merge groups. If one of these ranks was lost or is ending, return an
+        empty list.
         """
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         needed = [group for group in idle if group.setups.keys() & ranks]
@@ -686,7 +689,7 @@ class EventLoop:
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
         """Pass a stop request to the state machine, or let the leader of the job handle the request.
 
-        On several nodes, the leader handles each stop request of a node, if there is a leader at present.
+        While a job on several nodes has a leader, this leader handles the stop requests of all nodes.
         """
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
@@ -724,7 +727,7 @@ class EventLoop:
         return True
 
     def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
-        """Execute an action, and return the events that it causes immediately."""
+        """Execute an action. Return the resulting events, for example HeartbeatRead after the action ReadHeartbeat."""
         if isinstance(action, m.StartRank):
             self._monitors[group].begin_call()
             self._pool.wait_for_helpers()
@@ -837,10 +840,10 @@ class EventLoop:
             self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Record the lost ranks of the first group that has lost ranks. Later calls of this method do nothing.
+        """Record which ranks of the group were lost. If this method has already recorded lost ranks, do nothing.
 
-        If ranks of a WorkerGroup with scope="group" are lost, mpwatch also stops the calls of all other ranks. The results
-        of the stopped calls name the lost ranks as the reason.
+        If ranks of a WorkerGroup with scope="group" are lost, mpwatch also stops the calls of all other ranks. The result of
+        each stopped call says that the loss of these ranks caused the stop.
         """
         if not self._lost_ranks:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]

@@ -34,9 +34,9 @@ T = TypeVar("T")
 def run_until_handler_raises(action: Callable[[], T]) -> T:
     """Return the result of `action`.
 
-    If a signal handler raises an exception while `action` runs, end `action` and raise this exception. Outside the main
-    thread, only call `action`, because Python runs signal handlers in the main thread. This function does not look for
-    handlers of real-time signals. Looking for them would double the time of the search.
+    If a signal handler raises an exception while `action` runs, end `action` and raise this exception. Python runs signal
+    handlers only in the main thread, so in all other threads this function simply calls `action`. This function does not
+    look for handlers of real-time signals. Looking for them would double the time of the search.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()

@@ -8,17 +8,18 @@ During a run, no handler except the handler of SIGINT raises an exception in the
   signal when the run is over. At the prompt of a debugger, however, SIGINT raises KeyboardInterrupt at once. If user code
   (an observer, `retry_if`, `env`) is running in the caller's thread, a second SIGINT raises KeyboardInterrupt at once.
 - A signal of the option `stop_signals` asks the ranks to save their state and return, and does not reach the program's own
-  handler. If the same signal of `stop_signals` comes again, mpwatch stops the run and defers the signal. If the ranks exceed
-  `stop_timeout` after a signal of `stop_signals`, mpwatch also stops the run and defers the signal. When a signal of
-  `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal acts like SIGTERM.
+  handler. If a signal in `stop_signals` comes twice, or if the ranks do not return within `stop_timeout`, mpwatch stops the
+  run and defers the signal. When a signal of `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal
+  acts like SIGTERM.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for SIGQUIT.
-  SIGQUIT also asks for the stacks if the calling program ignores SIGQUIT. A shell without job control starts background
+  SIGQUIT asks for the stacks even if the calling program ignores SIGQUIT. A shell without job control starts background
   programs (`&`) with SIGQUIT ignored.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
 - The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
-- When a signal comes that mpwatch does not use, the program's own handler is called at once. If the program's own handler
-  raises an exception, mpwatch stops the run as SIGTERM would, and raises the exception when the run is over.
+- When a signal comes that mpwatch does not use, the program's own handler is called at once. If the calling program's signal
+  handler raises an exception, mpwatch stops the run in the same way as after SIGTERM. When the run is over, mpwatch raises
+  the exception of the signal handler.
 
 mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
 except SIGQUIT and the signals of `stop_signals` and `forward_signals`. For a call outside the main thread, mpwatch changes
@@ -258,7 +259,7 @@ class HostSignals:
     def will_end_program(self) -> bool:
         """Return whether a deferred signal will end the program without an exception, as SIGTERM does by default.
 
-        This method ignores SIGINT, because a user who presses Ctrl-C knows why the program ends.
+        If SIGINT is the only deferred signal, return False. A user who presses Ctrl-C knows why the program ends.
         """
         return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
 
@@ -296,7 +297,7 @@ class HostSignals:
                 os.write(self._host_wakeup_fds[0], forwarded)
 
     def _defer_signal(self, signum: int, _: object) -> None:
-        """Defer a signal (handler of DEFERRED_SIGNALS)."""
+        """Defer a signal. This method is the handler of each signal in DEFERRED_SIGNALS."""
         if os.getpid() == self.pid:
             if self.is_at_prompt and signum == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -311,7 +312,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _receive_stop_signal(self, signum: int, _: object) -> None:
-        """Request a stop (handler of the signals in `stop_signals`)."""
+        """Request a stop. This method is the handler of each signal in `stop_signals`."""
         is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
         if os.getpid() != self.pid or signum in self._received_stop_signals or is_for_prompt:
             self._defer_signal(signum, None)
@@ -320,12 +321,15 @@ class HostSignals:
         self.request_stop(name_signal(signum), signum)
 
     def defer_stop_signal(self, signum: int | None) -> None:
-        """Defer a stop signal, because the ranks have not returned within `stop_timeout`."""
+        """Defer a stop signal, so that the calling program's own handler gets the signal at the end of the call.
+
+        Call this method if the ranks have not returned within `stop_timeout` after this signal.
+        """
         if signum in self._received_stop_signals and signum not in self.received:
             self.received.append(signum)
 
     def _request_stacks(self, signum: int, _: object) -> None:
-        """Request the stacks of all ranks (handler of SIGQUIT)."""
+        """Request the stacks of all ranks. This method is the handler of SIGQUIT."""
         if os.getpid() == self.pid:
             if not self.is_at_prompt:  # where the command `ranks` shows them
                 self.stacks_request = StacksRequest()
@@ -335,7 +339,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _request_suspension(self, signum: int, _: object) -> None:
-        """Request a suspension of the program (handler of SIGTSTP)."""
+        """Request a suspension of the program. This method is the handler of SIGTSTP."""
         if os.getpid() == self.pid:
             self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
             return
@@ -343,7 +347,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _forward_signal(self, signum: int, frame: object) -> None:
-        """Forward a signal to the ranks (handler of the signals in `forward_signals`)."""
+        """Forward a signal to the ranks. This method is the handler of each signal in `forward_signals`."""
         if os.getpid() == self.pid:
             self._commands.post(ForwardSignal(signum, self.call))
             if callable(self._host_handlers[signum]):
@@ -353,7 +357,10 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _call_host_handler(self, signum: int, frame: object) -> None:
-        """Call the calling program's own handler (handler of each signal that no other method handles)."""
+        """Call the calling program's own handler of the signal.
+
+        During a run, this method replaces the program's handlers of all signals that mpwatch does not use.
+        """
         try:
             self._host_handlers[signum](signum, frame)
         except BaseException as error:
@@ -376,11 +383,11 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return a dict whose keys are the signals that mpwatch handles and the calling program does not handle.
+    """Return a dict whose keys are the signals that mpwatch uses, but for which the calling program has no handler.
 
-    The keys are among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP. Each value is SIG_DFL, except that the value of an ignored
-    SIGQUIT is SIG_IGN. This function asks the kernel which signals are caught, because `signal.getsignal` also returns
-    SIG_DFL for a signal that C code handles.
+    Only SIGQUIT, SIGTSTP and the signals in DEFERRED_SIGNALS can be keys. If the program ignores SIGQUIT, the value of the
+    key SIGQUIT is SIG_IGN. All other values are SIG_DFL. This function asks the kernel which signals have a handler, because
+    `signal.getsignal` returns SIG_DFL even if C code has installed a handler.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

@@ -1,4 +1,4 @@
-"""Refuse to start ranks in a rank that is unpacking its call, or in a spawned process that is importing `__main__`.
+"""Raise an error if the import of a module would start ranks without end.
 
 This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If this import
 started ranks, each new rank would import the module again, and the number of processes would grow without end. The same can
@@ -39,7 +39,10 @@ def check_not_importing() -> None:
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:
-    """Search `frame` and its callers for a module that is being imported. Return the frame of this module, or None."""
+    """Return the frame in which the top-level code of a module runs, or None if there is no such frame.
+
+    Begin at `frame`, and go from each frame to its caller until `call_payload.unpack` is reached.
+    """
     while frame is not None and frame.f_code is not call_payload.unpack.__code__:
         if frame.f_code.co_name == "<module>":
             return frame

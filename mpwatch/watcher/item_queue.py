@@ -104,7 +104,7 @@ class ItemQueue:
             self._returned.appendleft(task)
 
     def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
-        """Decide whether to try a failed item again, and queue the item if so.
+        """Put a failed item into the queue again if the RestartPolicy allows another attempt. Return the decision.
 
         Raises any exception that `retry_if` raises.
         """
@@ -131,12 +131,15 @@ class ItemQueue:
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether items take so little time that a rank may get a second chunk before it has finished the first one."""
+        """Whether a rank gets its next chunk of items while the rank is still working on its present chunk.
+
+        The value is True if a rank needs at most 2 * CHUNK_SECONDS for a chunk.
+        """
         return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
 
     @property
     def has_waiting(self) -> bool:
-        """Whether the queue has items to give out again: failed items, or items that were put back."""
+        """Whether the queue contains failed items, or items that `put_back` has added."""
         return bool(self._returned or self._delayed)
 
     @property

@@ -65,7 +65,10 @@ class IdleRanks:
         return True
 
     def read_heartbeats(self) -> list[HeartbeatSample]:
-        """Return the last heartbeat and report of each rank. Each HeartbeatSample is empty if all ranks have ended."""
+        """Return the latest heartbeat and the latest report of each rank.
+
+        Each HeartbeatSample is empty if all ranks have ended.
+        """
         try:
             return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
         except ValueError:
@@ -75,12 +78,14 @@ class IdleRanks:
 class DirectCall:
     """The messages that the caller's thread has sent and received in one call.
 
-    The caller's thread needs a right for each message that it sends or receives. Each channel in the list `_to_send` is the
-    right to send one message over this channel. Each channel in the list `_to_receive` is the right to receive one message.
-    To send a message, one call into C code removes the channel from `_to_send`, sends the message, and adds the number of
-    bytes to `sent`. To receive a message, one call into C code removes the channel from `_to_receive`, receives the message,
-    and adds the message to `received`. To stop the caller's thread, the watcher thread removes all channels from `_to_send`
-    and `_to_receive`.
+    The caller's thread sends a message only over a channel that it has removed from the list `_to_send`. The caller's thread
+    receives a message only from a channel that it has removed from the list `_to_receive`. In the code, each channel in one
+    of these lists is called a right, because it permits the thread to send or receive one message. To prevent the caller's
+    thread from sending or receiving more messages, the watcher thread removes all channels from both lists.
+
+    One call into C code sends a message in three steps: it removes a channel from `_to_send`, sends the message, and adds
+    the number of bytes to `sent`. One call into C code also receives a message in three steps: it removes a channel from
+    `_to_receive`, receives the message, and adds the message to `received`.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -116,7 +121,7 @@ class DirectCall:
     def receive(self, deadline: float) -> None:
         """Receive the return value of each rank, one rank after the other.
 
-        If a rank sends no complete return value before the deadline, receive nothing from the ranks that come after it.
+        If one rank sends no complete return value before the deadline, receive nothing from the remaining ranks.
         """
         for poll, only_answer in self.idle_ranks.waits:
             if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
@@ -226,9 +231,9 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended, or cannot begin because ranks were lost.
+        """Return True if the call has ended, or if the call cannot begin because ranks were lost.
 
-        Without scope="worker", return False if the call has failed and has ended all ranks of the WorkerGroup.
+        With scope="group", return False if all ranks of the WorkerGroup have ended during the call.
         """
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 

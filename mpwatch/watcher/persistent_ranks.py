@@ -61,8 +61,8 @@ ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGr
 class PersistentRanks:
     """The ranks of one WorkerGroup.
 
-    Calls that run at the same time must use different ranks. No call may run during `start` or `close`. Only the thread of a
-    cancelled call may still run during `close`. Any thread may read `state` and `workers`.
+    Calls that run at the same time must use different ranks. Do not use `start` or `close` while a call is running. But you
+    can use `close` while the thread of a cancelled call is still running. Any thread may read `state` and `workers`.
     """
 
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
@@ -113,7 +113,7 @@ class PersistentRanks:
 
     @property
     def lacks_process_group(self) -> bool:
-        """Whether the option `backend` is set, but the ranks have no usable process group of torch.
+        """True if the option `backend` is set and the ranks have no usable process group of torch.
 
         The ranks can make torch's process group only in a call that runs on all ranks.
         """
@@ -137,8 +137,8 @@ class PersistentRanks:
         `on_start` is called with the BlockingCall, and is called again if the ranks are restarted. A call with `on_start`
         has no live view, because the call runs in the background.
 
-        If `call` returns None, the loss of a rank has ended torch's process group. Only a call with `ranks` and the option
-        `backend` can return None. See `lacks_process_group`.
+        Return None if a rank was lost before the call began, so that torch's process group no longer exists. The method can
+        return None only if `ranks` is not None and the option `backend` is set. See `lacks_process_group`.
 
         Raises LaunchError. Raises RuntimeError if the call needs to start ranks after the WorkerGroup was closed, or while
         the program ends. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If a
@@ -211,7 +211,7 @@ class PersistentRanks:
             watcher_thread.commands.post(TerminalRestore(restore))
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that mpwatch logs when it restarts this rank or all ranks.
+        """Store `reason` for the log message about the restart of this rank or of all ranks.
 
         Without scope="worker", `explain_loss` has no effect. If the rank had no call when it was lost, `explain_loss` has no
         effect either.
@@ -296,7 +296,7 @@ class PersistentRanks:
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
         """With scope="worker", make the watcher thread restart the lost ranks in `ranks`.
 
-        If the loss of all ranks has ended the watcher thread, `_restart_lost_ranks` starts no rank.
+        If the watcher thread has ended because all ranks were lost, this method starts no rank.
         """
         self._check_start()
         with open_standard_descriptors(), self._lock:
@@ -409,8 +409,8 @@ class PersistentRanks:
     ) -> BlockingCall | None:
         """Return the BlockingCall that waits for the ranks.
 
-        The watcher thread stays open until `_end` gets this BlockingCall. Return None if another call has already closed
-        `watcher_thread`.
+        Nothing closes `watcher_thread` until `_end` is called with this BlockingCall. Return None if another call has
+        already closed `watcher_thread`.
         """
         with self._lock:
             if self._watcher_thread is not watcher_thread:

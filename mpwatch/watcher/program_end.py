@@ -1,4 +1,4 @@
-"""At the end of the program, ends the calls of all threads except the main thread.
+"""At the end of the program, this module ends calls that run in threads other than the main thread.
 
 Ctrl-C usually raises KeyboardInterrupt only in the main thread. When the main thread has finished the program's own code,
 Python waits for all other threads, except daemon threads. So there are two ways in which Ctrl-C ends a program while another
@@ -30,7 +30,7 @@ CALLER_SECONDS = 1.0  # how long the caller's thread may take to handle its Keyb
 
 
 class CallOfThread(Protocol):
-    """A call whose caller's thread is not the main thread."""
+    """A call that was made in a thread other than the main thread."""
 
     thread_id: int
     pid: int
@@ -85,11 +85,10 @@ def _interrupt_after_script() -> None:
 def _interrupt_and_wait() -> None:
     """Interrupt all calls if Ctrl-C came while Python waited for other threads.
 
-    If no Ctrl-C came, end the runs of daemon threads. Return when all calls that this function has interrupted or ended are
-    over.
+    If no Ctrl-C came, end the runs that were started in daemon threads. In both cases, wait until these calls are over.
 
-    Before Python calls this function, Python waits for all threads except daemon threads. So if another thread that is not a
-    daemon thread still runs, Ctrl-C has interrupted Python's wait.
+    Python calls this function after it has waited for all threads, except daemon threads. Ctrl-C ends this wait early. So if
+    another thread is still running and is not a daemon thread, this function assumes that Ctrl-C came.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)
@@ -119,7 +118,10 @@ def _interrupt_calls() -> None:
 
 
 def _list_calls() -> list[CallOfThread]:
-    """Return the calls that are running in this process. In a forked process, leave out the calls of its parent."""
+    """Return the calls that are running in this process.
+
+    In a forked process, `_calls` also contains the calls of the parent process. This function does not return these calls.
+    """
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
     return [call for call in calls if call.pid == os.getpid()]
 

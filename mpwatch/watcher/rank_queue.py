@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 
 
 class Ticket:
-    """The place of one call in the queues of the ranks that the call needs.
+    """The ticket of one call. For example, if the call needs rank 3, the queue of rank 3 contains the ticket.
 
     Args:
         ranks: the ranks that the call needs.
@@ -59,7 +59,7 @@ class RankQueue:
         self._grant([ticket])
 
     def step_back(self, ticket: Ticket, first: Ticket) -> None:
-        """Take back the grant of `ticket`, and put `first` before `ticket` in all queues.
+        """Make a granted ticket wait again, and insert the ticket `first` before it in all queues.
 
         Args:
             ticket: a ticket that was granted. A thread waits for it afterwards. If the ticket has left the queues, this wait
@@ -93,7 +93,7 @@ class RankQueue:
         self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
     def _grant(self, candidates: Iterable[Ticket]) -> None:
-        """Grant each ticket in `candidates` that is the first one in all of its queues."""
+        """Grant each ticket in `candidates` if it is at the front of the queue of every rank that its call needs."""
         with self._lock:
             for ticket in candidates:
                 is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)

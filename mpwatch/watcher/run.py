@@ -14,9 +14,9 @@ A BlockingCall posts a command and waits until it is done:
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-When a WorkerGroup calls its idle ranks, the calling program's own signal handlers stay installed for up to 2 ms. The
-program's own handlers can raise exceptions. mpwatch's signal handlers raise no exception while the caller's thread waits
-(host_signals.py).
+When a WorkerGroup calls its idle ranks, mpwatch usually waits 2 ms before it installs its signal handlers. In this time, the
+calling program's own handlers are installed, and they can raise exceptions. mpwatch's signal handlers raise no exception
+while the caller's thread waits (host_signals.py).
 
 If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. After any exception
 except KeyboardInterrupt in the caller's thread, mpwatch stops the working ranks as if the calling program had received
@@ -79,7 +79,7 @@ def run_single_node(
     payload: Payload | None = None,
     on_start: "Callable[[BlockingCall], object] | None" = None,
 ) -> RunResult[T]:
-    """Run a function on all ranks and show their progress. Return when the processes of all ranks have ended.
+    """Run a function on all ranks and show their progress. Wait until the processes of all ranks have ended.
 
     Args:
         spec: the options of the run.
@@ -230,7 +230,10 @@ class BlockingCall:
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """Deliver the deferred signals and raise the exception, if a signal handler or the watcher thread has raised one."""
+        """Re-raise the exception of a signal handler or of the watcher thread. Do nothing if there is no such exception.
+
+        Deliver the deferred signals before the exception leaves this method.
+        """
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
@@ -241,7 +244,7 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return the result of `make`, which rebuilds return values and exceptions, and also calls observers.
+        """Call `make` and return its result. `make` rebuilds return values and exceptions, and calls observers.
 
         If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once. So one Ctrl-C
         is enough to end `make`.
@@ -283,7 +286,7 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return whether mpwatch installs its signal handlers only if the call takes longer than 2 ms."""
+        """Return True if mpwatch can wait 2 ms for the call before it installs its signal handlers."""
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
         return thread.is_running() and not has_signals
@@ -300,7 +303,7 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Do the work of the caller's thread until `until` returns True, or all ranks have ended.
+        """Do the work of the caller's thread. Stop as soon as `until()` is true or all ranks have ended.
 
         Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock (see host_signals.py).
         """
@@ -344,7 +347,7 @@ class BlockingCall:
         return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
-        """Write to stderr the stacks that SIGQUIT has requested. Do nothing before the stacks have arrived."""
+        """If SIGQUIT has come, write the stacks of the ranks to stderr. Do nothing before the stacks have arrived."""
         request = self.signals.stacks_request
         if request is not None and request.stacks is not None:
             self.signals.stacks_request = None
@@ -362,7 +365,7 @@ class BlockingCall:
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
-        """Stop the ranks as if the calling program had received the signal `signum`, and restore the signal handlers.
+        """Stop the ranks in the same way as after the signal `signum`. Then restore the program's signal handlers.
 
         If another exception interrupts this method, the method ignores the exception and starts again from the beginning.
         """

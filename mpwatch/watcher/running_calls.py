@@ -8,7 +8,7 @@ from weakref import ReferenceType, ref
 class RunningCall(Protocol):
     """A call in the registry: a BlockingCall or a RunHandle.
 
-    `mpwatch.submit` makes the RunHandle of a run at once. The run gets a BlockingCall later, just before its ranks start.
+    `mpwatch.submit` immediately creates a RunHandle. The run gets a BlockingCall later, just before its ranks start.
     """
 
     def ask_to_stop(self, cause: str) -> bool:

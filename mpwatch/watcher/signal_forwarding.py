@@ -25,8 +25,8 @@ def forward_signal(
 ) -> None:
     """Send a signal to each rank that is running its function and catches the signal.
 
-    A rank without a handler gets no signal, because most signals end a process that has no handler for the signal. Log a
-    warning about running ranks without a handler.
+    If a rank runs its function but has no handler for the signal, send nothing to this rank, because most signals end a
+    process that has no handler. Log a warning that names these ranks.
     """
     running = [
         rank

@@ -72,7 +72,7 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
-        """Make each rank of a group stop before the rank begins a step with a number above `step`.
+        """Make each rank of a group stop after the step whose number is `step`.
 
         If `step` is None, the ranks stop at their next call of `should_stop`.
         """

@@ -10,8 +10,8 @@
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-If user code is running in the caller's thread, the handler of SIGTSTP suspends the program at once. At a debugger's prompt,
-the handler of SIGTSTP also suspends the program at once.
+The handler of SIGTSTP suspends the program at once in two cases: user code is running in the caller's thread, or the
+caller's thread shows a debugger's prompt.
 
 Guarantees:
 

@@ -8,10 +8,11 @@ from mpwatch.wire.resource_errors import with_remedy
 
 
 class WakeupPipe:
-    """A pair of sockets. The method `wake`, or a signal, wakes up a thread that waits for this pair.
+    """A pair of connected sockets, with which another thread or a signal wakes up a waiting thread.
 
-    Any thread and any signal handler can call `wake` at any time. The pair stays readable until `drain` is called, so a
-    thread also notices a wake-up that came before the thread began to wait.
+    A thread waits until the first socket is readable. The method `wake` and signals write to the second socket, and so make
+    the first socket readable. Any thread and any signal handler can call `wake` at any time. The first socket stays readable
+    until `drain` is called. So if `wake` is called before a thread begins to wait, the thread wakes up immediately.
     """
 
     def __init__(self) -> None:

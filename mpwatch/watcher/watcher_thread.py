@@ -164,9 +164,9 @@ class WatcherThread:
         """Start the watcher thread, if it was not started before. The watcher thread starts the ranks.
 
         Any thread may call this method. If Python cannot start a thread, for example because the program is ending, this
-        method usually executes the event loop in the caller's thread. In three cases, the event loop needs its own thread:
-        in a WorkerGroup, in a run of several nodes, and in a run that can continue after a failure of a rank. In these three
-        cases, `start` raises LaunchError if Python cannot start a thread.
+        method usually executes the event loop in the caller's thread. In three cases, the event loop needs its own thread,
+        so this method raises LaunchError instead: in a WorkerGroup, in a run of several nodes, and in a run that can
+        continue after a failure of a rank.
         """
         with self._start_lock:
             if self._thread is None:
@@ -245,9 +245,9 @@ class WatcherThread:
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
         """Return the debugger's console.
 
-        Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only the main
-        thread can open the debugger's prompts. A call in the main thread opens the prompts of all ranks, including the ranks
-        of a call in another thread.
+        Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only a call in
+        the main thread can open the debugger's prompts. Such a call also opens the prompts of ranks that work for a call in
+        another thread.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None

@@ -14,8 +14,9 @@ rank died.
 Each item has a number, which is called its token. Each rank has a pipe, which contains the tokens of the rank's items in
 ascending order. Before a rank begins an item, the rank takes the item's token from the rank's pipe. The caller can take a
 token from the pipe of a busy rank, and send the token's item to another rank. When a rank has died, the tokens in its pipe
-show which items the rank had not begun. In the messages ITEM and ITEMS, the first argument of the pickled call is the token
-of the first item.
+show which items the rank had not begun. The message ITEM contains an item and its token. The message ITEMS contains several
+items, but only the token of the first item. If the first item has the token 7, the next items have the tokens 8, 9 and so
+on.
 
 The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. Large pickled data are sent in a file,
 whose descriptor is sent with the message (pickling/pickle_buffers.py).
@@ -86,7 +87,7 @@ class TokenPipe:
         return int(TOKEN.unpack(data)[0]) if data else None
 
     def close(self) -> None:
-        """Close the ends of the pipe in this process.
+        """Close this process's ends of the pipe.
 
         If the caller closes its ends of the pipe, the rank can still read the tokens that are in the pipe.
         """

@@ -38,7 +38,7 @@ MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_
 class MessageKind(enum.IntEnum):
     """The kind of a message.
 
-    The comment beside a kind describes the message's body. If a kind has no comment, the message's body is empty.
+    The comment beside a kind describes the message's body. The messages SHUTDOWN and STOP_REQUESTED have an empty body.
     """
 
     READY = 1  # READY_BODY

@@ -1,6 +1,6 @@
 """Recognise errors that report a shortage, for example of memory or of descriptors.
 
-`with_remedy` adds advice to an error text, for example to raise the limit of open files.
+`with_remedy` adds advice to an error text, such as "raise the limit of open files".
 
 This module runs in the watcher and in the ranks.
 """

@@ -17,9 +17,10 @@ rank is dead.
 - A slot contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The name of a torch file
   in /dev/shm contains the pid of the process that made the file. With the pids in the slot, the watcher can find the torch
   files that dead child processes have left (watcher/processes/torch_files.py).
-- A slot contains the number of the call that the watcher has interrupted last (`PendingCall.number`). A SIGINT itself
-  carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its slot with the number of
-  its next call. If the number in the slot is not the number of the next call, the rank ignores the SIGINT.
+- Before the watcher interrupts a call with SIGINT, it writes the number of this call (`PendingCall.number`) into the rank's
+  slot. A SIGINT itself carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its
+  slot with the number of its next call. If the number in the slot is not the number of the next call, the rank ignores the
+  SIGINT.
 
 The slot stays mapped into the rank's memory even if user code closes all descriptors, for example to become a daemon.
 """
@@ -145,7 +146,7 @@ class BlackBox:
         self._used = 0
 
     def append(self, frame: bytes) -> bool:
-        """Write a frame after the other frames. Return False if the black box has no room for the frame."""
+        """Append the frame of a message to the black box. Return False if the black box has no room for the frame."""
         start, end = self._used, self._used + len(frame)
         if end > BLACK_BOX_SIZE:
             return False
@@ -251,7 +252,10 @@ def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
 
 
 def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: prepare the slot of an idle rank for a call. Clear the heartbeat, the report and the stop memory."""
+    """In the watcher: prepare the slot of an idle rank for a call.
+
+    Clear what the previous call has left: the heartbeat, the report, and the steps of `should_stop`.
+    """
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 

@@ -17,8 +17,8 @@ The crash socket keeps a crashing rank alive until the watcher has asked the ran
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
 stack into the crash socket. The buffer of this socket is so small that faulthandler's write blocks until the watcher reads.
 The watcher first asks the rank for its collectives, and then reads the stack (watcher/processes/collective_sockets.py). The
-crash socket delays the death of the rank by at most 0.1 s. The rank still dies from the signal of its crash. If the watcher
-is dead, faulthandler's write fails at once.
+crash socket delays the death of the rank by at most 0.1 s. The crash socket does not change the signal that ends the rank,
+for example SIGABRT. If the watcher is dead, faulthandler's write fails at once.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
 
 
 def _get_next_records() -> dict[str, int]:
-    """Return the number of each backend's next record in torch's flight recorder. Leave out backends without records."""
+    """For each backend, return the number that the backend's next record in torch's flight recorder will have.
+
+    Leave out backends without records.
+    """
     with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
         return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
     return {}
@@ -273,10 +276,11 @@ def _is_of_distributed(frame: FrameType) -> bool:
 
 
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries. If several entries have the same number, return only the last one of them.
+    """Return the entries. If several entries have the same sequence number, return only the last one of them.
 
-    NCCL first records each call of a batch, and then the whole batch. All these records have the same number. When the state
-    of the batch changes, NCCL updates only the record of the whole batch.
+    For a batch of three calls, NCCL makes four records: one record for each call, and then one record for the whole batch.
+    All four records have the same sequence number. Only the last record shows the current state of the batch, because NCCL
+    does not update the other records.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -356,7 +360,10 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Add the reduction and the root rank to the main thread's collective, because torch's flight recorder lacks them."""
+    """Return the collective with `reduce_op` and `root`, which are read from the main thread's frames.
+
+    torch's flight recorder contains neither the reduction nor the root rank of a collective.
+    """
     for frame in frames:
         name = frame.f_code.co_name
         if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:

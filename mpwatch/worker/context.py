@@ -85,7 +85,7 @@ def current_worker() -> Worker:
 def choose_part(count: int) -> int:
     """Return the index of this rank's value in a PerRank that has `count` values.
 
-    `count` must be the number of ranks of the job, or of this node. Raises ValueError if `count` is another number.
+    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
     """
     worker = current_worker()
     if count == worker.world_size:
@@ -172,9 +172,9 @@ def request_stop() -> bool:
     After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. If a rank of a run calls
     `request_stop`, mpwatch asks all ranks of this run to stop, on all nodes. If a rank of a WorkerGroup calls
     `request_stop`, mpwatch asks all ranks that run the same call to stop. If a rank has started other ranks with
-    `mpwatch.run`, the rank's request does not stop these other ranks. If the program that has started the ranks calls
-    `request_stop`, mpwatch asks the ranks of all unfinished runs and calls of this program to stop. To stop a single run or
-    call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
+    `mpwatch.run`, the rank's request does not stop these other ranks. The program that has started the ranks can call
+    `request_stop`, too. mpwatch then asks all working ranks of this program to stop, in every run and every WorkerGroup. To
+    stop a single run or call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
 
     Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, another
     call of `request_stop` changes nothing for these ranks. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`,

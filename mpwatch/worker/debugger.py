@@ -386,7 +386,7 @@ def _run_inspector(client: DebuggerClient) -> None:
 
 
 def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of the debugger, or unchanged if its last frame is not in this module.
+    """Return the traceback. If this module has raised the exception, leave out the frames of the debugger.
 
     For example, `breakpoint()` raises RuntimeError in this module if the watcher cannot show a prompt.
     """

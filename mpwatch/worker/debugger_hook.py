@@ -1,4 +1,6 @@
-"""Makes pdb in a rank read and write through the watcher, as soon as pdb is imported.
+"""Connects pdb with the watcher as soon as a rank imports pdb.
+
+pdb then gets the user's input from the watcher, and sends its output to the watcher.
 
 Every rank imports this small module, but only a rank that uses the debugger imports the larger debugger.py.
 """
@@ -47,7 +49,8 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 def finish_stepping() -> None:
     """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
 
-    mpwatch calls this function after the user's function, so that pdb does not step into the code after the user's function.
+    mpwatch calls `finish_stepping` when the user's function has ended. Otherwise pdb could step through the code that the
+    rank runs next.
     """
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
@@ -55,7 +58,7 @@ def finish_stepping() -> None:
 
 
 def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of the debugger, or unchanged if its last frame is not in debugger.py."""
+    """Return the traceback. If debugger.py has raised the exception, leave out the frames of the debugger."""
     debugger = sys.modules.get(DEBUGGER)
     return trace if debugger is None else debugger.drop_own_frames(trace)
 

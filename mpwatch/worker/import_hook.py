@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModuleFinder:
-    """Finds one module, and passes the module to a function when the module has been loaded.
+    """Passes a module to a function as soon as Python has imported this module.
 
     Args:
         name: full name of the module.
@@ -59,7 +59,7 @@ class _ChangingLoader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, and change it."""
+        """Execute the module's code, and then pass the module to the finder's function `change`."""
         with suppress(ValueError):
             sys.meta_path.remove(self._finder)
         assert module.__spec__ is not None

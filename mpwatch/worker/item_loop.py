@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any], object]) -> None:
-    """Call `fn` with each item that the caller sends. Return when the caller sends no more items.
+    """Call `fn` with each item that the caller sends, until there are no more items.
 
     Args:
         channel: this rank's end of an item channel.

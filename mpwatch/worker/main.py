@@ -101,8 +101,8 @@ def _die_with_watcher() -> None:
 def _reset_signals(ignored: tuple[int, ...]) -> None:
     """Ignore the signals in `ignored`, unblock all signals, and reset the handlers of SIGTERM and SIGCHLD.
 
-    A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. If a rank ignored
-    SIGTERM, only SIGKILL could stop it. If a rank ignored SIGCHLD, it could not wait for its own children.
+    A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. A rank that
+    ignores SIGTERM can be stopped only by SIGKILL. A rank that ignores SIGCHLD cannot wait for its own children.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -112,7 +112,7 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
 
 
 def _answer_when_used(channel: Channel, module: ModuleType) -> None:
-    """Change `module`: when the rank creates its first process group, a thread begins to report the collectives."""
+    """Change `module`, so that the rank begins to report its collectives when it creates its first process group."""
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
@@ -353,7 +353,7 @@ class _Failure:
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:
-        """Remove mpwatch's outermost frames from the exception's traceback, and return an ExceptionEncoder.
+        """Remove mpwatch's frames from the start of the exception's traceback, and return an ExceptionEncoder.
 
         If debugger.py has raised the exception, also remove the frames of the debugger.
         """
@@ -367,9 +367,9 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Give `error` the traceback of the call's exception, and return an ExceptionEncoder for `error`.
+        """Copy the traceback of `self.error` to `error`, and return an ExceptionEncoder for `error`.
 
-        The rank reports `error` if the rank cannot encode or send the call's exception.
+        If the rank cannot encode or send `self.error`, the rank reports `error` instead.
         """
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
@@ -405,10 +405,10 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
     """Destroy the torch process group that mpwatch has made. Ignore exceptions, because the group might already be broken.
 
-    When a rank destroys the group, other ranks that still wait for this rank fail at once. Before other ranks fail, the
-    watcher must know that this rank has returned. So a rank must send its return value before it destroys the group. After a
-    failed call, `_serve` does not destroy the group. Destroying a group can block: torch can wait for a rank that itself
-    waits for this rank.
+    When a rank destroys the group, other ranks that still wait for this rank fail at once. So a rank must send its return
+    value before it destroys the group. The watcher then knows that this rank had returned before the other ranks failed.
+    After a failed call, `_serve` does not destroy the group. Destroying the group can hang: for example, two ranks can wait
+    for each other.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.

@@ -25,7 +25,9 @@ from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
-    """Defers signals from a call of `defer` to a call of `restore`. Only the main thread may create and use this object.
+    """Defers signals that arrive after a call of `defer` and before the next call of `restore`.
+
+    Only the main thread may create and use this object.
 
     Args:
         memory: the rank's slot, which contains the number of the call that the watcher has interrupted last.
@@ -51,7 +53,7 @@ class DeferredSignals:
                 set_handler(number, self._record)
 
     def prepare_for_call(self) -> None:
-        """Make SIGTERM end the rank from now on. If a SIGTERM was deferred, end the rank now.
+        """Set SIGTERM to its default action, which ends the rank. If a SIGTERM was deferred, end the rank now.
 
         A deferred SIGINT is kept for the next call.
         """

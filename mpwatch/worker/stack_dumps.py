@@ -5,12 +5,12 @@ The watcher asks by one of two signals, because either signal works where the ot
 - PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. The Python handler writes
   the stacks of all threads. The Python handler does not run while the main thread computes in C code. Some waits in C code
   also delay the Python handler, for example a wait in a collective of gloo.
-- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. The C handler runs at once, even while a thread holds the
-  GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread enters or
-  leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame, Python 3.11
-  to 3.13 can crash. Python 3.14 does not crash, but the dump lacks the callers of the invalid frame. In a measurement with
-  `sorted(key=function)`, 0.3 % to 6 % of the C handler's dumps crashed Python 3.11 to 3.13. In a measurement with
-  `sorted(key=function)` and Python 3.14, 4 % of the C handler's dumps were incomplete.
+- For NATIVE_DUMP_SIGNAL, the module faulthandler installs a handler in C. The C handler runs at once, even while a thread
+  holds the GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread
+  enters or leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame,
+  Python 3.11 to 3.13 can crash. In Python 3.14, the C handler does not crash at an invalid frame, but leaves out the callers
+  of this frame. In a test in which the main thread ran `sorted(key=function)`, up to 6 % of the C handler's dumps crashed
+  Python 3.11 to 3.13. In the same test, 4 % of the dumps of Python 3.14 were incomplete.
 
 The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
 begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is

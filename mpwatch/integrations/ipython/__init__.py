@@ -125,8 +125,8 @@ class RankMagics(Magics):
             %ranks --close
 
         `%%ranks 4` starts four ranks, or uses the ranks that exist already. The variables of a rank are kept from cell to
-        cell, until the ranks end. The notebook shows the value of the last expression for each rank. A semicolon after the
-        last expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
+        cell, until the ranks end. The notebook shows the value that the cell's last expression has in each rank. A semicolon
+        after the last expression hides its value. `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
 
             NPROCS: number of ranks. Without NPROCS, the existing ranks run the cell.
             --backend: a backend of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.

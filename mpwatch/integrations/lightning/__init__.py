@@ -43,15 +43,15 @@ UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrateg
 
 
 def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None = None, **options: Any) -> S:
-    """Return the same strategy, but let mpwatch start and watch its ranks.
+    """Change a Lightning strategy so that mpwatch starts and watches its ranks. Return the same strategy object.
 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
 
-    After `fit` the caller's Trainer has everything that Lightning's own spawning strategies return to the caller: weights,
-    callback_metrics, state, best_model_path and the return value. With `watched`, the caller's Trainer also has
-    logged_metrics, progress_bar_metrics, the states of callbacks and the progress of the training. `predict` returns the
-    predictions of rank 0, as with Lightning's strategy "ddp". `Fabric.launch(fn)` returns the value that `fn` returned in
-    rank 0. If a rank fails, `Fabric.launch` raises `mpwatch.RunFailedError`.
+    After `fit`, the caller has the same data as with Lightning's own spawning strategies: weights, callback_metrics, state,
+    best_model_path and the return value. With `watched`, the caller's Trainer also has logged_metrics, progress_bar_metrics,
+    the states of callbacks and the progress of the training. `predict` returns the predictions of rank 0, as with
+    Lightning's strategy "ddp". `Fabric.launch(fn)` returns the value that `fn` returned in rank 0. If a rank fails,
+    `Fabric.launch` raises `mpwatch.RunFailedError`.
 
     Lightning calls the `setup` of a callback only in the ranks. If `load_state_dict` of a callback needs an attribute that
     `setup` creates, `load_state_dict` raises an exception in the caller. If `state_dict` or `load_state_dict` of a callback
@@ -135,8 +135,8 @@ def _check_options(options: dict[str, Any]) -> None:
 class _StrategyHook:
     """An object that `watched` adds to a strategy.
 
-    When mpwatch pickles the strategy for the ranks, `__reduce__` of each subclass replaces the `_StrategyHook` by another
-    object. `__deepcopy__` is defined because `copy.deepcopy` would otherwise use `__reduce__`.
+    The ranks must not get a `_StrategyHook`. So each subclass defines `__reduce__`, which pickles another object instead of
+    the `_StrategyHook`. `__deepcopy__` is defined because `copy.deepcopy` would otherwise use `__reduce__`.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class _LauncherFactory(_StrategyHook):
 
 
 class _FabricLauncherInRank:
-    """The launcher that a strategy has in a rank. `launch` starts no processes, and only calls the function."""
+    """A launcher for use in a rank. Its method `launch` starts no processes, and only calls the function."""
 
     is_interactive_compatible = True
 
@@ -192,7 +192,7 @@ class _TrainerLauncherInRank(_FabricLauncherInRank):
         return function(*args, **kwargs)
 
     def kill(self, _: int) -> None:
-        """Do nothing, because the launcher in a rank has started no processes."""
+        """Do nothing, because this launcher has started no processes."""
 
 
 class _Launcher(_StrategyHook):

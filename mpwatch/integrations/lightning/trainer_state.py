@@ -112,8 +112,8 @@ def _gather_whole_weights(strategy: Any) -> Any:
 def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
     """Load each weight for which the caller's module has a layer.
 
-    If all weights were loaded, return []. If not, return a list with one text that describes the problem. The caller's
-    module may lack layers that `configure_model` has added only in the ranks.
+    Return a list with one text that describes the problem, or [] if all weights were loaded. The caller's module may lack
+    layers that `configure_model` has added only in the ranks.
     """
     try:
         keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None

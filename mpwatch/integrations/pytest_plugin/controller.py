@@ -47,10 +47,10 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store `nextitem`, the next test. The ranks keep each fixture that is still in scope for the next test.
+    """Store `nextitem`, the next test. The ranks keep a fixture if its scope includes the next test.
 
-    With `--pdb`, pdb opens in the rank in which a marked test fails. So this function disables pytest's plugin for pdb in
-    pytest's own process while a marked test runs.
+    With `--pdb`, pdb opens in the rank in which a marked test fails. So pdb must not also open in pytest's own process. This
+    function unregisters pytest's plugin for pdb while a marked test runs.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -90,7 +90,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the ModuleGroup of the test's module that has these `options`. If there is none, start a new ModuleGroup."""
+    """Return the ModuleGroup of the test's module that has these `options`. Start the ModuleGroup if it does not exist."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])
@@ -274,9 +274,10 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause, or another rank's unexpected failure.
+    """Return the failure that pytest must report.
 
-    If the root cause is a skip or an expected failure, an unexpected failure of another rank has priority.
+    Usually the root cause is reported. If the root cause is a skip or an expected failure, an unexpected failure of another
+    rank has priority.
     """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):

@@ -99,7 +99,7 @@ def prepare_session(config: SessionConfig) -> None:
 
 
 def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
-    """Set up the test, call it, and tear it down. If the test or a fixture fails or skips, raise its exception."""
+    """Set up the test, call it, and tear it down. If the test fails or is skipped, raise an exception that says why."""
     __tracebackhide__ = True
     return _get_session(config).run_item(request)
 
@@ -202,8 +202,8 @@ class RankSession:
     def _find_error(self) -> BaseException | None:
         """Return the exception that `run_item` must raise for the test, or None if there is no exception.
 
-        The exception of the test's first failure has priority. If the test has no failure, return the exception of a skip or
-        of an expected failure.
+        If the test has failed, return the exception of the first failure. If the test was only skipped, or failed only as
+        expected (xfail), return the exception of the skip or the xfail.
 
         The rank does not send pytest's report to the controller. So if there is an exception, write the further failures,
         the captured logging and the warnings of the test to stderr.
@@ -223,7 +223,7 @@ class RankSession:
         return _make_sendable_error(*errors[0])
 
     def tear_down(self, keep_for: pytest.Item | None = None) -> None:
-        """Tear down all fixtures of this rank, except the fixtures that the test `keep_for` needs."""
+        """Tear down the fixtures of this rank. If `keep_for` is a test, keep each fixture whose scope includes this test."""
         __tracebackhide__ = True
         self._session._setupstate.teardown_exact(keep_for)
 

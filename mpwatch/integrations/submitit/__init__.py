@@ -22,8 +22,8 @@ Preemption: some time before a job loses its machines, SLURM sends the signal of
 job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of
 submitit, `mpwatch.should_stop` returns True in all ranks at the same step, so that the ranks can save and return. When the
 ranks of a preempted `Job` have returned, submitit queues the `Job` again. When the ranks of a preempted `run` have returned,
-`run` submits a new SLURM job. If SLURM sends SIGTERM and no signal of submitit, SIGTERM ends the ranks, and the ranks cannot
-save. If `PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
+`run` submits a new SLURM job. If SLURM sends only SIGTERM, the ranks end before they can save a checkpoint. If
+`PreemptParameters=send_user_signal` is set in slurm.conf, SLURM sends the signal of submitit before SIGTERM.
 """
 
 from mpwatch.integrations.submitit.job import Job

@@ -16,7 +16,7 @@ A message becomes an entry of the store in two steps. The receiver does these st
 - Entries are signed with the secret of the job: `Rendezvous(secret=...)` or the environment variable MPWATCH_SECRET. If a
   job has no secret, nothing is signed, and every program that can reach the store can write valid entries.
 - An entry may have at most 256 KiB, or 1 MiB if the entry is a message to all nodes. A text in a message may have at most
-  65,536 characters. A rank's failure with more than 64 KiB of JSON is shortened before it is sent.
+  65,536 characters. If the JSON of a rank's failure is larger than 64 KiB, the sender shortens the failure.
 - The reader of an entry checks first the size and the signature, and then the type of each field. StoreChannel logs and
   ignores invalid entries.
 - The state of torch's rendezvous is the only pickle that nodes exchange. A restricted unpickler, which creates only objects

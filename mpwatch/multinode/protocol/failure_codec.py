@@ -7,9 +7,9 @@ exception. For each exception in the ExceptionGraph, the receiver builds a stand
 name, text, notes, cause, context, group members, frames and builtin base classes of the original exception. The receiver
 does not import or run any code that is named in the received data.
 
-The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores the
-source lines under a new file name, such as "<ipython-input-1 on host2>". The sender's file name may already belong to other
-source lines of the receiver.
+The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver may have a
+notebook cell with the same file name as the sender's cell. So the receiver stores the source lines under a new file name,
+such as "<ipython-input-1 on host2>".
 """
 
 import builtins
@@ -206,7 +206,10 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Remove references to exceptions that the graph leaves out: all exceptions with an index of `count` or more."""
+    """Return a copy of `exception` without the indices of exceptions that are not in the graph.
+
+    The graph contains only the exceptions with the indices from 0 to `count` - 1.
+    """
     return replace(
         exception,
         cause=exception.cause if exception.cause is not None and exception.cause < count else None,

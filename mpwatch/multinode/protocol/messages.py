@@ -145,7 +145,7 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """A message to the leader: all ranks of this node have ended. This node sends its AttemptReport later."""
+    """A message to the leader: all ranks of this node have ended. This node still has to send its AttemptReport."""
 
     group_rank: int
     attempt: int
@@ -201,7 +201,7 @@ class ShutdownAck:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A message to one node: which ranks the receiver has in the attempt that starts. These ranks are consecutive."""
+    """A message to one node: the numbers of this node's ranks in the next attempt. The numbers are consecutive."""
 
     group_rank: int
     attempt: int
@@ -300,7 +300,10 @@ class PublishedJobConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry in the store of the job: which node was refused, and why. Other nodes show the reason in error texts."""
+    """An entry in the store of the job: the hostname of a refused node, and the reason for the refusal.
+
+    Other nodes show the reason in error texts.
+    """
 
     hostname: str
     reason: str
@@ -308,10 +311,10 @@ class RefusedNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """An entry in the store of a round: the name of the round.
+    """The name that the leader gives to a round. The leader writes the name into the store of this round.
 
-    If the job has a secret, the signatures of all other entries of the round cover the name of the round. So an entry is
-    invalid if a program has copied the entry from another round.
+    If the job has a secret, the signature of each message depends on the name of the round. So a message is invalid if a
+    program has copied the message from another round.
     """
 
     name: str

@@ -145,7 +145,7 @@ class StoreChannel:
         return found[0] if found else None
 
     def _signed_name(self, kind: str, number: int) -> str:
-        """Return the full name of an entry, which the signature covers. It begins with the name of the round."""
+        """Return the name with which an entry is signed, for example "<name of the round>/inbox/3"."""
         return f"{self._round_name}/{kind}/{number}"
 
     def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""Wait for a call that cannot be interrupted, but only until a deadline. Another thread can cancel the wait.
+"""Wait at most until a deadline for a call that cannot be interrupted. Another thread can cancel the wait.
 
 Examples of calls that cannot be interrupted are name resolution and the methods of torch's C++ clients. This module does not
 import torch.

@@ -161,7 +161,8 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
     """Wait until the other nodes have left, but at most OTHERS_LEAVE_SECONDS.
 
-    If torch's server ended while a node still used the store, torch would print a page of C++ frames.
+    Without this wait, torch's server may end while another node still uses the store. Then torch prints a page of C++
+    frames.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
     while has_other_nodes() and time.monotonic() < deadline:

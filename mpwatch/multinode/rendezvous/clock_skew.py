@@ -4,10 +4,10 @@ torch's shared state contains times of the nodes' own clocks: the time of each n
 the wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch
 would remove a live node whose clock is behind the clocks of other nodes.
 
-LocalClockBackend is a layer between torch and the backend that keeps the state. When LocalClockBackend reads a new time from
-the store, it notes the local time, and gives torch the noted time instead of the time from the store. If the new time is the
-end of the wait for more nodes, torch gets the noted time plus the length of the wait. If torch has not changed a time,
-LocalClockBackend writes back the original time:
+LocalClockBackend is a layer between torch and the store, and replaces the times in the state. For example, this node reads a
+new time from the store when its own clock shows 10:00:00. If the new time is the time of a heartbeat, torch gets the time
+10:00:00. If the new time is the end of a wait of 30 s for more nodes, torch gets the time 10:00:30. When torch writes the
+state, LocalClockBackend restores the times from the store, except for the times that torch has changed:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -26,7 +26,9 @@ from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State
 class _ForeignTime:
     """A time that another node has written into the state.
 
-    `written` is a time on the other node's clock. `seen_at` is the monotonic time at which this node first read `written`.
+    Args:
+        written: the time by the other node's clock.
+        seen_at: when this node first read the time, in seconds on the monotonic clock of this node.
     """
 
     def __init__(self, written: datetime, seen_at: float) -> None:
@@ -35,9 +37,10 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Take the local time at which this node first read `written`, add `later`, and return the sum.
+        """Return the local time at which this node first read the other node's time, plus the duration `later`.
 
-        If somebody sets the local clock forward by an hour, the next returned time is also an hour later.
+        If somebody sets the local clock forward by an hour, the next call of `to_local` returns a time that is one hour
+        later than the time that the last call returned.
         """
         self.local = datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE) - timedelta(seconds=now - self.seen_at) + later
         return self.local
@@ -73,7 +76,11 @@ class LocalClockBackend(RendezvousBackend):
         return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the state to the store. If torch has not changed a time, write the time that was in the store."""
+        """Write the state to the store.
+
+        `get_state` has replaced the times from the store by local times. `set_state` writes the times from the store again,
+        except for the times that torch has changed.
+        """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None

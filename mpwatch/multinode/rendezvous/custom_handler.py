@@ -3,9 +3,9 @@
 The user makes the handler and shuts it down. For each round, the handler gives every node a group rank and a store. The
 settings of the handler say how many nodes must join and how long the handler waits.
 
-Guarantee: this node waits for a round at most until the deadline. After the deadline, a method of the handler may still run
-in a separate thread until the handler's own timeout. If torch's dynamic rendezvous handler joins a round after the deadline,
-this node leaves the round at once.
+`CustomHandlerClient.join` guarantees that this node does not wait for the handler after the deadline. A separate thread
+calls the handler, and this call may end after the deadline. If torch's dynamic rendezvous handler joins a round after the
+deadline, this node leaves the round at once.
 """
 
 import math

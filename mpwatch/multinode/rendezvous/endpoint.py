@@ -64,7 +64,7 @@ class StoreAddress:
 
 
 class ProbeResult(Enum):
-    """What a test request has shown about the program that listens at the endpoint."""
+    """The result of a test request to the program that listens at the endpoint."""
 
     STORE = auto()
     NO_ANSWER = auto()
@@ -98,7 +98,7 @@ def _get_addresses(endpoint: Endpoint, flags: int) -> list[SocketAddress]:
 
 
 def is_local_address(address: SocketAddress) -> bool:
-    """Return whether this address belongs to this machine. To find out, bind a socket to the address."""
+    """Return whether this address belongs to this machine. A socket can be bound only to an address of this machine."""
     family, (host, _, *rest) = address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:

@@ -52,7 +52,7 @@ class WaitReport:
     is_done: bool = False
 
     def check(self, count: int) -> None:
-        """If `due_at` has passed, report once that `count` nodes have joined."""
+        """If `due_at` has passed and nothing was reported yet, report that `count` nodes have joined."""
         if not self.is_done and time.monotonic() >= self.due_at:
             self.is_done = True
             self.report(count)
@@ -74,7 +74,7 @@ class Round:
     def mark_as_left(self) -> None:
         """Record in the store that this node has left.
 
-        After this call, this node must not use the store, except for `has_other_nodes`.
+        After this call, this node may call `has_other_nodes`, but must not use the store in any other way.
         """
         with suppress(StoreLostError):
             self.store.add(LEFT_KEY, 1)
@@ -349,7 +349,7 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Return whether the latest round still has other nodes. Call this method after `leave`."""
+        """Return whether at least one other node has not left the latest round yet. Call this method after `leave`."""
         return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:

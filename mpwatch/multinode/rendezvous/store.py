@@ -137,7 +137,7 @@ class StoreConnection:
 
 
 class PrefixedStore(Store):
-    """The part of a store whose keys have the same prefix.
+    """A store that adds `prefix` to each key, and then uses the store of the StoreConnection.
 
     The methods raise StoreLostError instead of torch's errors. After the StoreConnection is closed, the methods also raise
     StoreLostError. A PrefixedStore does not keep the store's server alive.

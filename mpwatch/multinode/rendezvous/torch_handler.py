@@ -3,10 +3,10 @@
 - In each round, torch's handler on the first node opens a store for the ranks of all nodes. On the other nodes, torch's C++
   code may wait for minutes until it gets the address of the ranks' store. mpwatch's handler opens no store for the ranks,
   because mpwatch gives the ranks a new store for each attempt.
-- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state more often at the
-  beginning of a wait, and once a second after a long wait.
+- torch's handler polls the state once a second until a round has formed. At first, mpwatch's handler polls the state more
+  often. The longer the handler has waited, the longer it sleeps between two polls, up to 1 s.
 - torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
-- If the store is lost, the thread that sends heartbeats ends and logs nothing.
+- If a heartbeat fails because the store is lost, torch's handler logs a warning. mpwatch's handler logs nothing.
 """
 
 import os
@@ -75,7 +75,10 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """Executes operations on the state as torch does, but sleeps for `poll_interval` between polls. torch sleeps for 1 s."""
+    """Executes rendezvous operations like its base class, but sleeps for `poll_interval` seconds between polls.
+
+    The base class, which is torch's own executor, sleeps for 1 s between polls.
+    """
 
     def run(
         self,
@@ -139,7 +142,7 @@ class _NullStore(Store):
         """Ignore the value."""
 
     def get(self, key: str) -> bytes:  # noqa: ARG002
-        """Return the same number for each key. torch needs a number, because it reads a port with this method."""
+        """Return b"1" for every key. torch reads a port number from the store, and fails if the value is not a number."""
         return b"1"
 
 

@@ -149,7 +149,7 @@ def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
 
 @contextmanager
 def _own_history(readline: ModuleType, history: list[str]) -> Iterator[None]:
-    """Replace the history of readline with the lines of the debugger.
+    """Replace the history of readline with `history`, the lines that the user has entered at debugger prompts.
 
     Restore the user's own history when the `with` block ends.
     """

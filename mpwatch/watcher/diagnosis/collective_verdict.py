@@ -3,9 +3,9 @@
 torch's flight recorder numbers the collectives of each process group. In a correct program, collective number N of a process
 group is the same collective on all ranks of the group. Three things can be wrong:
 
-- MISMATCH: one number of a process group stands for different calls on different ranks, and at least one of these ranks
-  waits in its call. For example, number 5 is `all_reduce` on rank 0 and `broadcast` on rank 1. A collective with a mismatch
-  normally cannot succeed.
+- MISMATCH: ranks made different calls as collective number N, and at least one of these ranks waits in its call. For
+  example, collective number 5 of rank 0 is `all_reduce`, but collective number 5 of rank 1 is `broadcast`. A collective
+  with a mismatch normally cannot succeed.
 - ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If the function
   of the absent rank is still running, the absent rank can call the collective later.
 - CROSSED: ranks wait for one another in different collectives. If one of the calls was asynchronous, the ranks in a CROSSED
@@ -119,7 +119,7 @@ class CollectiveVerdict:
 
     @property
     def cannot_end_well(self) -> bool:
-        """Whether the collective can never succeed, for example because an absent rank has returned."""
+        """True if the collective cannot succeed any more, for example because an absent rank has already returned."""
         return self.kind is VerdictKind.MISMATCH or self.have_returned
 
 
@@ -131,7 +131,8 @@ def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int]
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
     """Return all verdicts, the most certain verdict first.
 
-    The verdicts have this order: first MISMATCH, then ABSENT of returned ranks, then ABSENT of other ranks, then CROSSED.
+    The order of the verdicts is MISMATCH, ABSENT, CROSSED. If an ABSENT verdict blames ranks that have returned, it comes
+    before the other ABSENT verdicts.
 
     Args:
         answers: a dict from mpwatch's global rank to the rank's answer. A verdict blames only ranks in this dict.
@@ -172,10 +173,10 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts of `stalls` that need a new warning, and add their findings to `warned`.
+    """Return the verdicts to log as warnings, and add the findings of these verdicts to `warned`.
 
-    If several verdicts of `stalls` blame the same ranks, only one of these verdicts needs a warning. For example, ranks can
-    wait for the same rank in several process groups.
+    If several verdicts of `stalls` blame the same ranks, only one of these verdicts needs a warning. For example, rank 0 can
+    wait for rank 2 in one process group, while rank 1 waits for rank 2 in another process group.
     """
     stalls = list(stalls)
     named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
@@ -189,7 +190,7 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 class _GroupTable:
-    """A table that numbers the process groups. A number is faster to compare and hash than a Group object.
+    """A table that gives a number to each process group. A number is faster to compare and hash than a Group object.
 
     Args:
         worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
@@ -216,7 +217,10 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return the members of the process group that have reported their collectives, as global ranks of mpwatch."""
+        """Return the ranks of the process group that have reported their collectives.
+
+        The returned numbers are mpwatch's global ranks.
+        """
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
@@ -348,7 +352,7 @@ def _make_mismatch(
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
     """Return a phrase that says what the ranks of each camp have called.
 
-    In messages, the phrase follows the names of the ranks of `camps[0]`, as in "rank 2 called ...".
+    The phrase begins with "called". The caller puts the ranks of `camps[0]` before the phrase, as in "rank 2 called ...".
     """
     parts = []
     for camp in camps:
@@ -409,10 +413,11 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return the collectives of `keys` that block only one another.
+    """Select from `keys` the collectives in which ranks wait for one another.
 
-    Each rank that is absent from a returned collective waits in another returned collective. For example, if rank 0 waits in
-    collective A for rank 1, and rank 1 waits in collective B for rank 0, return A and B.
+    If a rank is absent from a selected collective, it waits in another selected collective. For example, rank 0 has called
+    only collective A, rank 1 has called only collective B, and each of these ranks waits for the other rank. Then select A
+    and B.
     """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
@@ -423,7 +428,10 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
-    """Return a collective, send or recv in which the rank waits, or None. Prefer a call whose source line is known."""
+    """Return a call in which the rank waits, such as `all_reduce` or `recv`. Return None if the rank waits in no call.
+
+    If the rank waits in several calls, prefer a call whose source line is known.
+    """
     pending = [call for call in answer.collectives if _is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 

@@ -1,11 +1,11 @@
 """Estimates when a rank died. This module runs in the watcher thread, and does no I/O except reading the clock.
 
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
-selector returns descriptors in the order in which they became ready. So two limits are known:
+selector returns descriptors in the order in which they became ready. So the watcher can estimate when a rank died:
 
-- If the watcher first reads a message and then notices a death, the death is later than the message's time stamp.
-- If the watcher first notices a death and then reads a message in the same wake-up, the death is earlier than the message's
-  time stamp.
+- If the watcher reads a message before it notices a death, the rank probably died after the time stamp of the message.
+- If the watcher notices a death and then reads a message in the same wake-up, the rank probably died before the time stamp
+  of the message.
 
 If a death causes an exception in another rank, the estimated time of the death is usually earlier than the exception.
 
@@ -27,7 +27,7 @@ class DeathClock:
         self._latest_stamp = 0.0
 
     def start_wakeup(self) -> None:
-        """Begin a new wake-up. From now on, messages do not change the times of deaths in earlier wake-ups."""
+        """Begin a new wake-up. `record_message` no longer changes the times of deaths that are already recorded."""
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
@@ -36,10 +36,10 @@ class DeathClock:
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
-        """Make the time of each death in this wake-up earlier than `stamp`, if possible.
+        """For each death that was recorded in this wake-up, set the estimated time `died_at` to a time before `stamp`.
 
-        `stamp` is the time stamp of a message that the watcher has just read. The time of a death is never earlier than
-        the time stamps that the watcher read before it noticed the death.
+        `stamp` is the time stamp of a message that the watcher has just read. If the watcher had read an older message
+        before it noticed the death, `died_at` does not become earlier than the time stamp of the older message.
         """
         limit = stamp
         for earliest, observed in reversed(self._deaths):

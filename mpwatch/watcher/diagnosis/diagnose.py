@@ -5,8 +5,8 @@ only if the rules before it leave a tie:
 
 1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
 2. A rank's own failure has priority over a secondary failure. A secondary failure only reports that a peer was lost or late
-   (peer_errors.py). A secondary failure is often earlier than its cause. For example, if rank 1 closes its connections
-   before it raises, rank 0 can fail first.
+   (peer_errors.py). Often the secondary failure happens first. For example, rank 1 can close its connections before its
+   function raises an exception. Then rank 0 can notice the closed connection and fail before rank 1 fails.
 3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
    exception in the rank. For the time of a death, see death_order.py.
 
@@ -188,8 +188,9 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict ended the attempt, return that verdict. If a newer verdict has the same `finding`, return the newer verdict
-    instead. A newer verdict can name more ranks, because more ranks have reported their collectives since the older verdict.
+    If a verdict has ended the attempt, return this verdict. If a newer verdict has the same `finding` as this verdict,
+    return only the newer verdict. A newer verdict can name more ranks, because more ranks have reported their collectives
+    since the older verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
@@ -234,7 +235,7 @@ def find_possible_victims(attempt: AttemptObservations) -> set[int]:
 
 
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
-    """Return a failure for each running rank of this node that was certainly in no collective.
+    """Find the running ranks of this node that were certainly in no collective, and return a failure for each such rank.
 
     The failure says that the rank kept other nodes waiting.
     """
@@ -287,9 +288,9 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    A verdict explains only secondary failures, with one exception. A MISMATCH verdict also explains a death by SIGABRT,
-    because gloo calls abort() in a rank that receives more bytes than expected. A rank that is only late does not break a
-    connection. A verdict on a late rank explains the failures only if one of the failures is a timeout.
+    ABSENT and CROSSED verdicts explain only secondary failures. A MISMATCH verdict also explains a death by SIGABRT, because
+    gloo calls abort() in a rank that receives more bytes than expected. A late rank keeps its connections open. So a verdict
+    on a late rank explains the failures only if one of the failures is a timeout.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
@@ -317,7 +318,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return a dict from each rank that has called a collective to the rank's result of `get_current_collective`."""
+    """Return a dict with the current or last collective of each rank. Leave out ranks that have reported no collective."""
     return {
         rank: collective
         for rank, observed in attempt.ranks.items()

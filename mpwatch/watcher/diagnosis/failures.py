@@ -40,7 +40,7 @@ def is_crash(exit_code: int | None) -> bool:
 
 
 def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
-    """Return whether `at` is a time before the watcher began to stop the ranks."""
+    """Return True if the watcher began to stop the ranks after the time `at`, or has not begun to stop them."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
@@ -48,8 +48,8 @@ def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bo
     """Return whether the rank's function has returned a valid value.
 
     If the function returned after the watcher began to stop the ranks, the return value is invalid, because a signal from
-    the watcher may have made the function return early. After a timeout, a return value is also invalid if the function
-    returned in time, but the watcher received the value only after the timeout.
+    the watcher may have made the function return early. After a timeout, a return value is valid only if the watcher
+    received it before the timeout. It is not enough that the function returned before the timeout.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
@@ -119,7 +119,7 @@ def build_mismatch(
 def build_unloadable_value(
     attempt: AttemptObservations, observed: RankObservations, at: float, error: BaseException
 ) -> TimedFailure:
-    """Build the failure of a rank whose return value the caller could not receive or rebuild. `error` is the reason."""
+    """Build the failure of a rank whose return value was lost. `error` says why the caller could not get the value."""
     plain = ExceptionEncoder(error).plain()
     return _build(
         attempt,
@@ -153,7 +153,7 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the failure of a rank that died after its function had returned, if other ranks were still running.
 
-    A death after the return counts as a failure, because the running ranks may still need the dead rank.
+    The death is a failure although the function has returned, because the running ranks may still need the dead rank.
     """
     if (
         observed.died_at is None

@@ -1,7 +1,7 @@
 """What the watcher observed of an attempt and of each rank in the attempt. Data only.
 
-The watcher thread writes the observations in its event loop. When the attempt has ended, the diagnosis reads the
-observations in the caller's thread. All times in this module are seconds of CLOCK_MONOTONIC.
+The watcher thread writes the observations in its event loop. When the attempt has ended, the caller's thread runs the
+diagnosis, which reads the observations. All times in this module are seconds of CLOCK_MONOTONIC.
 """
 
 from collections.abc import Iterable, Mapping
@@ -92,7 +92,7 @@ class RankObservations:
 
 @dataclass(frozen=True)
 class AttemptObservations:
-    """What the watcher observed of the ranks of a restart group, during one attempt or one call of a WorkerGroup."""
+    """The watcher's observations of one restart group, during one attempt of a run or one call of a WorkerGroup."""
 
     ranks: Mapping[int, RankObservations]
     hostname: str
@@ -133,7 +133,7 @@ class AttemptObservations:
 
     @property
     def healthy_seconds(self) -> float:
-        """How long all ranks had been ready before the failure, in seconds."""
+        """The time in seconds from `all_ready_at` to `stopped_at`. If one of these times is None, the value is 0."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
     @property

@@ -9,12 +9,12 @@ A rank is a *suspect* if it died of a SIGKILL that did not come from the watcher
    increments the counter before it kills a process. mpwatch uses the counter if it cannot read the kernel's log:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
      them.
-   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause of the deaths.
+   - If the counter rose by less, for example by 1 when two suspects died, the OOM killer is the likely cause of the deaths.
    - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
      likely cause.
 
-If the counter shows more kills than suspects, the OOM killer also killed processes that are not ranks, for example
-DataLoader workers.
+If the counter rose by 3 but only two suspects died, the OOM killer also killed one process that is not a rank, for example a
+DataLoader worker.
 """
 
 import os
@@ -55,7 +55,7 @@ class OomDetector:
         self._stack.close()
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Record the suspects that died in one wake-up of the watcher thread, and read the counters of OOM kills.
+        """Record all suspects whose deaths the watcher thread has just noticed, and read the counters of OOM kills.
 
         Call this method right after the deaths, because later kills also increase the counters.
         """

@@ -1,8 +1,8 @@
 """Recognises failures that a peer has probably caused, for example a lost connection, or a timeout in a wait for a peer.
 
 A failure that a peer has caused is secondary, even if the peer fails later. For example, if rank 1 closes its connections
-before it raises, rank 0 can fail first. The patterns for gloo, TCPStore and sockets are texts that were observed in runs.
-The patterns for NCCL are texts from NCCL's source code. The patterns for UCC and MPI are untested. This module is pure.
+before it raises, rank 0 can fail first. The patterns for gloo, TCPStore and sockets contain error texts from real runs. The
+patterns for NCCL contain texts from NCCL's source code. The patterns for UCC and MPI are untested. This module is pure.
 """
 
 import re
@@ -14,7 +14,7 @@ from mpwatch.wire.exceptions import decoder
 
 
 class PeerErrorKind(Enum):
-    """The kinds of failures that a peer perhaps caused, with the most certain kinds first."""
+    """The kinds of failures that a peer may have caused."""
 
     CONNECTION_LOST = auto()  # a connection to a peer broke
     PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang
@@ -29,7 +29,11 @@ class PeerErrorKind(Enum):
 
 
 class PeerErrorPattern(NamedTuple):
-    """A pattern for exceptions. An exception fits the pattern if all fields fit. An empty field fits every exception."""
+    """A pattern for exceptions.
+
+    An exception fits the pattern if its class name, its text and its innermost frame fit the fields of the pattern. An empty
+    field fits every exception.
+    """
 
     kind: PeerErrorKind
     type_name: str  # the class name ends with this
@@ -101,9 +105,10 @@ HINT_WORDS = re.compile(
 
 
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
-    """Return the most certain kind of peer error in a reported exception and its causes, or None if there is no peer error.
+    """Return the kind of peer error that a reported exception shows, or None if it shows no peer error.
 
-    This function unpickles nothing.
+    This function also checks the causes of the exception. If it finds several kinds, it prefers a kind that is neither
+    POSSIBLY_PEER nor HINT. It unpickles nothing.
     """
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)

@@ -59,7 +59,7 @@ class StackDumpParser:
         self._data += data[: MAX_BYTES - len(self._data)]
 
     def mark_ready(self, main_thread: int) -> None:
-        """Record that the rank is ready, and will write only stacks into the stack pipe from now on."""
+        """Record that the rank is ready. From now on, the rank writes only stacks into the stack pipe."""
         self.main_thread = main_thread
         self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
@@ -135,7 +135,7 @@ class StackDumpParser:
 
     @property
     def unforwarded_output(self) -> bytes:
-        """The part of the interpreter's start-up output that is not yet in the rank's own stderr."""
+        """The interpreter's start-up output, if the watcher has not yet sent it to the rank. Otherwise, empty bytes."""
         return self.startup_output if self.main_thread else bytes(self._data)
 
     @property
@@ -144,11 +144,11 @@ class StackDumpParser:
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split the text that has come since the request for stacks into three parts.
+        """Split the requested stacks into three parts.
 
         The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
-        stacks of the other threads. If a complete stack from faulthandler comes before Python's text, leave out Python's
-        text, because it shows a later moment. While the main thread executes C code, Python cannot write its text.
+        stacks of the other threads. If faulthandler wrote a complete stack before Python wrote stacks, leave out Python's
+        stacks, because they show a later moment. Python cannot write stacks while the main thread executes C code.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -182,9 +182,11 @@ def _reaches_outermost_frame(stack: str) -> bool:
 
 
 def _is_whole(stack: str) -> bool:
-    """Return whether the stack ends with a whole frame, for example with the outermost frame of a greenlet.
+    """Return whether the last line of the stack is complete and names a frame.
 
-    A stack is not whole if it ends with half a line, or with a line such as faulthandler's "<invalid frame>".
+    A stack is not whole if it ends with half a line, or with a line such as faulthandler's "<invalid frame>". The stack of a
+    greenlet does not end with OUTERMOST_FRAME, so this function accepts any frame in the last line. If the stack has
+    MAX_FRAMES frames, the last line need not name a frame.
     """
     last_line = stack.rstrip("\n").rpartition("\n")[2]
     ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None

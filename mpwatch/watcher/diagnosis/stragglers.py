@@ -1,4 +1,4 @@
-"""Finds the ranks that keep other ranks waiting in a collective, from the stacks of all ranks at one moment. Pure.
+"""Compares the stacks of all ranks to find the ranks that keep other ranks waiting in a collective. Pure.
 
 A rank in a collective waits for ranks that have not entered this collective. So mpwatch blames the ranks that were in no
 collective. If no rank is in a collective, `find_stragglers` blames no rank. If all ranks are in collectives, the majority
@@ -30,7 +30,10 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks that keep other ranks waiting in a collective. If in doubt, return an empty set."""
+    """Return the ranks that keep other ranks waiting in a collective.
+
+    If the stacks do not show clearly which ranks these are, return an empty set.
+    """
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -43,10 +46,11 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks that caused the silence of the ranks in `silent`. If in doubt, return an empty set.
+    """Return the ranks that caused the silence of the ranks in `silent`.
 
-    This function first looks for ranks to blame among the silent ranks. If no silent rank is to blame, this function can
-    also blame other running ranks. For this, the stacks of the silent ranks must show exactly one collective.
+    This function first compares the stacks of the silent ranks with each other. If these stacks do not show which rank is to
+    blame, the function may compare the stacks of all running ranks. It does so only if exactly one collective, for example
+    `all_reduce`, occurs in the stacks of the silent ranks. If the cause stays unclear, return an empty set.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -93,12 +97,12 @@ def _is_outside_collectives(observed: RankObservations) -> bool:
 
 
 def _get_collective(observed: RankObservations) -> str:
-    """Return the torch.distributed function in which the main thread was, or an empty text if there is no such function."""
+    """Return the name of the torch.distributed function that the main thread's stack shows, or "" if it shows none."""
     return _find_collective(observed.stacks)
 
 
 def _find_collective(stacks: str) -> str:
-    """Return the torch.distributed function in which the first thread of `stacks` was, or an empty text if there is none."""
+    """Return the name of the torch.distributed function that the first stack in `stacks` shows, or "" if it shows none."""
     for frame in parse_frames(stacks):
         if any(part in frame.file for part in COLLECTIVE_FILES) and CHECKPOINT_FILES not in frame.file:
             return frame.function

@@ -1,7 +1,7 @@
 """Finds late heartbeats and silent ranks for the state machine. Pure.
 
-A heartbeat is late when it is older than half of `heartbeat_timeout`. The heartbeats of all running ranks are read together,
-when the oldest heartbeat becomes late. While a heartbeat is late, all heartbeats are read more often.
+A heartbeat is late when it is older than half of `heartbeat_timeout`. As soon as the heartbeat of one rank may be late, the
+heartbeats of all running ranks are read. While a heartbeat is late, all heartbeats are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
 as failed only if it is also silent at the second reading. If a rank was suspended and has just continued, the rank can send
@@ -37,7 +37,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Count the silence of all ranks from `now`, because a debugger or Ctrl-Z has stopped ranks until now."""
+        """Ignore that ranks were silent before `now`, because a debugger or Ctrl-Z had stopped these ranks."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False
@@ -58,7 +58,7 @@ class Heartbeats:
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
         """Add the time of a rank's last heartbeat.
 
-        Return True if the second reading is complete and ranks are still silent.
+        Return True if the heartbeats of all ranks were read a second time, and at least one rank is silent.
         """
         self._unread.discard(rank)
         if beat_at is not None:

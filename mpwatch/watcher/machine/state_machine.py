@@ -11,9 +11,10 @@ Guarantees:
 - The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. The stage AWAITING_ROOT_CAUSE has a
   deadline, but an open prompt of a debugger can suspend this deadline. The stage AWAITING_DECISION has no deadline, because
   the user code that decides about a restart can take any time.
-- In a run, a rank's own failure ends the attempt at once, but a secondary failure does not. In a WorkerGroup, the machine
-  waits at most ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank of a WorkerGroup returns or raises an exception
-  within ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
+- In a run, the attempt ends at once if a rank fails by itself. After a secondary failure (another rank may have caused it),
+  the machine waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a WorkerGroup, the machine waits at most
+  ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank of a WorkerGroup returns or raises an exception within
+  ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
 - In one call, or in one attempt of a run, each rank gets at most one DumpStacks, one SIGTERM, one SIGKILL and one
   AbandonRank.
 - If a rank reports a failure before the machine stops the ranks, the result of the call contains this failure.
@@ -103,7 +104,8 @@ class StateMachine:
     def state(self) -> WorkerState:
         """A single state that summarises all ranks of this state machine.
 
-        Do not take the final states of the ranks from this property. The diagnosis finds the final states.
+        Do not take the final states of the ranks from this property. Only the diagnosis (diagnose.py) determines the final
+        state of each rank.
         """
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
@@ -237,7 +239,7 @@ class StateMachine:
     def _on_resumed(self, event: m.Resumed, now: float) -> None:
         """Shift the deadlines by the time for which the ranks were suspended.
 
-        Do not shift the times of the Lease. The lease depends on the other nodes, and these were not suspended.
+        Do not shift the times of the Lease, because the other nodes of the job were running all the time.
         """
         seconds = now - event.suspended_at
         self._timeout_at += seconds
@@ -413,9 +415,9 @@ class StateMachine:
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
         """Stop the ranks after the first signal that interrupts the run. Kill the ranks after the second signal.
 
-        If mpwatch has already sent SIGTERM to the ranks for another reason, the first signal kills the ranks. If other nodes
-        have ended the attempt, the first signal does not kill the ranks, but the second signal does. Perhaps the other nodes
-        have ended the attempt because they received the same signal a moment earlier.
+        If the first interrupting signal comes when mpwatch has already sent SIGTERM to the ranks, kill the ranks at once.
+        But if mpwatch sent SIGTERM because other nodes had ended the attempt, ignore the first interrupting signal. Perhaps
+        the other nodes ended the attempt because the same signal had reached them before it reached this node.
         """
         signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
@@ -436,7 +438,8 @@ class StateMachine:
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
         """Record that the ranks are asked to return. If there are no ranks and the request comes from this node, finish.
 
-        If there are no ranks, a request from the leader has no effect, because the nodes decide together which ranks start.
+        If there are no ranks and the request comes from the leader of the job, do not finish. All nodes of the job decide
+        together whether they start ranks or finish, so this node waits for the decision.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -447,7 +450,7 @@ class StateMachine:
             self._stop_deadline = now + self._stop_timeout
 
     def _on_stop_timeout(self, now: float) -> list[Action]:
-        """Stop ranks that have not returned in time after a stop request."""
+        """Stop all ranks, because some ranks are still running `stop_timeout` seconds after the stop request."""
         assert self.stop_request is not None
         self.is_stop_overdue = True
         if self.stop_request.signum is None:
@@ -478,8 +481,8 @@ class StateMachine:
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask the running ranks for their stacks. Stop all ranks when the stacks have come, or after STACK_DUMP_SECONDS.
 
-        Unless the run is interrupted, also request the collectives of the ranks that have returned. A failed rank may have
-        waited for a rank that has returned.
+        If the run was not interrupted, also ask each rank that has returned which collectives it called. Perhaps a rank
+        failed in a collective because another rank had returned without calling this collective.
         """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
@@ -574,7 +577,7 @@ class PhaseTable:
         return [rank for rank, current in self.phases.items() if current is phase]
 
     def move_all(self, phase: RankPhase, *, to: RankPhase) -> list[int]:
-        """Move all ranks from one phase to another, and return them."""
+        """Move all ranks that are in `phase` to the phase `to`. Return these ranks."""
         ranks = self.ranks_in(phase)
         for rank in ranks:
             self.set_phase(rank, to)

@@ -6,11 +6,12 @@ Rules:
 
 1. Each rank is in one `RankPhase`. For each phase, `TRANSITIONS` lists the legal events, and the phase that follows each
    event.
-2. If TRANSITIONS does not list an event, mpwatch has a bug, and the machine raises IllegalEventError.
+2. If TRANSITIONS does not list an event, StateMachine raises IllegalEventError. Such an event can come only if mpwatch has a
+   bug.
 3. Each restart group has one StateMachine, and is in one `RunStage`.
-4. Each event of a rank has a `generation`: 0 for the first start of the rank, 1 for the second start, and so on. The machine
-   ignores events of an earlier generation, because a restart has replaced the process that sent these events.
-5. The machine uses no clock, pid, pipe or signal.
+4. Each event of a rank has a `generation`: 0 for the first start of the rank, 1 for the second start, and so on.
+   StateMachine ignores events of an earlier generation, because a restart has replaced the process that sent these events.
+5. The methods of StateMachine read no clock, know no pids, use no pipes and send no signals.
 
 The event loop turns each message, exit, signal and command into an `Event`, and passes it to `StateMachine.handle`. When the
 time `StateMachine.deadline` comes, the event loop calls `StateMachine.handle_deadline`. The event loop executes the
@@ -249,10 +250,10 @@ class ResumeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The watcher and the ranks continue after the program was suspended.
+    """The program was suspended, for example by Ctrl-Z, and is running again now.
 
-    The machine extends time limits such as `timeout` by the time from `suspended_at` to now. The machine does not extend a
-    Lease, because the other nodes were not suspended.
+    The time since `suspended_at` does not count for `timeout` and the other time limits. Only a Lease counts the time of the
+    suspension, because the other nodes of the job were running during the suspension.
     """
 
     suspended_at: float
@@ -327,7 +328,10 @@ class DumpStacks:
 
 @dataclass(frozen=True, slots=True)
 class RequestCollectives:
-    """Ask a rank that has returned which collectives it has called. StackDumped is the answer."""
+    """Ask the rank which collectives it has called. StackDumped is the answer.
+
+    The state machine asks only ranks whose function has returned.
+    """
 
     rank: int
 
@@ -358,7 +362,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event is not legal in the present phase of the rank, or in the present stage of the run."""
+    """The state machine raises this exception if the phase of the rank, or the stage of the run, does not allow an event."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

@@ -8,8 +8,9 @@
 A mismatch ends the call only if two checks in a row find the same mismatch. Some collectives succeed even if the ranks use
 different data types.
 
-The module also measures how long ranks have waited in a collective. Each check adds at most MAX_GAP_PERIODS check periods to
-the measured time, because the program may have been suspended since the previous check.
+The module also measures how long ranks have waited in a collective. Each check adds the time since the previous check to the
+measured time, but at most 1.5 check periods (MAX_GAP_PERIODS). So a long suspension of the program between two checks adds
+little to the measured time.
 
 On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
 leader node compares the collectives of the ranks of all nodes.
@@ -117,7 +118,10 @@ class CollectiveMonitor:
         self._called_at = self._clock()
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
-        """Add the collectives that a rank has sent for a check. `answer` is None if the rank has closed its socket."""
+        """Record a rank's answer. After the answer of the last rank, compare the collectives of all ranks.
+
+        `answer` contains the collectives of the rank, or is None if the rank has closed its socket.
+        """
         if handle in self._asked:
             self._asked.discard(handle)
             if answer is not None:
@@ -181,7 +185,10 @@ class CollectiveMonitor:
             self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute how long ranks have waited in each collective. A wait begins when a check finds it for the first time."""
+        """Compute how long ranks have waited in each collective.
+
+        At the first check that finds ranks waiting in a collective, their waiting time is 0.
+        """
         now = self._clock()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
         known = self._waits
@@ -223,7 +230,7 @@ class CollectiveMonitor:
     def _is_final(self, stall: CollectiveVerdict) -> bool:
         """Return True if ranks have returned without calling the collective, and cannot call it later.
 
-        In a WorkerGroup, the next call can complete an asynchronous collective. The next call cannot begin while the main
-        thread of a rank waits in the collective.
+        In a WorkerGroup, ranks that have returned can call an asynchronous collective later, during the next call of the
+        WorkerGroup. The next call cannot begin while the main thread of a rank waits in the collective.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

@@ -40,7 +40,7 @@ WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, Ran
 
 
 class StackRequests:
-    """The requests for stacks that were not answered yet.
+    """The unanswered requests for the stacks of all ranks.
 
     Args:
         pool: the processes of the ranks.

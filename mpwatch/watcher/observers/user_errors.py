@@ -1,4 +1,4 @@
-"""Ignores exceptions of user code, such as a logging handler."""
+"""Ignores exceptions that are raised by user code, for example by a logging handler."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -117,7 +117,8 @@ class ViewDriver:
 
         If an exception such as KeyboardInterrupt interrupts `close`, the BlockingCall calls `close` again. The second call
         of `close` closes the view again, because the first call has perhaps not restored the terminal. A third call of
-        `close` does not close the view, because the view may raise an exception each time.
+        `close` does not call `View.close` again. If the view raises KeyboardInterrupt at each attempt, more attempts would
+        prevent the rest of the cleanup.
         """
         view = self._view
         self._close_count += 1
@@ -153,7 +154,8 @@ class ViewDriver:
     def _guard(self, do: Callable[[], None]) -> None:
         """Call `do`. If `do` raises an exception, remove the view and log a warning.
 
-        An exception in ENDS_RUN, such as KeyboardInterrupt, is raised again and does not remove the view.
+        If the exception belongs to a class in the tuple ENDS_RUN, such as KeyboardInterrupt, keep the view and raise the
+        exception again.
         """
         try:
             do()

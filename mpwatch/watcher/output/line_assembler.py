@@ -51,7 +51,7 @@ def add_prefix(lines: bytes, prefix: bytes) -> bytes:
 
 
 def _remove_overwritten(text: bytes) -> bytes:
-    """Return the text that stays visible when a terminal shows `text`."""
+    """Remove text that is overwritten after a carriage return, and escape sequences that move the cursor or erase text."""
     if b"\x1b" in text:
         text = CURSOR_CONTROLS.sub(b"", text)
     if b"\r" in text:

@@ -5,9 +5,9 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-Until the mode of a call is known, output is held back for at most HOLD_SECONDS. If a second rank prints within HOLD_SECONDS,
-line mode begins. Otherwise passthrough mode begins. Passthrough mode changes to line mode as soon as a second rank prints.
-Line mode stays until the end of the call.
+If the mode of a call is not known when the first rank prints, the output of this rank is held back for at most HOLD_SECONDS.
+If a second rank prints within HOLD_SECONDS, line mode begins. Otherwise passthrough mode begins. Passthrough mode changes to
+line mode as soon as a second rank prints. Line mode stays until the end of the call.
 
 In line mode, LineAssembler keeps only the latest update of a progress bar. A new update of the progress bar is shown as a
 separate line, at most once in SHOW_SECONDS. The last update of a progress bar is always shown.
@@ -43,8 +43,8 @@ class RankStream:
     def feed(self, data: bytes, now: float) -> bytes:
         """Add bytes, and return the lines that are now complete.
 
-        An unfinished line can be shown before its newline comes. If the newline then comes without more text, do not return
-        the line again.
+        A line can be shown before the rank has written its newline. If the rank adds only the newline to a line that was
+        already shown, do not return the line a second time.
         """
         lines, shown = self.assembler.feed(data), self.shown
         if lines:
@@ -54,7 +54,10 @@ class RankStream:
         return lines.removeprefix(shown + b"\n") if shown else lines
 
     def take_update(self) -> bytes:
-        """Return the unfinished line with a newline. Return empty bytes if the line is empty or was already shown."""
+        """Return the text of the unfinished line, followed by a newline.
+
+        Return empty bytes if the line is empty or was already shown.
+        """
         line, shown = self.assembler.unfinished_line, self.shown
         self.shown, self.due_at = line, math.inf
         return line + b"\n" if line not in (b"", shown) else b""
@@ -126,7 +129,7 @@ class OutputMultiplexer:
     def take_pending(self) -> list[tuple[str, bytes]]:
         """Return the output that has to be written now, and remove it from this object.
 
-        Each element is the name of a stream of the caller, and bytes for this stream, such as ("stdout", b"epoch 1").
+        Each element is a tuple such as ("stdout", b"epoch 1"): a stream of the caller, and the bytes to write to it.
         """
         pending, self._pending = self._pending, []
         return pending
@@ -153,7 +156,7 @@ class OutputMultiplexer:
                 self.end_stream(rank_stream)
 
     def _change_to_line_mode(self) -> None:
-        """Begin line mode, because a second rank prints.
+        """Change from passthrough mode to line mode, because a second rank has printed something.
 
         If the first rank has printed a part of a line, write a newline after this part. If the first rank later adds text to
         the line, the whole line is shown again.

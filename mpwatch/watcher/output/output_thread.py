@@ -37,8 +37,9 @@ JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 class OutputThread:
     """Starts the output thread, gives jobs to it, and ends it.
 
-    Other threads must post `hold`, `start_call`, `add_pipes` and `end_pipes` as jobs. After `stop_when_drained`, the output
-    thread ends and releases its resources, even if Ctrl-C prevents the call of `close`. The constructor raises LaunchError.
+    Other threads must not call `hold`, `start_call`, `add_pipes` and `end_pipes` directly, but must pass these methods to
+    `post`. After `stop_when_drained`, the output thread ends and releases its resources, even if Ctrl-C prevents the call of
+    `close`. The constructor raises LaunchError.
 
     Args:
         deferred_log: receives a warning when output cannot be written.
@@ -86,7 +87,7 @@ class OutputThread:
     def hold(self, is_held: bool) -> None:
         """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
 
-        While output is held, the output thread only runs jobs, such as `_drain_all`.
+        While output is held back, the output thread reads and writes output only in jobs, such as `_drain_all`.
         """
         self._is_held = is_held
 
@@ -111,8 +112,9 @@ class OutputThread:
     def drain_ended_ranks(self, timeout: float | None) -> bool:
         """Wait until the output thread has drained the pipes of all ended ranks.
 
-        When a rank has ended, the job `end_pipes` drains its pipes. `drain_ended_ranks` only waits until all earlier jobs
-        are done. Return False if the wait takes longer than `timeout` seconds.
+        When a rank has ended, the job `end_pipes` drains its pipes. `drain_ended_ranks` drains no pipe itself, but waits
+        until the output thread has run all jobs that were posted earlier. Return False if the wait takes longer than
+        `timeout` seconds.
         """
         return self._wait_for(lambda: None, timeout)
 
@@ -245,8 +247,8 @@ class OutputThread:
     def _wait_for_batch(self) -> None:
         """After a small read, wait BATCH_SECONDS for more output. If a job comes, end the wait and run the job.
 
-        Without a wait of BATCH_SECONDS, each printed line would wake the output thread. A rank would spend more time on the
-        wake-up than on printing the line.
+        Without a wait of BATCH_SECONDS, each printed line would wake the output thread. For a rank, waking the output thread
+        takes longer than printing a line.
         """
         if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
             self._job_wakeup.drain()

@@ -1,4 +1,4 @@
-"""Open the stdout and stderr of a rank before it starts: a pipe, a file, /dev/null, or the caller's own descriptor."""
+"""Before a rank starts, open the pipes or files that become its stdout and stderr."""
 
 import os
 from contextlib import ExitStack, suppress

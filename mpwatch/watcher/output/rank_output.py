@@ -1,4 +1,4 @@
-"""The output of the ranks, from their stdout and stderr to log files and to the caller. Read this module first.
+"""Writes the output of the ranks to log files and to the caller's streams. Read this module first.
 
     rank's process           output thread of the watcher's process                           where it arrives
     --------------           --------------------------------------                           ----------------
@@ -72,8 +72,8 @@ class RankOutput:
     def use_current_streams(self) -> None:
         """When a call begins, choose the streams to which the output of the ranks is written.
 
-        If the LogSpec does not set a stream, the output is written to the present sys.stdout or sys.stderr. In a notebook,
-        sys.stdout shows the output in the cell that makes the call.
+        If `LogSpec.stdout` is None, the stdout of the ranks is written to the present sys.stdout. `LogSpec.stderr` and
+        sys.stderr work in the same way. In a notebook, sys.stdout shows the output in the cell that makes the call.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -114,8 +114,9 @@ class RankOutput:
     def hold(self, *, is_held: bool) -> None:
         """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
 
-        Output is held while a debugger's prompt is open. While output is held, the output thread only runs jobs. For
-        example, `drain_all` and `end_rank` post jobs that write output. If a rank prints into a full pipe, the rank waits.
+        Output is held back while a debugger's prompt is open. While output is held back, the output thread reads and writes
+        output only in jobs. For example, `drain_all` and `end_rank` post jobs that write output. If a rank prints into a
+        full pipe, the rank waits.
         """
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
@@ -134,7 +135,7 @@ class RankOutput:
 
     @property
     def is_reader_stalled(self) -> bool:
-        """Whether the latest wait of `drain_all` or `drain_ended_ranks` took longer than its `timeout`."""
+        """Whether the latest wait, in `drain_all` or in `drain_ended_ranks`, ended because `timeout` seconds had passed."""
         return self._output_thread is not None and self._output_thread.is_reader_stalled
 
     def stop_when_drained(self) -> None:

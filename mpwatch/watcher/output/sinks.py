@@ -46,8 +46,8 @@ class Sink(Protocol):
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
     """Return a sink for a stream of the caller, or None if there is no open stream.
 
-    Call this function in the caller's thread. The contextvars of the caller's thread contain the notebook cell to which a
-    notebook's stream writes.
+    Call this function in the caller's thread. In a notebook, the contextvars of the caller's thread determine in which cell
+    the output appears.
 
     Args:
         stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
@@ -71,7 +71,8 @@ class _FileSink:
 
     The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
     to be atomic, and ends at the end of a line if possible. A pipe guarantees that a write of at most PIPE_BUF bytes is
-    atomic. mpwatch writes more than PIPE_BUF bytes at once only to an empty pipe, which has room for all these bytes.
+    atomic. If the pipe is empty, one write can have more than PIPE_BUF bytes, because an empty pipe has room for all these
+    bytes.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
@@ -136,7 +137,10 @@ def _reopen(fd: int) -> tuple[FileIO, bool, int]:
 
 
 class _TextSink:
-    """Writes text to any object with a `write` method, in the context (contextvars) of the caller's thread."""
+    """Writes text to any object that has a method `write`.
+
+    The method `write` runs with a copy of the contextvars of the caller's thread.
+    """
 
     def __init__(self, stream: IO[str], context: Context) -> None:
         self._stream = stream

@@ -1,8 +1,8 @@
 """Finds out whether a rank may have a GPU or another accelerator that torch supports. Runs in the watcher.
 
-This module reads files and does not import torch, because the import takes a second. This module can find an accelerator
-that torch cannot use, but never overlooks an accelerator that torch can use. The GPU of a Mac does not count as an
-accelerator, because no backend of torch.distributed supports it.
+This module reads files and does not import torch, because the import takes a second. If this module finds no accelerator,
+torch can use none. But this module also finds accelerators that torch cannot use, such as an NVIDIA GPU if torch is built
+for ROCm. The GPU of a Mac does not count as an accelerator, because no backend of torch.distributed supports it.
 """
 
 import os

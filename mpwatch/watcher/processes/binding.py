@@ -2,10 +2,11 @@
 
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
-The values "cores" and "numa" of `bind` follow `torch.numa.binding`, which torchrun uses. The value "numa" does what torch's
-mode "node" does. The value "cores" divides whole cores among the ranks, as torch's mode "exclusive" does. Torch's mode
-"exclusive" needs a GPU, but the value "cores" works without a GPU, and divides the CPUs of all NUMA nodes. If the NUMA node
-of a GPU is unknown, torch binds the rank to node 0, but mpwatch gives the rank its share of all nodes.
+The values "cores" and "numa" of `bind` are similar to modes of `torch.numa.binding`, which torchrun uses. The value "numa"
+does what torch's mode "node" does. However, if the NUMA node of a GPU is unknown, torch binds the rank to node 0, but
+mpwatch treats the rank like a rank without a GPU (`choose_nodes`). The value "cores" divides whole cores among the ranks, as
+torch's mode "exclusive" does. The mode "exclusive" needs a GPU, but the value "cores" also works without a GPU, and divides
+the CPUs of all NUMA nodes.
 """
 
 import math
@@ -65,8 +66,8 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     """Divide all CPUs equally among the ranks. Return the CPUs of each rank.
 
     - A physical core belongs to one rank, unless there are fewer cores than ranks.
-    - If the cores cannot be divided equally, some ranks get one extra core. If all cores are of one kind, as few ranks as
-      possible get cores on two packages or two NUMA nodes.
+    - If the cores cannot be divided equally, some ranks get one extra core. If all cores are of one kind, `_choose_sizes`
+      decides which ranks get the extra core.
     - On a hybrid processor, which has several kinds of cores, each rank gets its share of each kind.
 
     Raises ValueError if there are fewer CPUs than ranks.
@@ -98,8 +99,8 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
 def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int, ...]:
     """Return the number of cores of each rank.
 
-    As few ranks as possible get cores on two packages or two NUMA nodes. If several choices are equally good, the first
-    ranks get the extra cores.
+    This function minimises the number of ranks whose cores are on different packages or different NUMA nodes. If several
+    choices are equally good, the first ranks get the extra cores.
 
     Args:
         places: the package and the NUMA node of each core. There are at least as many cores as ranks.
@@ -127,11 +128,11 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 
 
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
-    """Return for each rank all CPUs of the NUMA node of its GPU.
+    """Return the CPUs of each rank: all CPUs of the NUMA node to which the rank's GPU belongs.
 
-    A rank without a GPU gets its share of all NUMA nodes. For example, the first of two ranks gets the first half of the
-    nodes. If there are fewer nodes than ranks, several ranks share a node. If the NUMA node of the GPU is unknown or has no
-    usable CPU, the rank counts as a rank without a GPU.
+    If a rank has no GPU, it gets all CPUs of one or more NUMA nodes. For example, on a machine with 2 ranks and 4 nodes, the
+    first rank gets the first two nodes. If there are fewer nodes than ranks, several ranks share a node. If the NUMA node of
+    the GPU is unknown or has no usable CPU, the rank counts as a rank without a GPU.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:

@@ -38,7 +38,7 @@ class CollectiveSockets:
 
     @property
     def is_open(self) -> bool:
-        """Whether the rank can be asked for its collectives."""
+        """Whether the request socket is open, so that `ask` can send a request to the rank."""
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
@@ -105,8 +105,7 @@ class CollectiveSockets:
     def hold_crash(self) -> bool:
         """Ask a crashing rank for its collectives. Make the rank wait until mpwatch calls `read_crash`.
 
-        Return True if `hold_crash` succeeds. Return False if the rank is not crashing, if mpwatch cannot ask the rank, or if
-        an earlier `hold_crash` has succeeded.
+        Return True if this call makes the rank wait. Return False otherwise, for example if the rank already waits.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False

@@ -210,7 +210,10 @@ class RankPopen(Popen):
         return code if self._is_exit_code_known else None
 
     def wait_for_exit(self, deadline: float) -> bool:
-        """Wait for the end of the rank, until `deadline` (CLOCK_MONOTONIC) at most. Return whether the rank has ended."""
+        """Wait until the rank ends or the time `deadline` has come. Return whether the rank has ended.
+
+        `deadline` is a time of CLOCK_MONOTONIC.
+        """
         try:
             return bool(wait([self.sentinel], max(0.0, deadline - time.monotonic())))
         except OSError:  # too little memory, or too low a limit of open files, to wait for anything
@@ -219,7 +222,7 @@ class RankPopen(Popen):
             return code is not None
 
     def send_signal_to_group(self, number: int) -> None:
-        """Send a signal to the rank and to the processes that it has started in its process group."""
+        """Send a signal to the rank, and to all other processes in the rank's process group."""
         with self._lock:
             if not self._is_reaped:
                 self._signal_group(number)
@@ -270,8 +273,8 @@ class RankPopen(Popen):
     def _wait_for_status(self) -> tuple[int, int]:
         """Return the pid and the status that waitpid returns for a dead rank.
 
-        Wait at most DEBUGGER_SECONDS for the status, because a debugger of the rank can delay the status. If the sentinel is
-        a pipe, the status can be late even without a debugger, because the pipe closes shortly before the rank is dead.
+        A debugger of the rank can delay the status, so wait at most DEBUGGER_SECONDS for the status. The status can also be
+        late if the sentinel is a pipe, because the kernel closes this pipe shortly before the rank is dead.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:

@@ -18,9 +18,9 @@ This module runs in the watcher thread.
 A helper is a process that a rank has started in its process group. When the pool reaps a rank, the pool also kills the
 rank's helpers.
 
-Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. There are two
-exceptions: a rank that SIGKILL does not end, and a dead rank that the pool cannot reap because of a debugger. The pool logs
-a warning about each rank that is not dead and reaped.
+Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. Only two kinds
+of ranks can remain: a rank that SIGKILL does not end, and a dead rank that the pool cannot reap because of a debugger. The
+pool logs a warning about each rank that is not dead and reaped.
 """
 
 import dataclasses
@@ -350,7 +350,7 @@ def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread until the context ends. Use this context manager to start a process.
 
     A scheduler such as SLURM may send a signal to the watcher and to all ranks, but only the watcher should handle it. In
-    the new process, the same signals are blocked, so these signals cannot end the process. The program of a rank first
+    the new process, the signals in `numbers` are blocked too, so they cannot end the process. The program of a rank first
     ignores these signals, and then unblocks them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

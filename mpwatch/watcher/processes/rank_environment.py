@@ -7,11 +7,11 @@ A rank's environment has five parts. If several of the parts 1 to 4 have the sam
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. mpwatch also sets NODE_RANK to the value of GROUP_RANK.
 3. The user's `env` option.
-4. With visible_devices="own", a variable such as CUDA_VISIBLE_DEVICES, which limits the rank to its own GPU. mpwatch does
-   not set this variable if the user's `env` already limits the rank to one GPU or no GPU.
+4. A variable that limits the rank to its own GPU, for example CUDA_VISIBLE_DEVICES=1. With visible_devices="own", mpwatch
+   sets this variable, unless the user's `env` already limits the rank to one GPU or no GPU.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
-   TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. TORCH_FR_BUFFER_SIZE and ACCELERATE_USE_CPU
-   have further conditions (`_add_defaults`).
+   TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. In some runs, mpwatch does not set
+   TORCH_FR_BUFFER_SIZE or ACCELERATE_USE_CPU (see `_add_defaults`).
 """
 
 import os
@@ -168,10 +168,10 @@ def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, 
 
 
 def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
-    """Return how many threads a rank should use to compute, and how many processes should compile for this rank.
+    """Return how many OpenMP threads a rank should use, and how many processes torch.compile should start for the rank.
 
-    If a rank is bound to CPUs, it gets `core_share` threads and `cpu_share` processes (see `Binding`). If the cgroup has a
-    CPU quota, each number is at most the quota divided by the number of local ranks, but never below 1.
+    If the rank is bound to CPUs, the two numbers are `core_share` and `cpu_share` of the rank's `Binding`. If the cgroup has
+    a CPU quota, each number is at most the quota divided by the number of local ranks, but never below 1.
     """
     share = max(1, count_usable_cpus() // local_ranks)
     if binding is None:

@@ -103,8 +103,8 @@ class RankHandle:
     def can_be_called_directly(self) -> bool:
         """Return whether the caller's thread can send a call to the rank without the watcher thread.
 
-        If the rank's interpreter has printed startup output, the watcher thread must first send this output to the rank
-        (`ProcessPool.send_call`).
+        Return False if the rank's interpreter has printed text at its start. In this case, the watcher thread must first
+        send this text back to the rank (`ProcessPool.send_call`). The rank then writes the text to its stderr.
         """
         return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
@@ -267,8 +267,8 @@ class RankHandle:
         """Make faulthandler write the main thread's stack, if the rank has not begun to answer the stack request `request`.
 
         While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. If the
-        rank has begun to write its stacks, the method does nothing, because the main thread has perhaps returned to Python
-        code. faulthandler can crash a rank that runs Python code.
+        rank has begun to write its stacks, the main thread perhaps runs Python code again. In this case, the method does
+        nothing, because faulthandler can crash a rank that runs Python code.
 
         faulthandler writes the stack of the thread that gets the signal, so the method sends the signal to the main thread.
         If the method sent the signal to the whole process, the kernel might give the signal to another thread.

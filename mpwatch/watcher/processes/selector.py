@@ -3,12 +3,13 @@
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - If mpwatch passed all descriptors to `wait`, each call of `wait` would register all descriptors again.
-- The selector keeps its set of descriptors in the kernel (epoll). The kernel lists first the descriptor that became ready
-  first. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0 first. The watcher
-  may read the list much later.
+- The selector keeps its set of descriptors in the kernel (epoll). The kernel lists the ready descriptors in the order in
+  which they became ready. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0
+  first. The watcher may read the list much later.
 
-If a descriptor has two events before the watcher reads it, the kernel lists the descriptor only once, at the place of the
-first event. So the place in the list can be too early for the second event, but a place is never too late.
+The kernel's list contains each descriptor only once. For example, rank 1 sends a message, then rank 0 dies, then rank 1
+sends a second message. The kernel lists rank 1 before rank 0, so the watcher reads both messages before it notices the
+death. If the kernel lists a death first, however, the death came before all messages that the watcher reads after it.
 """
 
 import selectors
@@ -39,7 +40,8 @@ class Selector(Generic[T]):
     def remove(self, fd: int) -> None:
         """Remove a descriptor. Call this method before the descriptor is closed.
 
-        If a descriptor is closed without a call of `remove`, epoll watches it as long as a forked process has a copy of it.
+        If you close the descriptor before you remove it, epoll still reports events of its file while a forked process has
+        this file open.
         """
         self._selector.unregister(fd)
 

@@ -22,10 +22,10 @@ have no name in /dev/shm.
 4. no process of this machine has opened or mapped the file (`is_used_elsewhere`)
 5. the file's count of users is 0
 
-The kernel can give the pid of a dead process to a new process. Processes in two containers that share /dev/shm can have the
-same pid, too. So conditions 1 to 3 are not enough. Conditions 4 and 5 ensure that mpwatch removes no file that a process
-still needs. With the strategy file_descriptor, the process that makes a file keeps the file open until it unlinks the file.
-With the strategy file_system, the count of users is above 0 while the file is in use.
+The kernel can give the pid of a dead process to a new process. Also, two containers that share /dev/shm can each have a
+process with the same pid. So conditions 1 to 3 are not enough. Conditions 4 and 5 ensure that mpwatch removes no file that a
+process still needs. With the strategy file_descriptor, the process that makes a file keeps the file open until it unlinks
+the file. With the strategy file_system, the count of users is above 0 while the file is in use.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.

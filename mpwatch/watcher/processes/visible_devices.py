@@ -7,10 +7,11 @@ The driver of each vendor reads variables that list the devices to use:
     ROCm                 ROCR_VISIBLE_DEVICES, and among those HIP_VISIBLE_DEVICES; without it CUDA_VISIBLE_DEVICES
     XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
 
-For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. To limit a rank to
-one GPU, mpwatch changes only the variable that the driver applies last, such as HIP_VISIBLE_DEVICES. If the user has set no
-list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or HIP_VISIBLE_DEVICES (for ROCm). For GPUs of Intel, the user
-must set a list of devices, because only the driver library Level Zero can count these GPUs.
+For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. The driver first
+applies ROCR_VISIBLE_DEVICES, and then HIP_VISIBLE_DEVICES. To limit a rank to one GPU, mpwatch changes only the variable
+that the driver applies last. If the user has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or
+HIP_VISIBLE_DEVICES (for ROCm). mpwatch cannot count the GPUs of Intel without loading the driver library Level Zero. So for
+these GPUs, the user must set a list of devices.
 
 This module initialises no GPU, because it reads only environment variables and files of the drivers (os_support/gpus.py).
 """
@@ -164,7 +165,7 @@ def _parse_list(value: str, count: int | None) -> list[str]:
 
 
 def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU of one entry in a list of devices, or None if the GPU is unknown.
+    """Return the GPU that an entry such as "1" or "GPU-8f" stands for, or None if the GPU is unknown.
 
     For example, the entry "GPU-8f" means the GPU whose name begins with "GPU-8f".
     """

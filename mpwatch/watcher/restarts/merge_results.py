@@ -29,9 +29,9 @@ def merge_results(
     Without `keep_going`, the result has return values only if all ranks have returned.
 
     `restartable_groups` contains the lowest rank of each failed restart group that mpwatch may restart. The root cause of
-    the run is the earliest root cause of the groups that are not in `restartable_groups`. If none of these groups has a root
-    cause, the root cause of the run is the earliest root cause of the restartable groups. If one of several groups has timed
-    out, the run has no root cause.
+    the run is the earliest root cause of the groups that are not in `restartable_groups`. If there is no such root cause,
+    the root cause of the run is the earliest root cause of all groups. If one of several groups has timed out, the run has
+    no root cause.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
@@ -50,7 +50,7 @@ def merge_results(
 
 
 def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
-    """Merge the results of one or more calls, each on different ranks, into one result."""
+    """Merge the results of one or more calls into one result. Each rank belongs to only one of the calls."""
     return RunResult(
         state=_merge_states(results),
         return_values=_merge_dicts(result.return_values for result in results),

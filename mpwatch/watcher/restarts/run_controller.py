@@ -79,7 +79,8 @@ class RunController(Generic[T]):
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
         """For each attempt that has failed since the previous call of this method, decide whether its ranks are restarted.
 
-        Raises LaunchError if a restart cannot be prepared, and any exception that `retry_if` or `env` raises.
+        Raises LaunchError if a restart cannot be prepared. Also raises any exception of the user's functions `retry_if` and
+        `env`.
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
@@ -163,7 +164,7 @@ class RunController(Generic[T]):
         return sum(observations.attempt for observations in latest)
 
     def _is_start_counted(self, attempt: int) -> bool:
-        """Return whether the start of the attempt is one of the restarts that `max_restarts` limits."""
+        """Return whether the start of the attempt counts as a restart for `max_restarts`."""
         return attempt > 0
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
@@ -201,7 +202,7 @@ class RunController(Generic[T]):
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
 
     def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose return values mpwatch drops. If keep_going=True were set, mpwatch would keep these values.
+        """Return the ranks whose return values mpwatch drops because keep_going=True is not set.
 
         Return () if keep_going=True is set, or if this run does not allow keep_going=True.
         """

@@ -9,8 +9,8 @@ node in the best way that works:
     rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
     stand-in   create a class of the same name, derived from the same builtin classes, with the same text
 
-The functions `read_cause_chain`, `read_summary` and `read_traceback_text` only read texts from the message "plain". These
-three functions run no user code.
+The functions `read_cause_chain`, `read_summary` and `read_traceback_text` run no user code. These functions rebuild no
+exception, but read texts from the message "plain".
 """
 
 import builtins
@@ -47,7 +47,7 @@ def get_builtin_attribute(error: BaseException, name: str) -> Any:
 
 
 def set_builtin_attribute(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute that every exception has, even if the exception's class overrides it."""
+    """Set an attribute of BaseException, such as `__cause__`, even if the exception's class overrides this attribute."""
     BaseException.__dict__[name].__set__(error, value)
 
 
@@ -58,7 +58,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
-    """Rebuild an exception from the three messages into which encoder.py has encoded it.
+    """Rebuild an exception from the three messages that encoder.py has made from it.
 
     This function runs user code, and ignores the exceptions of this code, except KeyboardInterrupt and HostHandlerError.
 
@@ -206,7 +206,7 @@ class ExceptionHeader:
 
 
 def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
-    """Return an ExceptionHeader for an exception, one for its cause, one for the cause of the cause, and so on."""
+    """Return a list of ExceptionHeaders: the first is for the exception, the second is for its cause, and so on."""
     nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
     chain: list[ExceptionHeader] = []
     number: int | None = 0

@@ -2,21 +2,22 @@
 
 This module runs in the rank, and in any process that pickles a ProcessFailure.
 
-Exceptions are the nodes of a graph, because an exception refers to its cause, to its context and, if it is a group, to its
-members. `ExceptionEncoder` encodes all nodes in three messages, in the same order:
+An exception refers to its cause and its context, and an exception group also refers to its members. So the exceptions form a
+graph, and each exception is a node of this graph. `ExceptionEncoder` encodes all nodes in three messages, in the same order:
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-The message `plain` is sent first. To make `plain`, the encoder runs code of an exception's class only for `__str__` and
-`__notes__`. If `__str__` or `__notes__` raises an exception, the encoder catches the exception. Since Python 3.12, the
-module traceback also calls `dir()` of the object of an AttributeError, to suggest a similar name.
+The message `plain` is sent first. To make `plain`, the encoder calls `__str__` of each exception, and reads its `__notes__`.
+No other code of the exception's class runs. If `__str__` or `__notes__` raises an exception, the encoder catches the
+exception. For an AttributeError, Python's module `traceback` also calls `dir()` on the object without the attribute, to
+suggest a similar name (since Python 3.12).
 
-To make `details`, the encoder pickles and rebuilds each exception. The pickling and the rebuilding run code of the
-exception's class. Even if code of the exception's class crashes or hangs, the watcher knows from `plain` where and why the
-rank failed.
+To make `details`, the encoder pickles and rebuilds each exception, and so runs code of the exception's class, such as
+`__reduce__`. If this code crashes or hangs, `plain` has already been sent, so the watcher knows where and why the rank
+failed.
 
 To make `locals`, the encoder calls `repr` of the local variables' values. A `__repr__` of a user's class can hang, so the
 message `locals` is sent last.
@@ -62,7 +63,8 @@ ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 class ExceptionEncoder:
     """Encodes one exception and all exceptions that it refers to, such as its cause.
 
-    `nodes` contains a dictionary of builtin values for each exception. The exceptions are in breadth-first order.
+    For each exception, the list `nodes` has one dictionary, which contains only builtin values. The exceptions are in
+    breadth-first order.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -140,9 +142,10 @@ def _get_class_name(cls: type, name: str) -> str:
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
-    """Return the names of the nearest builtin exceptions from which this class is derived.
+    """Return the names of the builtin exception classes from which `cls` is derived.
 
-    For a subclass of KeyError, for example, return `["KeyError"]`, without its base classes LookupError and Exception.
+    Leave out a class if another class in the list is derived from it. For example, for a subclass of KeyError, return
+    `["KeyError"]`, and not `["KeyError", "LookupError", "Exception"]`.
     """
     found: list[type] = []
     for base in cls.__mro__:
@@ -176,7 +179,7 @@ def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | N
 
 
 def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """Pickle the whole exception. If an attribute is missing in this pickle, add the attribute's own pickle.
+    """Pickle the whole exception, and pickle separately each attribute that the first pickle does not restore.
 
     The default `__reduce__` of an exception, for example, does not pickle slots. Return None if the exception cannot be
     rebuilt from these pickles.
@@ -209,7 +212,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Do nothing. `getattr(rebuilt, name, _missing)` returns this function if the attribute is missing."""
+    """Do nothing. `_pickle_whole` uses this function as the value of an attribute that does not exist."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -1,7 +1,8 @@
 """Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
 
 A daemon thread makes the texts, because `repr` runs code of the variable's class and can hang. The rank waits at most
-LIMIT_SECONDS for the texts of all local variables. A fixed text replaces each text that is not ready in time.
+LIMIT_SECONDS for the texts of all local variables. If the text of a variable is not ready in time, the rank sends the
+constant STOPPED instead.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DEFINITIONS = (ModuleType, FunctionType, type)  # such values are left out of th
 class LocalText(str):
     """The value of a local variable as text.
 
-    The `repr` of a LocalText is the text itself, so a debugger shows this text as the value of the variable.
+    The `repr` of a LocalText adds no quotation marks to the text. So a debugger shows a list as `[1, 2]`, not as `'[1, 2]'`.
     """
 
     __slots__ = ()
@@ -65,7 +66,7 @@ class BoundedRepr(Repr):
         self.maxother = MAX_TEXT
 
     def repr1(self, x: Any, level: int) -> str:
-        """Return the text of an object. Show nested containers only down to a depth of `level`."""
+        """Return a shortened `repr` of an object. Show nested containers only down to a depth of `level`."""
         cls = type(x)
         if cls is LocalText:
             return str(x)
@@ -112,7 +113,7 @@ class BoundedRepr(Repr):
         return f"{left}{', '.join(texts)}{comma}{right}"
 
     def repr_instance(self, x: object, level: int) -> str:  # noqa: ARG002  as in the base class
-        """Return the text of an object that is not a container."""
+        """Return the `repr` of an object that is not a container. If the `repr` is too long, leave out its middle."""
         try:
             text = str.__str__(repr(x))
         except BaseException as error:  # noqa: BLE001  even SystemExit

@@ -88,8 +88,8 @@ def _read_program_on_stdin() -> str:
 def _contains(text: str, wanted: list[CodeType]) -> bool:
     """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
 
-    Return False if some lines in `text` do not belong to the program. For example, the first lines of stdin can be shell
-    commands, and the last of these commands starts Python.
+    Return False if `text` contains lines that are not part of the Python program. For example, the first lines of stdin can
+    be shell commands, and the last of these commands starts Python.
     """
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))

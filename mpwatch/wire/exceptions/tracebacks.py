@@ -4,14 +4,16 @@
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
 A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`
-(see `make_frame`). tblib makes nested dictionaries: the dictionary of an entry contains the dictionary of the next entry.
-This module makes a separate dictionary for each entry, because the traceback of a RecursionError is too deep for nested
-dictionaries.
+(see `make_frame`).
+
+If tblib got a whole traceback, it would make nested dictionaries: the dictionary of an entry would contain the dictionary of
+the next entry. The traceback of a RecursionError has about 1,000 entries, which are too many for nested dictionaries. So
+this module passes the entries of a traceback to tblib one by one, and gets a separate dictionary for each entry.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
 object. For each frame of the rank, `build_traceback` compiles a stub, which is a code object with the same file, function,
-lines and columns. The only statement of a stub is a `raise` at the position of the rank's frame. `build_traceback` runs
-the stub, and catches the exception that the stub raises. The frame of the stub looks like the rank's frame.
+lines and columns. A stub contains only one statement, a `raise` statement. `build_traceback` runs the stub, and catches the
+exception that the stub raises. The frame of the stub looks like the rank's frame.
 
 The frame of the stub has the local variables that are stored in the `Frame`. If one of these variables is
 `__tracebackhide__`, pytest and IPython hide the frame. With the option `capture_locals`, the frame has the rank's local

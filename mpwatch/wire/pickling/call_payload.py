@@ -5,18 +5,17 @@
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
 The first section of a bundle contains the function, and the arguments that are the same for all ranks. Each section after
-the first section is called a part, and belongs to one rank. A part contains those arguments of the rank that differ from
-rank to rank. A rank loads only the first section and its own part, so a part can refer to the first section, but never to
-another part.
+the first section is called a part, and belongs to one rank. A part contains the rank's own value of each PerRank argument.
+A rank loads only the first section and its own part, so a part can refer to the first section, but never to another part.
 
 A rank does not import the caller's `__main__`, so the bundle contains the code of the functions and classes of `__main__`
 that the call uses (pickler.py). The rank adds these functions and classes to its own `__main__`, so that plain pickle,
 torch.save and DataLoader workers find them by name. The rank's `__main__` also contains the global variables that these
 functions use.
 
-The import of cloudpickle (25 ms) takes longer than all other work of the watcher for a call. `PlainPickler` does not import
-cloudpickle, so `pack` usually tries `PlainPickler` first. If `PlainPickler` fails, `CallPickler` (pickler.py) pickles the
-call. For example, `PlainPickler` cannot pickle a function of `__main__`.
+The import of cloudpickle takes 25 ms, which is longer than everything else that the watcher does for a call. `PlainPickler`
+does not import cloudpickle, so `pack` usually tries `PlainPickler` first. If `PlainPickler` fails, `CallPickler`
+(pickler.py) pickles the call. For example, `PlainPickler` cannot pickle a function of `__main__`.
 """
 
 from __future__ import annotations
@@ -136,10 +135,11 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """Makes multiprocessing believe that it is spawning a process. mpwatch uses a _SpawnPopenStub while it pickles a call.
+    """Makes multiprocessing behave as if the current thread spawned a process.
 
-    Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
-    os_support/cpython_private.py names the attributes that multiprocessing reads from a _SpawnPopenStub.
+    mpwatch uses a _SpawnPopenStub while it pickles a call. Locks, queues, connections and tensors in shared memory can be
+    pickled only while multiprocessing spawns a process. os_support/cpython_private.py names the attributes that
+    multiprocessing reads from a _SpawnPopenStub.
     """
 
     DupFd = FdPlaceholder
@@ -313,7 +313,10 @@ def _describe_main(main: Any) -> dict[str, Any]:
 
 
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
-    """In a rank: unpickle a call, and close the call's descriptors. Raises OSError, and every exception of the unpickling.
+    """In a rank: unpickle a call, and close the call's descriptors.
+
+    Raises OSError if the rank could not receive the descriptors, or cannot map the bundle's file. Unpickling can run user
+    code, so `unpack` can also raise any other exception.
 
     Args:
         body: the body of the message.

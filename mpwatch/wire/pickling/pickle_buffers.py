@@ -1,15 +1,15 @@
 """A pickle bundle contains pickles, and the large buffers of the pickled objects.
 
-A small bundle is a bytes object. A large bundle is an anonymous file.
+A small bundle is stored in a bytes object. A large bundle is stored in an anonymous file.
 
     [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
                                         `-- each buffer begins a new page
 
-A bundle begins with the common pickles, which are for all receivers. A part consists of pickles for only one receiver.
+A bundle begins with the common pickles, which are for all receivers. Each part contains additional pickles for one receiver.
 
-The receiver of a large bundle maps the bundle's file into memory. When large arrays, tensors and memoryviews are unpickled,
-they are not copied out of the mapped file. All receivers share the memory pages of the file. If a receiver writes to a page,
-the kernel copies the page for this receiver.
+The receiver of a large bundle maps the bundle's file into memory. When the receiver unpickles a large array, tensor or
+memoryview, the new object uses the mapped memory directly, so its bytes are not copied. All receivers share the memory pages
+of the file. If a receiver writes to a page, the kernel copies the page for this receiver.
 
 This module runs in the watcher and in the ranks. Some modules are imported inside functions, because only large bundles need
 these modules.
@@ -72,7 +72,10 @@ class PickleBundle:
             write_all(self._open_file(), data)
 
     def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep a large buffer, and return False. For a small buffer, return True: pickle then writes the buffer's bytes."""
+        """Keep the buffer for `finish` if it is large. Return whether the buffer is small.
+
+        pickle calls this method for each buffer. If the result is True, pickle writes the buffer's bytes into the pickle.
+        """
         raw = buffer.raw()
         if raw.nbytes < MIN_BUFFER_SIZE:
             return True
@@ -118,9 +121,9 @@ class PickleBundle:
     def _write_buffers(self) -> list[tuple[int, int]]:
         """Write all buffers into the file, and return the offset and the size of each buffer.
 
-        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. If one
-        receiver gets two buffers with the same memory, both buffers are written. So if the receiver changes one buffer, the
-        other buffer keeps its content.
+        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. If two
+        buffers of the same part share memory, the file contains a separate copy of this memory for each of the two buffers.
+        So if the receiver changes one buffer, the other buffer keeps its content.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -152,7 +155,7 @@ def _get_address(buffer: memoryview) -> int:
 
 
 class NullBundle:
-    """A substitute for a PickleBundle that discards all bytes.
+    """Replaces a PickleBundle, but discards all bytes that pickle writes.
 
     `probe` pickles an object into a NullBundle to check whether the object can be pickled.
     """
@@ -168,9 +171,9 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, so that `OpenBundle` can read the bundle. Raises OSError.
 
-    If Python is older than 3.13, `map_private` imports ctypes. To avoid this import, `map_bundle` does not use `map_private`
-    for a bundle without large buffers. Until a bundle without large buffers is unpickled, its mapping keeps a descriptor
-    open.
+    `map_bundle` uses `map_private` only for a bundle with large buffers, because `map_private` imports ctypes if Python is
+    older than 3.13. The mapping of a bundle without large buffers keeps a descriptor open, but only until the bundle has
+    been unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
@@ -178,10 +181,11 @@ def map_bundle(fd: int) -> memoryview:
 
 
 class OpenBundle:
-    """A bundle from which an unpickler reads, for example `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
+    """A bundle from which an unpickler reads.
 
-    The unpickler first loads the common pickles. After a call of `open_part`, the same unpickler loads the pickles of this
-    part. The constructor raises ValueError if the data are not a bundle.
+    To make the unpickler, call `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`. First load the common pickles with
+    this unpickler. Then call `open_part`, and use the same unpickler to load the pickles of a part. The constructor raises
+    ValueError if the data are not a bundle.
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:

@@ -21,7 +21,7 @@ LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated func
 
 
 class _ClassPickler(cloudpickle.Pickler):
-    """Pickles like cloudpickle, and also keeps the qualified name and the slots of a class that is pickled by value.
+    """A cloudpickle pickler that also keeps the qualified name and the slots of each class that it pickles by value.
 
     Args:
         stream: the file that receives the pickle.
@@ -65,7 +65,7 @@ def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Pickle a code object like cloudpickle, but keep its file name, which tracebacks and debuggers need.
+    """Pickle a code object with its file name, because tracebacks and debuggers need the file name.
 
     cloudpickle 3.1.3 replaces the file name of a code object by "<dynamic-code>".
     """

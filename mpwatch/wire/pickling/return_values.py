@@ -1,6 +1,6 @@
-"""Pickle a rank's return value as a bundle, and parts of the rank's exceptions as bytes. The watcher unpickles both.
+"""Pickle return values and parts of exceptions in a rank, and unpickle them in the watcher.
 
-The bundle of a return value has two pickles: the name of the value's type, and the value.
+A return value is pickled into a bundle, which has two pickles: the name of the value's type, and the value.
 
 If a function or class came from the caller's `__main__`, the rank sends only its name back. So the caller gets the original
 function or class. If only cloudpickle can pickle a function or class, the rank sends it by value.
@@ -25,7 +25,7 @@ MAX_INLINE_SIZE = 1 << 16  # bytes; a value up to this size is sent over the cha
 
 
 def pack(value: Any) -> PickleBundle:
-    """Pickle a value. Raises OSError if the bundle cannot be written, and any exception that pickling raises.
+    """Pickle a value. Raises whatever pickling raises, or OSError if the bundle cannot be written.
 
     If the rank has not loaded cloudpickle, the rank tries plain pickle first, because the import of cloudpickle takes time.
     """

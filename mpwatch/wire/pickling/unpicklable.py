@@ -5,8 +5,8 @@ search looks inside this part. If an object cannot be pickled although all of it
 this object.
 
 Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If one
-object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers an unpicklable part that
-is in no cycle, for example a lock.
+object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers a part that does not belong
+to a cycle. For example, if the trainer also contains a lock, the search returns the lock.
 """
 
 import functools
