@@ -385,8 +385,8 @@ class WorkerGroup:
         If the call of `do_nothing` fails, return the RunResult of the failure. Return None if `_run` should try `call`
         again.
 
-        `ticket` is the granted ticket of `call`. `_make_process_group` takes this grant back, so that all ranks are free to
-        make the process group. Before `_make_process_group` returns, `ticket` is granted again.
+        `ticket` is the granted ticket of `call`. While all ranks make the process group, `ticket` is not granted, so that no
+        rank is reserved for `call`. Before `_make_process_group` returns, `ticket` is granted again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 

@@ -78,7 +78,7 @@ class _Handle(Future[RunResult[T]]):
     def wait_for_end(self) -> None:
         """Wait until the call has a result and its thread has ended.
 
-        If this method runs in the thread of the call, it waits only for the result. A thread cannot wait for its own end.
+        In the thread of the call, this method waits only for the result, because a thread cannot wait for its own end.
         """
         wait([self])
         if threading.current_thread() is self._thread:

@@ -86,7 +86,7 @@ class TorchElasticEvents:
       mpwatch, the AGENT event describes the watcher. The AGENT event is FAILED in two cases: the run was interrupted, or the
       run failed although no rank of this node failed. If the run succeeds, or a WorkerGroup is closed, the AGENT event is
       SUCCEEDED. If the run fails because a rank of this node has failed, the event of this rank is FAILED. As in torch, the
-      AGENT event is SUCCEEDED after such a failure, because the agent itself has not failed.
+      failure of a rank does not make the AGENT event FAILED, because the agent itself has not failed.
 
     In a job of several nodes, each node records the events of its own ranks. The events of a job have the `run_id` and the
     `rdzv_backend` of the job.

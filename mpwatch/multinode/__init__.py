@@ -10,7 +10,7 @@ shared store for the round. The node with group rank 0 is the leader. All messag
 
 mpwatch never compares clocks of different hosts. If events happen on different nodes, mpwatch assumes that they happened in
 the order in which their messages reached the leader's inbox. A node counts as lost if its heartbeat counter does not change
-for `node_timeout`. Every node that reads the counter measures this time with its own clock.
+for `node_timeout`. Every node that reads the counter uses its own clock to measure how long the counter has not changed.
 
     caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
     node thread        node_thread.py      checks that the nodes have the same options (job_config_check.py), joins rounds,

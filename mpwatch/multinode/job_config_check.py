@@ -10,8 +10,8 @@ This module runs in the node thread. It uses these keys in the store of the job,
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
 A RendezvousHandler of the user returns a new store for each round, so the job has no store that all rounds share. In a job
-with such a handler, this module does nothing, and only the leader compares the JobConfigs after the nodes have joined
-(leader.py).
+with a RendezvousHandler of the user, this module does nothing, and only the leader compares the JobConfigs after the nodes
+have joined (leader.py).
 """
 
 import platform

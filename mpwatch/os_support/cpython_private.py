@@ -152,7 +152,7 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
 
 
 def exit_by_sigint() -> None:
-    """Let SIGINT kill this process when the program ends. Python does the same after an uncaught KeyboardInterrupt."""
+    """Let SIGINT kill this process when the program ends, as Python does after an uncaught KeyboardInterrupt."""
     # Python notes a KeyboardInterrupt that leaves code made from a string. From 3.14 on it notes only a KeyboardInterrupt
     # that it prints by `sys.excepthook`. Without this behaviour, the exit status is 0, although the program was interrupted.
     with suppress(KeyboardInterrupt):

@@ -143,9 +143,9 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
 
     Return a dict from texts to lists of ranks. Each text says what happened to its ranks, such as `stopped by the watcher
     (train.py:12 in step)`. The dict begins with the ranks whose failure is not secondary. A secondary failure is the
-    consequence of another failure. If two texts differ only in the port of a peer or in the seconds of silence, their ranks
-    form one group. For such a group, the dict contains only the text of the group's first rank. If the root cause is the
-    loss of a node, the dict contains no rank of this node, because the verdict already names all ranks of the node.
+    consequence of another failure. If texts differ only in the port of a peer or in the seconds of silence, the dict
+    contains only the first of these texts, with the ranks of all these texts. If the root cause is the loss of a node, the
+    dict contains no rank of this node, because the verdict already names all ranks of the node.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}

@@ -19,9 +19,9 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable. Then the thread reads its queues. A caller's thread also reads
-the answers, which are in the fields of the commands. The watcher thread and the caller's threads never write the same field
-of a command.
+Each thread waits until its own WakeupPipe becomes readable. Then the thread reads its queues. The watcher thread writes the
+answer to a command into a field of this command, from which a caller's thread reads the answer. The watcher thread and the
+caller's threads never write the same field of a command.
 """
 
 import os

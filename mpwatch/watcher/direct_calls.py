@@ -16,13 +16,14 @@ Rules:
    thread withdraws the offer.
 2. Each direct call has two lists of channels, `_to_send` and `_to_receive` (pending_call.py). The caller's thread may use a
    channel only after it has removed the channel from one of these lists. To send a message, the caller's thread calls C
-   code. The C code removes a channel from `_to_send`, sends the message over this channel, and records the message. The
-   caller's thread receives a message in the same way, with the list `_to_receive`. No exception interrupts a call into C
-   code, so the records are always correct.
-3. Before the watcher thread handles events, it removes all channels from both lists (`DirectCall.take_rights`). From then
-   on, the caller's thread cannot send or receive another message. If the caller's thread is sending or receiving a message
-   at this moment, the watcher thread waits at most RECORD_SECONDS until the message is recorded (pending_call.py). The
-   watcher thread does not wait for Python code of the caller's thread, for example for a slow signal handler.
+   code. The C code removes a channel from `_to_send`, sends the message over this channel, and records the message. To
+   receive a message, the C code removes a channel from `_to_receive`, receives the message from this channel, and records
+   the message. No exception interrupts a call into C code, so the records are always correct.
+3. Before the watcher thread handles events, it removes all channels from `_to_send` and `_to_receive`
+   (`DirectCall.take_rights`). After this removal, the caller's thread cannot send or receive another message. If the
+   caller's thread is sending or receiving a message at this moment, the watcher thread waits at most RECORD_SECONDS until
+   the message is recorded (pending_call.py). The watcher thread does not wait for Python code of the caller's thread, for
+   example for a slow signal handler.
 4. When the watcher thread has emptied the two lists of an unfinished call, the watcher thread finishes this call.
 5. The caller's thread first registers its call, and then checks whether it may call the ranks directly. The watcher thread
    withdraws the offer before it reads the registered calls. So the watcher thread finds every call that a caller's thread

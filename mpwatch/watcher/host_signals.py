@@ -383,7 +383,7 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return a dict whose keys are the signals that mpwatch uses, but for which the calling program has no handler.
+    """Return a dict. Its keys are signals that mpwatch uses, and that have no handler of the calling program.
 
     Only SIGQUIT, SIGTSTP and the signals in DEFERRED_SIGNALS can be keys. If the program ignores SIGQUIT, the value of the
     key SIGQUIT is SIG_IGN. All other values are SIG_DFL. This function asks the kernel which signals have a handler, because

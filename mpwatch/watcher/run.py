@@ -303,7 +303,7 @@ class BlockingCall:
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Do the work of the caller's thread. Stop as soon as `until()` is true or all ranks have ended.
+        """Call `_run_callbacks` at each wakeup. Return as soon as `until()` is true or all ranks have ended.
 
         Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock (see host_signals.py).
         """

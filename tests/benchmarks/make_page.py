@@ -86,9 +86,9 @@ HEAD = """# Benchmarks
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
 This page compares mpwatch with other launchers: what a launch costs, and how soon a failure is noticed. Shorter bars are
-better. The date, the machine and the command of each measurement are below its table. There is no command for most rows of
-the last table. A *round* measures each launcher once. *Least possible* is a loop that starts as many processes as there are
-ranks. These processes do nothing.
+better. The date, the machine and the command of each measurement are below its table. Most rows of the last table
+have no command. A *round* measures each launcher once. The row *least possible* shows the time of a loop that starts as many
+processes as there are ranks. These processes do nothing.
 
 This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
@@ -116,12 +116,12 @@ Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU).
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
 processes, your program included. The column *watched* shows a program that uses `mpwatch.integrations.lightning.watched`.
-This program calls `sys.exit(error.exit_code)`, which sets its exit status. Of the time until this program ends, its Python
-interpreter needs 1.3 s to exit.
+This program calls `sys.exit(error.exit_code)`, which sets its exit status. The time until this
+program ends includes the 1.3 s that its Python interpreter needs to exit.
 
 ## What the caller gets after a failure
 
-Each program has 3 ranks, and rank 1 fails. For this table, torch elastic started a function, and not a script.
+Each program has 3 ranks, and rank 1 fails. Here, torch elastic started a function, and not a script.
 
 | what happens | torch.multiprocessing.spawn | torch elastic | mpwatch |
 |---|---|---|---|
@@ -135,9 +135,9 @@ the exception itself, after 0.015 s |
 | a rank leaves gloo, then raises | blames its victim, rank 2 | blames its victim, rank 0 | blames rank 1 |
 | a rank raises, and a thread of the rank goes on | waits for the thread | waits for the thread | ends at once |
 
-Date and machine: 2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs.
-All other rows are single runs, for which there is no script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill`
-measures the first two rows.
+Date and machine: 2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The times in the
+first two rows are medians of five runs. All other rows come from one run each, and no script repeats these runs. The command
+`python tests/benchmarks/bench.py raise sigkill` measures the same two failures with 8 ranks.
 """
 BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
 

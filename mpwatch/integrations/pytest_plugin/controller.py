@@ -276,8 +276,8 @@ def _raise_failure(*failures: RunFailedError) -> None:
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
     """Return the failure that pytest must report.
 
-    Usually the root cause is reported. If the root cause is a skip or an expected failure, an unexpected failure of another
-    rank has priority.
+    If the root cause is a skip or an expected failure, and another rank has failed unexpectedly, return the failure of the
+    other rank. Otherwise, return the root cause.
     """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):

@@ -206,9 +206,10 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
 
 
 def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
-    """Return a copy of `exception` without the indices of exceptions that are not in the graph.
+    """Return a copy of `exception` that refers only to exceptions in the graph.
 
-    The graph contains only the exceptions with the indices from 0 to `count` - 1.
+    An exception refers to its cause, its context and its members by their indices. The graph contains only the exceptions
+    with the indices from 0 to `count` - 1.
     """
     return replace(
         exception,

@@ -1,4 +1,4 @@
-"""Wait at most until a deadline for a call that cannot be interrupted. Another thread can cancel the wait.
+"""Wait for the end of a call that cannot be interrupted. A deadline limits the wait, and another thread can cancel it.
 
 Examples of calls that cannot be interrupted are name resolution and the methods of torch's C++ clients. This module does not
 import torch.

@@ -4,10 +4,10 @@ torch's shared state contains times of the nodes' own clocks: the time of each n
 the wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch
 would remove a live node whose clock is behind the clocks of other nodes.
 
-LocalClockBackend is a layer between torch and the store, and replaces the times in the state. For example, this node reads a
-new time from the store when its own clock shows 10:00:00. If the new time is the time of a heartbeat, torch gets the time
-10:00:00. If the new time is the end of a wait of 30 s for more nodes, torch gets the time 10:00:30. When torch writes the
-state, LocalClockBackend restores the times from the store, except for the times that torch has changed:
+LocalClockBackend is a layer between torch and the store, and replaces the times in the state. It replaces the time of a
+heartbeat by the local time at which this node first read this heartbeat. It replaces the end of the wait for more nodes by
+the local time at which this node first read this end, plus the duration of the wait. When torch writes the state,
+LocalClockBackend replaces each local time by the original time again, unless torch has changed the local time:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -27,7 +27,7 @@ class _ForeignTime:
     """A time that another node has written into the state.
 
     Args:
-        written: the time by the other node's clock.
+        written: the time that the other node wrote. It is a time of the other node's clock.
         seen_at: when this node first read the time, in seconds on the monotonic clock of this node.
     """
 
@@ -37,10 +37,9 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return the local time at which this node first read the other node's time, plus the duration `later`.
+        """Return when this node first read `written`, as a time of the local clock. Add the duration `later` to this time.
 
-        If somebody sets the local clock forward by an hour, the next call of `to_local` returns a time that is one hour
-        later than the time that the last call returned.
+        If somebody sets the local clock forward by an hour, the following calls return times that are one hour later.
         """
         self.local = datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE) - timedelta(seconds=now - self.seen_at) + later
         return self.local
@@ -78,8 +77,8 @@ class LocalClockBackend(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Write the state to the store.
 
-        `get_state` has replaced the times from the store by local times. `set_state` writes the times from the store again,
-        except for the times that torch has changed.
+        `get_state` has replaced the times from the store by local times. Before `set_state` writes the state, it replaces
+        each local time by the original time again, unless torch has changed the local time.
         """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:

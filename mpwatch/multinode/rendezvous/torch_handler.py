@@ -3,8 +3,8 @@
 - In each round, torch's handler on the first node opens a store for the ranks of all nodes. On the other nodes, torch's C++
   code may wait for minutes until it gets the address of the ranks' store. mpwatch's handler opens no store for the ranks,
   because mpwatch gives the ranks a new store for each attempt.
-- torch's handler polls the state once a second until a round has formed. At first, mpwatch's handler polls the state more
-  often. The longer the handler has waited, the longer it sleeps between two polls, up to 1 s.
+- torch's handler polls the state once a second until a round has formed. mpwatch's handler polls the state several times in
+  the first second. The longer mpwatch's handler has waited, the longer it sleeps between two polls, up to 1 s.
 - torch's handler uses the same timeouts for all joins. mpwatch's handler gets new timeouts for each join.
 - If a heartbeat fails because the store is lost, torch's handler logs a warning. mpwatch's handler logs nothing.
 """

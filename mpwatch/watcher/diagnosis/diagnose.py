@@ -5,8 +5,9 @@ only if the rules before it leave a tie:
 
 1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
 2. A rank's own failure has priority over a secondary failure. A secondary failure only reports that a peer was lost or late
-   (peer_errors.py). Often the secondary failure happens first. For example, rank 1 can close its connections before its
-   function raises an exception. Then rank 0 can notice the closed connection and fail before rank 1 fails.
+   (peer_errors.py). Often a secondary failure happens before the failure that caused it. For example, rank 1 can close its
+   connections before its function raises an exception. Then rank 0 can notice the closed connection and fail before rank 1
+   fails.
 3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
    exception in the rank. For the time of a death, see death_order.py.
 

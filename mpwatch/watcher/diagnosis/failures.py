@@ -49,7 +49,7 @@ def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bo
 
     If the function returned after the watcher began to stop the ranks, the return value is invalid, because a signal from
     the watcher may have made the function return early. After a timeout, a return value is valid only if the watcher
-    received it before the timeout. It is not enough that the function returned before the timeout.
+    received it before the timeout.
     """
     answer = observed.answer
     if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):

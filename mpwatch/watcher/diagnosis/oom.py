@@ -9,7 +9,8 @@ A rank is a *suspect* if it died of a SIGKILL that did not come from the watcher
    increments the counter before it kills a process. mpwatch uses the counter if it cannot read the kernel's log:
    - If the counter rose by at least the number of suspects in one wake-up, this proves that the OOM killer killed all of
      them.
-   - If the counter rose by less, for example by 1 when two suspects died, the OOM killer is the likely cause of the deaths.
+   - If the counter rose, but by less than the number of suspects, the OOM killer is the likely cause of their deaths. For
+     example, the counter rose by 1 when two suspects died.
    - If the cgroup has no such counter, but the counter of the whole machine (/proc/vmstat) rose, the OOM killer is the
      likely cause.
 

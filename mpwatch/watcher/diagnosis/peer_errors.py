@@ -107,8 +107,8 @@ HINT_WORDS = re.compile(
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
     """Return the kind of peer error that a reported exception shows, or None if it shows no peer error.
 
-    This function also checks the causes of the exception. If it finds several kinds, it prefers a kind that is neither
-    POSSIBLY_PEER nor HINT. It unpickles nothing.
+    This function also checks the causes of the exception. If the exception and its causes show several kinds of peer errors,
+    this function prefers a kind that is neither POSSIBLY_PEER nor HINT. This function unpickles nothing.
     """
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)

@@ -135,7 +135,10 @@ class StackDumpParser:
 
     @property
     def unforwarded_output(self) -> bytes:
-        """The interpreter's start-up output, if the watcher has not yet sent it to the rank. Otherwise, empty bytes."""
+        """What the rank's interpreter printed at its start. After the watcher has sent this output to the rank: empty bytes.
+
+        The rank itself writes the output to its stderr, as soon as the watcher has sent the output to the rank.
+        """
         return self.startup_output if self.main_thread else bytes(self._data)
 
     @property
@@ -144,10 +147,10 @@ class StackDumpParser:
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split the requested stacks into three parts.
+        """Split the requested stacks.
 
-        The parts are the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the
-        stacks of the other threads. If faulthandler wrote a complete stack before Python wrote stacks, leave out Python's
+        Return the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the stacks
+        of the other threads. If faulthandler wrote a complete stack before Python wrote stacks, leave out Python's
         stacks, because they show a later moment. Python cannot write stacks while the main thread executes C code.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]

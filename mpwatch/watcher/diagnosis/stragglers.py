@@ -32,7 +32,7 @@ BLOCKED_STATES = {
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
     """Return the ranks that keep other ranks waiting in a collective.
 
-    If the stacks do not show clearly which ranks these are, return an empty set.
+    If the stacks do not show clearly which ranks keep the other ranks waiting, return an empty set.
     """
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
@@ -48,9 +48,9 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
     """Return the ranks that caused the silence of the ranks in `silent`.
 
-    This function first compares the stacks of the silent ranks with each other. If these stacks do not show which rank is to
-    blame, the function may compare the stacks of all running ranks. It does so only if exactly one collective, for example
-    `all_reduce`, occurs in the stacks of the silent ranks. If the cause stays unclear, return an empty set.
+    First compare the stacks of the silent ranks with each other. If these stacks do not show which rank is to blame, but
+    exactly one collective occurs in them, for example `all_reduce`, compare the stacks of all running ranks. If no
+    comparison shows which rank is to blame, return an empty set.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)

@@ -58,7 +58,7 @@ class Heartbeats:
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
         """Add the time of a rank's last heartbeat.
 
-        Return True if the heartbeats of all ranks were read a second time, and at least one rank is silent.
+        Return True if the second reading is complete, and at least one rank is silent.
         """
         self._unread.discard(rank)
         if beat_at is not None:

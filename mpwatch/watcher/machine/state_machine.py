@@ -11,10 +11,10 @@ Guarantees:
 - The stages DUMPING_STACKS, SHUTTING_DOWN and TERMINATING always have a deadline. The stage AWAITING_ROOT_CAUSE has a
   deadline, but an open prompt of a debugger can suspend this deadline. The stage AWAITING_DECISION has no deadline, because
   the user code that decides about a restart can take any time.
-- In a run, the attempt ends at once if a rank fails by itself. After a secondary failure (another rank may have caused it),
-  the machine waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a WorkerGroup, the machine waits at most
-  ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank of a WorkerGroup returns or raises an exception within
-  ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
+- A failure is secondary if another rank may have caused it. In a run, the attempt ends at once if a rank has a failure that
+  is not secondary. After a secondary failure, the machine waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a
+  WorkerGroup, the machine waits at most ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank of a WorkerGroup
+  returns or raises an exception within ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
 - In one call, or in one attempt of a run, each rank gets at most one DumpStacks, one SIGTERM, one SIGKILL and one
   AbandonRank.
 - If a rank reports a failure before the machine stops the ranks, the result of the call contains this failure.
@@ -438,8 +438,8 @@ class StateMachine:
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
         """Record that the ranks are asked to return. If there are no ranks and the request comes from this node, finish.
 
-        If there are no ranks and the request comes from the leader of the job, do not finish. All nodes of the job decide
-        together whether they start ranks or finish, so this node waits for the decision.
+        A request from the leader of the job does not make this node finish, because all nodes decide together whether they
+        start ranks or finish.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum

@@ -117,8 +117,8 @@ class ViewDriver:
 
         If an exception such as KeyboardInterrupt interrupts `close`, the BlockingCall calls `close` again. The second call
         of `close` closes the view again, because the first call has perhaps not restored the terminal. A third call of
-        `close` does not call `View.close` again. If the view raises KeyboardInterrupt at each attempt, more attempts would
-        prevent the rest of the cleanup.
+        `close` does not call `View.close` again. Otherwise a view that always raises KeyboardInterrupt would prevent the
+        rest of the cleanup.
         """
         view = self._view
         self._close_count += 1

@@ -87,7 +87,7 @@ class OutputThread:
     def hold(self, is_held: bool) -> None:
         """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
 
-        While output is held back, the output thread reads and writes output only in jobs, such as `_drain_all`.
+        While output is held back, the output thread only runs jobs. Jobs such as `_drain_all` still read and write output.
         """
         self._is_held = is_held
 

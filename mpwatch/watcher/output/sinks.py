@@ -71,8 +71,8 @@ class _FileSink:
 
     The caller can also write to the same file, pipe or terminal at any time. To keep lines whole, each write is small enough
     to be atomic, and ends at the end of a line if possible. A pipe guarantees that a write of at most PIPE_BUF bytes is
-    atomic. If the pipe is empty, one write can have more than PIPE_BUF bytes, because an empty pipe has room for all these
-    bytes.
+    atomic. If the pipe is empty, one write can have up to 3/4 of the pipe's size, because this many bytes fit into an empty
+    pipe.
     """
 
     def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:

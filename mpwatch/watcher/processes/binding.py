@@ -130,9 +130,9 @@ def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int,
 def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
     """Return the CPUs of each rank: all CPUs of the NUMA node to which the rank's GPU belongs.
 
-    If a rank has no GPU, it gets all CPUs of one or more NUMA nodes. For example, on a machine with 2 ranks and 4 nodes, the
-    first rank gets the first two nodes. If there are fewer nodes than ranks, several ranks share a node. If the NUMA node of
-    the GPU is unknown or has no usable CPU, the rank counts as a rank without a GPU.
+    If a rank has no GPU, it gets all CPUs of one or more NUMA nodes. For example, with 2 ranks on a machine with 4 NUMA
+    nodes, the first rank gets the CPUs of the first two nodes. If there are fewer nodes than ranks, several ranks share a
+    node. If the NUMA node of the GPU is unknown or has no usable CPU, the rank counts as a rank without a GPU.
     """
     cpus_by_node: dict[int, set[int]] = {}
     for core in cores:

@@ -105,7 +105,7 @@ class CollectiveSockets:
     def hold_crash(self) -> bool:
         """Ask a crashing rank for its collectives. Make the rank wait until mpwatch calls `read_crash`.
 
-        Return True if this call makes the rank wait. Return False otherwise, for example if the rank already waits.
+        Return True if the rank was not waiting before, but waits from now on. Return False otherwise.
         """
         if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
             return False

@@ -267,8 +267,8 @@ class RankHandle:
         """Make faulthandler write the main thread's stack, if the rank has not begun to answer the stack request `request`.
 
         While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. If the
-        rank has begun to write its stacks, the main thread perhaps runs Python code again. In this case, the method does
-        nothing, because faulthandler can crash a rank that runs Python code.
+        rank has begun to write its stacks, its main thread can be in the signal handler, which is Python code. In this case,
+        the method does nothing, because faulthandler can crash a rank that runs Python code.
 
         faulthandler writes the stack of the thread that gets the signal, so the method sends the signal to the main thread.
         If the method sent the signal to the whole process, the kernel might give the signal to another thread.

@@ -12,8 +12,8 @@ graph, and each exception is a node of this graph. `ExceptionEncoder` encodes al
 
 The message `plain` is sent first. To make `plain`, the encoder calls `__str__` of each exception, and reads its `__notes__`.
 No other code of the exception's class runs. If `__str__` or `__notes__` raises an exception, the encoder catches the
-exception. For an AttributeError, Python's module `traceback` also calls `dir()` on the object without the attribute, to
-suggest a similar name (since Python 3.12).
+exception. For an AttributeError, Python's module `traceback` also calls `dir()` on the object that lacks the attribute,
+to suggest a similar name (since Python 3.12).
 
 To make `details`, the encoder pickles and rebuilds each exception, and so runs code of the exception's class, such as
 `__reduce__`. If this code crashes or hangs, `plain` has already been sent, so the watcher knows where and why the rank
@@ -212,7 +212,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Do nothing. `_pickle_whole` uses this function as the value of an attribute that does not exist."""
+    """Do nothing. If an attribute does not exist, `_pickle_whole` uses this function in place of the attribute's value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

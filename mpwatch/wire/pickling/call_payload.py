@@ -135,7 +135,7 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """Makes multiprocessing behave as if the current thread spawned a process.
+    """Makes multiprocessing behave as if it were spawning a process in the current thread.
 
     mpwatch uses a _SpawnPopenStub while it pickles a call. Locks, queues, connections and tensors in shared memory can be
     pickled only while multiprocessing spawns a process. os_support/cpython_private.py names the attributes that
