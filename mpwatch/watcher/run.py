@@ -286,10 +286,13 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return True if mpwatch can wait 2 ms for the call before it installs its signal handlers."""
+        """Return True if mpwatch can wait 2 ms for the call before it installs its signal handlers.
+
+        If an observer wants progress, the call needs `_progress_driver` from its start.
+        """
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
-        return thread.is_running() and not has_signals
+        return thread.is_running() and not has_signals and not thread.wants_progress
 
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until the call is done or `deadline` has passed. Return whether the call is done.

@@ -228,9 +228,14 @@ class WatcherThread:
             finally:
                 self._emit_lock.release()
 
+    @property
+    def wants_progress(self) -> bool:
+        """Whether an observer receives Progressed events."""
+        return self._event_bus.wants(Progressed)
+
     def make_progress_events(self) -> ProgressEvents | None:
         """Return a View that publishes the progress reports of the ranks, or None if no observer asks for reports."""
-        return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
+        return ProgressEvents(self._event_bus) if self.wants_progress else None
 
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
         """Wait until mpwatch has written everything that the ranks have printed so far.

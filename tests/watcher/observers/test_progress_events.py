@@ -79,6 +79,20 @@ def test_the_last_report_of_a_short_call_is_not_lost():
     assert event.to_dict()["event"] == "progressed"
 
 
+def test_no_report_of_short_calls_on_idle_ranks_is_lost():
+    steps = []
+
+    @wants_progress
+    def observe(event):
+        if isinstance(event, Progressed):
+            steps.append(event.step)
+
+    with mpwatch.WorkerGroup(1, on_event=observe) as group:
+        for step in range(5):
+            group.run(mpwatch.report, kwargs={"step": step})
+    assert steps == [0, 1, 2, 3, 4]
+
+
 def test_a_decorated_function_stays_the_same_function(tmp_path):
     @wants_progress
     def observe(event):
