@@ -16,13 +16,13 @@ WATCHING_LAUNCHERS = (MPWATCH, "mp_spawn", "elastic", "torchrunx")  # the other 
 PERSISTENT_LAUNCHERS = (MPWATCH, "executor", "ray")
 
 FIGURES = {  # name: description, unit
-    "entered": ("the call -> the last rank is in the function", "s"),
+    "entered": ("the call -> all ranks have entered the function", "s"),
     "read": ("the call -> the receiver has read the last byte", "s"),
     "total": ("the time of the whole call", "s"),
     "peak": ("peak memory of the calling process", "MB"),
     "noticed": ("the failure -> the exception in the caller", "s"),
     "stopped": ("the failure -> the last rank of all nodes is dead", "s"),
-    "restarted": ("the failure -> the last restarted rank is in the function", "s"),
+    "restarted": ("the failure -> all restarted ranks have entered the function", "s"),
     "restart_ratio": ("restarted divided by entered", ""),
     "call": ("the median time of the calls in a round", "s"),
     "slope": ("the time of the whole call, for each additional rank", "s"),
