@@ -1,7 +1,7 @@
 """Run a Python function on N processes, and watch these processes. See `run` and `main`.
 
-mpwatch imports the module of a public name when a program first uses this name. Ranks start faster, because each rank
-imports only the modules that it uses.
+mpwatch imports the module of a public name when a program first uses this name. If `import mpwatch` imported all modules,
+each rank would start more slowly.
 """
 
 from importlib import import_module

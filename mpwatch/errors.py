@@ -110,7 +110,7 @@ class RunFailedError(MpwatchError):
 
 
 class ItemFailedError(RunFailedError):
-    """The exception for an item of `mpwatch.map` that failed.
+    """The exception that `mpwatch.map` raises for a failed item.
 
     `__cause__` is the exception that the function raised for this item, or None if the function raised no exception.
 
@@ -152,8 +152,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython, add the frames of the rank's exception to the traceback of the error. Then `%debug` opens at the line where
-    the rank raised its exception.
+    In IPython, add the frames of the rank's exception to the traceback of the error, so that `%debug` shows the line at
+    which the rank raised its exception.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:

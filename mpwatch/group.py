@@ -43,9 +43,9 @@ class WorkerGroup:
     is made. Use the group in a `with` statement, or call its method `close` at the end. If a group is not closed, its ranks
     end when the last reference to the group is gone, or when the program ends.
 
-    While the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends this process and the ranks until SIGCONT resumes them.
-    The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits. Between calls,
-    Ctrl-Z suspends only this process.
+    While the main thread waits for a call, Ctrl-Z (SIGTSTP) suspends the calling process and the ranks until SIGCONT resumes
+    them. The time for which Ctrl-Z suspends the ranks does not count towards `timeout` and the other time limits. Between
+    calls, Ctrl-Z does not suspend the ranks.
 
     A group can be made in one thread and used in another thread. Calls that need the same rank run one after another, in the
     order in which they were made. Several threads can call `run` and `submit` at the same time. Calls that use different
@@ -231,12 +231,12 @@ class WorkerGroup:
         timeout: float | None = None,
         ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
     ) -> "CallHandle[T]":
-        """Queue a call, and return at once. A new thread runs the call as soon as all ranks of the call are free.
+        """Add a call to the group's queue, and return at once. A new thread runs the call when its ranks are free.
 
-        Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins. An
-        `on_event` function of the group can get the events of one call in the thread of another call. A submitted call has
-        no live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does not wait
-        for submitted calls.
+        Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins. If
+        two calls run at the same time, the thread of one call can pass events of the other call to `on_event`. A submitted
+        call has no live view, and Ctrl-C does not stop the call. When the program ends, mpwatch stops the ranks, and does
+        not wait for submitted calls.
 
         Args:
             fn: the function. All arguments mean the same as in `run`.
@@ -382,11 +382,11 @@ class WorkerGroup:
         """Let all ranks make torch's process group before a call that uses only some ranks.
 
         If several calls need the process group, the first of these calls makes the process group, and the other calls wait.
-        If the call of `do_nothing` fails, return the RunResult of the failure. Return None if `_run` should try `call`
-        again.
+        If the call of `do_nothing` fails, return the RunResult of the failure. Return None if `_run` must check again
+        whether the process group exists.
 
-        `ticket` is the granted ticket of `call`. While all ranks make the process group, `ticket` is not granted, so that no
-        rank is reserved for `call`. Before `_make_process_group` returns, `ticket` is granted again.
+        The argument `ticket` reserves the ranks that the call uses. While all ranks make the process group, `ticket`
+        reserves no ranks. Before `_make_process_group` returns, `ticket` reserves the ranks of the call again.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -427,7 +427,10 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until no other call uses these ranks. Then call `action` with a granted Ticket for these ranks."""
+        """Wait until no other call uses the ranks, reserve the ranks, and call `action`.
+
+        The argument of `action` is the Ticket that reserves the ranks.
+        """
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)

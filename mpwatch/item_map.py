@@ -6,8 +6,8 @@
 
 A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If the call of
 `serve_items` fails in a rank, the item on which the rank was working counts as failed. After a failed call of `serve_items`,
-ItemMap puts the items that the rank has not begun back into the queue (watcher/item_queue.py). ItemMap then makes the rank
-call `serve_items` again.
+ItemMap puts the items that the rank has not begun back into the queue (watcher/item_queue.py), and calls `serve_items` in
+the rank again.
 
 ItemMap takes items from the iterable, and receives values from the ranks, only while the caller waits for the next value.
 """
@@ -281,7 +281,7 @@ class _Feed:
 class _EndedBySignalError(Exception):
     """The exception that `end_by_signal` raises after this process has received a signal that ends the program.
 
-    `handles` are the calls that mpwatch is stopping.
+    `handles` contains a CallHandle for each call that `end_by_signal` has interrupted.
     """
 
     def __init__(self, signum: int, handles: Sequence[CallHandle[Any]]) -> None:
@@ -318,7 +318,7 @@ class _ItemGroup(WorkerGroup):
     def explain_loss(self, rank: int, reason: str) -> None:
         """Set the reason that mpwatch logs when it restarts this rank.
 
-        `explain_loss` has an effect only if a call was running when mpwatch lost the rank.
+        If the rank was lost while it had no call, `explain_loss` does nothing.
         """
         self._ranks.explain_loss(rank, reason)
 
@@ -413,7 +413,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give new items to free ranks. Return whether `_run` must call `_receive` again."""
+        """Give new items to free ranks. Return False if `_run` has no more outcomes to yield, else True."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -454,7 +454,7 @@ class ItemMap:
         return bool(tasks)
 
     def _start(self, feed: _Feed) -> None:
-        """Make a rank call `serve_items`. If the rank has died, the WorkerGroup restarts the rank before the call."""
+        """Call `serve_items` in a rank. If the rank has died, the WorkerGroup restarts the rank before the call."""
         try:
             feed.tokens = TokenPipe()
             feed.channel, feed.rank_end = open_item_channel()
@@ -502,10 +502,11 @@ class ItemMap:
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Handle the items of a message that the caller cannot send.
+        """Handle the items in `tasks`, which `_send` was not able to send to a rank in one message.
 
-        If the message has several items, the caller sends each item in its own message later. If the message has one item
-        and `keep_going` is set, the item fails. If the message has one item and `keep_going` is not set, raise `error`.
+        If there are several items, put the items back into the queue. Later, each of these items is sent in its own message.
+        If there is only one item and `keep_going` is set, the item fails. If there is only one item and `keep_going` is not
+        set, raise `error`.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
@@ -578,9 +579,9 @@ class ItemMap:
         return outcomes
 
     def _take_task(self, feed: _Feed) -> Task:
-        """Remove the rank's first item, and return it.
+        """Return the item to which the rank's newest value belongs, and remove the item from the rank's items.
 
-        A rank sends its values in the order of its items. So a new value belongs to the first item that has no value yet.
+        A rank sends its values in the order of its items, so this method returns the first item that has no value yet.
         """
         chunk = feed.chunks[0]
         chunk.left -= 1
@@ -593,7 +594,7 @@ class ItemMap:
         return feed.tasks.popleft()[1]
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
-        """Return the unpickled value of an item, or an ItemFailure if the value cannot be unpickled."""
+        """Return [(index, value)] with the unpickled value of the item. If the value cannot be unpickled, the item fails."""
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -610,7 +611,7 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return the ItemFailure of an item that failed with this error.
+        """Return [(index, ItemFailure)] for an item that failed with `error`, or [] if the item will be tried again.
 
         Use this method if the item has failed, but no call of `serve_items` has failed. For example, the caller cannot
         unpickle the item's value. An ItemFailure needs a ProcessFailure, so this method makes a new ProcessFailure.

@@ -56,11 +56,11 @@ class _Handle(Future[RunResult[T]]):
                 call.signals.post_interrupt(signum, cause)
 
     def request_stop(self) -> None:
-        """Ask the ranks to save their state and return.
+        """Ask the ranks to save their state, and to return from their function.
 
         After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. This method does not wait
-        for the ranks. If the ranks have not begun to run the function, they stop before their first step. After the end of
-        the call, the method does nothing.
+        for the ranks. If the ranks have not begun to run the function, they stop before their first step. If the run or the
+        call is over, `request_stop` does nothing.
 
         Raises:
             RuntimeError: the method is called in a fork of the process that owns the run.
@@ -69,7 +69,7 @@ class _Handle(Future[RunResult[T]]):
         self.ask_to_stop("request_stop() of its handle")
 
     def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save their state and return. Return False if the call is over."""
+        """Ask the ranks to save their state, and to return from their function. Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call, is_ending = self._call, self._is_ending  # in this order
@@ -112,7 +112,7 @@ class _Handle(Future[RunResult[T]]):
         set_it()
 
     def _release_ranks(self) -> None:
-        """Make the ranks of this call free for other calls of the WorkerGroup. In RunHandle, the method does nothing."""
+        """Let other calls of the WorkerGroup use the ranks of this call. `RunHandle._release_ranks` does nothing."""
 
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
@@ -146,10 +146,9 @@ class RunHandle(_Handle[T]):
         """Stop the run, and wait until all its ranks and threads have ended.
 
         If the run is over, wait only until its thread has ended. The ranks get SIGINT, as after Ctrl-C. A rank that has not
-        ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period` sends SIGKILL immediately. The
-        second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
-        call. If `stop` has ended the run, `result()` raises RunFailedError. If `stop` has ended a run with `check=False`,
-        `result()` returns a result with the state STOPPED.
+        ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period`, from any thread, sends
+        SIGKILL immediately. If `stop` has ended the run, `result()` raises RunFailedError. If `stop` has ended a run with
+        `check=False`, `result()` returns a result with the state STOPPED.
 
         If an observer (`on_event`) of the run calls `stop`, the method only requests the end of the run, and returns
         immediately.
@@ -175,7 +174,7 @@ class RunHandle(_Handle[T]):
         return Stacks() if call is None else call.watcher_thread.take_stacks()
 
     def progress(self) -> dict[int, Progress]:
-        """Return the last `mpwatch.report()` of each rank, by global rank.
+        """Return what each rank passed to its last call of `mpwatch.report()`. The keys of the dict are the global ranks.
 
         Ranks that have not called `mpwatch.report` are missing in the returned dict.
 
@@ -306,13 +305,13 @@ class CallHandle(_Handle[T]):
     def stop(self) -> None:
         """Cancel the call if it has not begun. If the call has begun, stop the call, and return when the call is over.
 
-        The ranks of the call get SIGINT, as after Ctrl-C. If all ranks of the call end their function within `grace_period`,
-        the ranks stay alive. If a rank does not end its function within `grace_period`, all ranks of the group are stopped,
-        and the next call restarts them. A second call of `stop` within `grace_period` kills the ranks immediately. The
-        second call of `stop` may come from another thread, or from the same thread after Ctrl-C has interrupted the first
-        call. If `stop` has ended the call, `result()` raises RunFailedError. If the WorkerGroup was made with `check=False`,
-        and `stop` has ended the call, `result()` returns a result with the state STOPPED. If `stop` has cancelled the call,
-        `result()` raises concurrent.futures.CancelledError.
+        The ranks of the call get SIGINT, as after Ctrl-C. If the function ends on all ranks of the call within
+        `grace_period`, the processes of these ranks stay alive. If the function still runs on a rank after `grace_period`,
+        mpwatch stops all ranks of the group. With scope="worker", mpwatch stops only the ranks of the call. The next call
+        restarts the stopped ranks. A second call of `stop` within `grace_period`, from any thread, kills the ranks
+        immediately. If `stop` has ended the call, `result()` raises RunFailedError. If the WorkerGroup was made with
+        `check=False`, and `stop` has ended the call, `result()` returns a result with the state STOPPED. If `stop` has
+        cancelled the call, `result()` raises concurrent.futures.CancelledError.
 
         If an observer (`on_event`) of the group calls `stop`, `stop` does not wait for the end of the group's call.
 

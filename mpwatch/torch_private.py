@@ -58,8 +58,8 @@ def get_storage_id(storage: Any) -> int:
 def make_typed_storage(storage: Any, dtype: Any) -> Any:
     """Build a TypedStorage that uses the memory of an untyped storage.
 
-    With the argument `_internal`, torch does not warn that TypedStorage is deprecated. If torch does not accept `_internal`,
-    no tensor can be unpickled. torch 2.4, 2.6, 2.9 and 2.13 accept `_internal`.
+    With the argument `_internal`, torch does not warn that TypedStorage is deprecated. If TypedStorage has no parameter
+    `_internal`, no tensor can be unpickled. TypedStorage has the parameter `_internal` in torch 2.4, 2.6, 2.9 and 2.13.
     """
     make: Any = torch.storage.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
@@ -135,10 +135,10 @@ def state_timezone() -> tzinfo | None:
 def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
     """Make torch forget the `_bootstrap_store_info` of the last rendezvous round, if this node has no TCPStore server.
 
-    torch 2.9 keeps `_bootstrap_store_info` from the earlier round. If a node without a TCPStore server then becomes the
-    first node of a later round, torch 2.9 raises AssertionError. This function prevents the AssertionError. torch 2.13 does
-    not need this function. torch 2.4 does not have `_bootstrap_store_info`. mpwatch also works without
-    `_bootstrap_store_info` and `_shared_tcp_store_server`.
+    In torch 2.9, a node keeps its `_bootstrap_store_info` for all later rounds. If the first node of a round has
+    `_bootstrap_store_info` but no TCPStore server, torch 2.9 raises AssertionError. torch 2.13 does not need this function.
+    torch 2.4 does not have `_bootstrap_store_info`. mpwatch also works without `_bootstrap_store_info` and
+    `_shared_tcp_store_server`.
     """
     if getattr(handler, "_shared_tcp_store_server", None) is None:
         handler._bootstrap_store_info = None
@@ -200,7 +200,7 @@ def has_flight_recorder() -> bool:
 
 
 def get_group_names() -> dict[Any, str]:
-    """Return torch's names of the process groups of this process, as a dict with the groups as keys.
+    """Return the torch name of each process group in this process. The keys of the dict are the ProcessGroup objects.
 
     This function reads `_world.pg_names`, because torch has no public list of process groups. If `_world` or `pg_names` is
     missing, mpwatch does not know which ranks belong to a collective, and cannot find out which rank is missing. torch 2.4,

@@ -12,7 +12,8 @@ Guarantees:
 
 - The driver waits without limit for the first node to connect, unless `queue_timeout` is set.
 - While no node has ended, the driver lets the ranks run without a time limit. When the first node has ended, the other nodes
-  have `grace_period` + END_SECONDS to announce their outcomes. If a node exceeds this limit, the driver stops all nodes.
+  have `grace_period` + END_SECONDS to announce their outcomes. If a node has announced no outcome in time, the driver stops
+  all nodes.
 - The driver does not limit how long a node waits for other nodes, because `join_timeout` limits this wait.
 - The driver waits without limit for an outcome that a node has announced, because sending a large outcome takes time. But
   after the driver has stopped the nodes, it waits at most `grace_period` + END_SECONDS for their outcomes.

@@ -32,11 +32,11 @@ class Engine(Protocol):
     def start(self, call: "Callable[[], NodeOutcome]", number: int) -> "Future[NodeOutcome]":
         """Execute `call()` once, in a process on a free node. Return a Future for the return value of `call()`.
 
-        A node is free if it executes no other call. If no node is free now, `call` is executed later. If the engine loses
-        the node, the process or the return value of `call()`, the engine must store an exception of any class in the Future.
-        Without an exception, the driver could wait forever.
+        A node is free if it executes no other call. If no node is free, the engine must execute `call()` later. If the
+        engine loses the node, the process or the return value of `call()`, the engine must store an exception of any class
+        in the Future. The driver can wait forever if the Future gets neither a value nor an exception.
 
-        cloudpickle can pickle `call`. `start` must return at once, and not wait for `call`.
+        cloudpickle can pickle `call`. `start` must return at once, before `call()` has returned.
 
         Args:
             call: what the node does.
@@ -58,8 +58,8 @@ class NodeOutcome:
     """The result of a node, or the error that `mpwatch.run` has raised on the node. cloudpickle can pickle a NodeOutcome.
 
     A node can return objects of classes that the driver's program defines. In the driver, a returned object is an
-    instance of the original class, not of a copy of the class. So `isinstance` works with returned objects. A NodeOutcome
-    keeps large arrays outside its pickle, so that an engine need not copy these arrays.
+    instance of the original class, not of a copy of the class. A NodeOutcome keeps large arrays outside its pickle, so that
+    an engine need not copy these arrays.
     """
 
     data: bytes

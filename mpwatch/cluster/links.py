@@ -65,7 +65,7 @@ class NodeLinks:
         self._start_thread(self._accept)
 
     def acknowledge_output(self, number: int) -> None:
-        """Allow a node to send one more message with output.
+        """Allow a node to send one more message of the kind "output".
 
         Call `acknowledge_output` once for each message of the kind "output" that you take from the queue `messages`.
         """

@@ -124,7 +124,7 @@ def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> 
 
 
 def shut_down(connection: Connection) -> None:
-    """Shut down a connection. This wakes a thread that is waiting in `connection.recv()`."""
+    """Shut down a connection, and wake the thread that is waiting in `connection.recv()`."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 

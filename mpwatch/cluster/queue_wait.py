@@ -12,7 +12,7 @@ FIRST_REPORT_SECONDS = 10.0
 
 
 class QueueWait:
-    """One wait of a job in the queue of the cluster.
+    """Measures how long one job waits in the queue of the cluster.
 
     Args:
         timeout: the option `queue_timeout`. None means no limit.
@@ -32,7 +32,8 @@ class QueueWait:
     def take_report(self, what: str, now: float) -> str:
         """Return the text of a warning if a warning is due, and otherwise "".
 
-        `what` is a sentence without its full stop, which says what the job waits for.
+        The argument `what` says what the job waits for. For example, `what` is "the cluster has 1 free node, but the job
+        needs 2", without a full stop.
         """
         if now < self.report_at:
             return ""

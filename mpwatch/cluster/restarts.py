@@ -108,7 +108,7 @@ class JobRestarts:
         return RestartHistory(latest.number + 1, self._restarts_used), event
 
     def complete(self, result: mpwatch.RunResult[Any]) -> mpwatch.RunResult[Any]:
-        """Return `result` with all attempts of the job.
+        """Add the attempts of lost nodes to the result of the job, and return the new result.
 
         New nodes do not know the attempts that the lost nodes have made.
         """

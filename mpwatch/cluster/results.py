@@ -48,7 +48,7 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 
 
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
-    """Return the `reason` of the job's result, chosen from the reasons of the nodes.
+    """Choose one of the nodes' reasons as the reason of the job's result.
 
     If the driver has stopped a node, the reason of this node is "stop() was called". Return the reason "stop() was called"
     only if no node has another reason.
@@ -99,7 +99,7 @@ def _merge(parts: Iterable[Mapping[int, V]]) -> dict[int, V]:
 
 
 def _merge_states(results: Sequence[mpwatch.RunResult[Any]]) -> dict[int, mpwatch.WorkerState]:
-    """Return the state of each rank. If the results differ, use the result of the node that ran the rank."""
+    """Return the state of each rank. If two nodes report different states for a rank, use the state from the rank's node."""
     states = _merge(result.worker_states for result in results)
     for result in results:
         own = {worker.rank for worker in result.workers}

@@ -67,9 +67,9 @@ class JobView:
         return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`.
+        """Call a function that draws or closes the view.
 
-        If `do` raises an exception, drop the view and log a warning, because an error of the view must not end the job.
+        If the function raises an exception, close the view and log a warning. An error of the view must not end the job.
         """
         try:
             do()

@@ -1,7 +1,8 @@
 """Builds timelines of runs from events. A timeline shows when each rank started, ran a function, was restarted and exited.
 
-All code in this module is pure: it does no input or output. Events of a run may be missing, and the times of the events may
-be out of order. The spans of a rank never overlap, and a call is always inside the span of its process.
+All code in this module is pure: it does no input or output. The module builds a timeline even if events of the run are
+missing, or if the times of the events are out of order. The spans of a rank never overlap, and a call is always inside
+the span of its process.
 """
 
 import math
@@ -75,7 +76,7 @@ class Lane:
     def find_or_add_process(self, event: Event) -> ProcessSpan:
         """Return the process to which an event belongs.
 
-        If the lane does not contain this process, add the process with the start time -inf.
+        If the lane does not contain the process of the event, append a ProcessSpan that starts at -inf.
         """
         process = self.find_process(event)
         if process is None:

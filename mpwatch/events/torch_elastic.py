@@ -33,7 +33,7 @@ RENDEZVOUS = "static"  # torch's name for a rendezvous with known members, such 
 
 @dataclass
 class _RunState:
-    """The state of a run that has not ended."""
+    """What TorchElasticEvents knows about a run that has not ended."""
 
     started: RunStarted
     met: RendezvousCompleted | None = None
@@ -53,7 +53,7 @@ class _RunState:
     def meet(self, event: RendezvousCompleted) -> None:
         """Replace the ranks of the last attempt by the ranks of the new attempt.
 
-        `meet` does not change the value of `remaining`.
+        The number of remaining restarts stays the same.
         """
         left = self.remaining
         self.met = event
@@ -94,8 +94,8 @@ class TorchElasticEvents:
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
     - When the state of the run changes, two metrics are recorded: one with the name of the new state, such as `healthy`, and
-      `remaining_restarts`. When ranks are restarted after a failure, `failed` and `remaining_restarts` are recorded. If
-      ranks are restarted because a node joins, `failed` is not recorded.
+      `remaining_restarts`. When ranks are restarted after a failure, the metrics `failed` and `remaining_restarts` are
+      recorded. If ranks are restarted because a node joins, the metric `failed` is not recorded.
     - At the end of a run that was not interrupted, six metrics are recorded: `run_total`, `flakiness`,
       `run_success_no_retries`, `run_success_with_retries`, `run_failed_no_retries` and `run_failed_with_retries`.
 

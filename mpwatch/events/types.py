@@ -46,7 +46,7 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """Return the event as data for JSON.
 
-        The key `event` of the returned dict has the name of the kind of event, such as "run_started". A WorkerState or a
+        The value of the key "event" says which kind of event it is, for example "run_started". A WorkerState or a
         FailureKind is replaced by its name, such as "HEALTHY" or "HANG". An exception is replaced by the name of its type.
         In the dict of a failure, `summary` and `traceback` have the text of the exception. A number that JSON cannot
         represent is replaced by a text, such as "nan" or "inf".
@@ -121,7 +121,7 @@ class WorkerReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallStarted(Event):
-    """A function is called in these ranks. Each rank calls the function as soon as the rank is ready.
+    """A call of a function has begun in these ranks. Each rank calls the function as soon as the rank is ready.
 
     With scope="group", a call has one CallStarted for all of its ranks. With scope="worker", a call has a separate
     CallStarted for each of its ranks. If restarted ranks call the function again, there is no new CallStarted.

@@ -142,7 +142,7 @@ def _parse_port(use_port: object) -> str | None:
 
 
 def _merge_env(defaults: Mapping[str, str], env: Any) -> Any:
-    """Return the option `env` with `defaults` added. A variable in `env` has priority over a variable in `defaults`."""
+    """Add default variables to the option `env`. A variable in `env` has priority over a variable in `defaults`."""
     if callable(env):
         return lambda worker: _merge_variables(defaults, env(worker))
     return _merge_variables(defaults, {} if env is None else env)

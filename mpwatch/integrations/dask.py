@@ -257,10 +257,10 @@ class DaskEngine:
         return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
-        """Return an address that only one node of the job may use: the address of this worker or of its host.
+        """Return the address of the worker or of its host. DaskEngine starts at most one node at each returned address.
 
-        If a host may have several nodes of the job, return the address of the worker. If a host may have only one node of
-        the job, return the address of the host.
+        If the user has chosen the workers, or if all workers are on one host, return the address of the worker, so that a
+        host can have several nodes. Otherwise return the address of the host.
         """
         hosts = {get_address_host(other) for other in workers}
         return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))

@@ -219,7 +219,10 @@ class _FurtherNode:
             self.future.set_exception(error)
 
     def _place(self, engine: RayEngine) -> bool:
-        """Reserve resources on a Ray node that the job does not use yet. Return False if this node was cancelled."""
+        """Reserve resources on a Ray node that the job does not use yet.
+
+        Return False if this node is cancelled before Ray has reserved the resources, else True.
+        """
         while not engine.placing.acquire(timeout=WAIT_SECONDS):
             if self.is_cancelled.is_set():
                 return False

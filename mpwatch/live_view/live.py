@@ -29,7 +29,7 @@ class Display(Protocol):
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The path of the terminal, and the encoded escape sequences that release the reserved rows of the view.
 
-        The value is None if no rows are reserved.
+        `terminal_restore` is None if the display has reserved no rows of a terminal.
         """
 
     def show(self, snapshot: Snapshot) -> None:

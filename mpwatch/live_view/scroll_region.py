@@ -1,6 +1,6 @@
 r"""Reserve the last rows of a terminal for the live view, so that the output of ranks appears above the view.
 
-This module itself writes nothing. It returns text, which terminal.py writes to the terminal.
+The functions of this module only return text. terminal.py writes the text to the terminal.
 
 Ranks are other processes, which write to the terminal directly and at any time. To protect the view from the ranks' output,
 mpwatch sends the escape sequence DECSTBM, after which the terminal scrolls only the rows above the view. Each drawing of the
@@ -59,7 +59,7 @@ class ScrollRegion:
     def release(self) -> str:
         """Return the text that releases the reserved rows, so that the whole terminal scrolls again.
 
-        The returned text does not move the cursor. It is empty if no rows are reserved.
+        The returned text does not move the cursor. If no rows are reserved, the returned text is empty.
         """
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
@@ -67,8 +67,8 @@ class ScrollRegion:
         """Return the text that releases the reserved rows, even if the last drawing is incomplete.
 
         After an incomplete drawing, the cursor may be inside the view. So the text contains the number of the view's first
-        row, and the terminal erases this row and all rows below it. The returned text does not move the cursor. It is empty
-        if no rows are reserved.
+        row, and the terminal erases this row and all rows below it. The returned text does not move the cursor. If no rows
+        are reserved, the returned text is empty.
         """
         if self._reserved is None:
             return ""
@@ -77,10 +77,7 @@ class ScrollRegion:
         return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}"
 
     def mark_released(self) -> None:
-        """Record that no rows are reserved. Call this method after you have written the text that `release` returned.
-
-        `release` only returns a text. The terminal releases the rows when it receives this text.
-        """
+        """Record that no rows are reserved. Call this method after you have written the text that `release` returned."""
         self._reserved = None
 
 
@@ -89,19 +86,20 @@ def go_to_line_start(columns: int) -> str:
 
     The text begins with one blank for each column of the terminal, for example 80 blanks. If the cursor is at the start of a
     line, this line has room for 80 blanks. If the cursor is in the middle of a line, the terminal puts some of the 80 blanks
-    into the next line. The rest of the text moves the cursor to the start of the line that contains the last blank.
+    into the next line. After the blanks, the text contains a carriage return, which moves the cursor to the start of the
+    line that contains the last blank.
     """
     return " " * columns + "\r" + CLEAR_REST
 
 
 def _reserve(rows: int, height: int) -> str:
-    """Return the text that reserves rows, whatever the present state of the terminal is.
+    """Return the text that reserves the last `height` rows of the terminal.
 
     The terminal reads the text and does three things:
 
-    1. It releases all reserved rows.
-    2. It makes empty rows below the cursor.
-    3. It limits scrolling to the rows above the view.
+    1. The terminal releases the rows that were reserved earlier.
+    2. The terminal makes empty rows below the cursor.
+    3. From now on, the terminal scrolls only the rows above the view.
     """
     room = INDEX * height + f"\x1b[{height}A"
     return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

@@ -3,8 +3,8 @@
 This module reads nothing from the terminal and installs no signal handler. If the user has paused the output of the terminal
 with Ctrl-S, this module writes nothing.
 
-If the size of a terminal changes, the terminal forgets which rows are reserved. Then output of ranks can appear among the
-rows of the view. The next drawing of the view reserves the rows again.
+If the size of a terminal changes, the terminal forgets which rows are reserved. Until the next drawing of
+the view reserves the rows again, output of ranks can appear among the rows of the view.
 """
 
 import os
@@ -64,7 +64,7 @@ class TerminalDisplay:
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The path of the terminal, and the encoded escape sequences that release the reserved rows.
 
-        The value is None if the terminal has no path, or if no rows are reserved.
+        `terminal_restore` is None if the terminal has no path, or if no rows are reserved.
         """
         text = self._region.recover()
         return (self._name, text.encode()) if text and self._name else None
@@ -88,7 +88,7 @@ class TerminalDisplay:
         """Release the reserved rows. The next call of `show` reserves the rows again.
 
         When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The discarded output
-        may contain the end of an escape sequence. So the text that `pause` writes begins with the control character CAN,
+        can contain the end of an escape sequence. So the text that `pause` writes begins with the control character CAN,
         which ends an incomplete escape sequence.
         """
         self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)

@@ -97,7 +97,10 @@ class Agent(Generic[T]):
         return result
 
     def get_worker_group(self) -> WorkerGroupInfo[T]:
-        """Return the present ranks of this node. Any thread and the user's `on_event` function may call this method."""
+        """Return a description of the ranks that this node has now.
+
+        You can call this method in any thread, and in your `on_event` function.
+        """
         return self._group
 
     def _client(self) -> RendezvousClient | None:

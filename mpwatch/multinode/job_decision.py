@@ -334,7 +334,7 @@ def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, poli
 
 
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
-    """Return the report of the node whose rank failed first.
+    """Return the report of the failed node that most likely has the root cause, or None if no node has failed.
 
     A failure may be the consequence of a failure on another node, so choose the node with the lowest `_victim_level`. If
     several nodes have the lowest `_victim_level`, choose the node whose failure reached the leader first.
@@ -348,7 +348,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return 2 if another node caused the node's first failure, 1 if another node may have caused this failure, else 0."""
+    """Return 2 if another node caused the first failure in the report, 1 if another node possibly caused it, else 0."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0

@@ -56,7 +56,7 @@ def make_records(
 
 
 def _keep_latest(answer: RankCollectives) -> RankCollectives:
-    """Return a copy without old collectives. Keep every collective in which the rank still waits."""
+    """Return a copy that has the last MAX_LATEST collectives, and all collectives in which the rank still waits."""
     first = max(0, len(answer.collectives) - MAX_LATEST)
     kept = tuple(
         call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
@@ -123,7 +123,7 @@ def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -
     If `verdict.cannot_end_well` is False, the collective can still succeed, for example because a rank is only late. Then
     the verdict explains the failures only if both conditions are met:
 
-    - The verdict is complete (`is_complete`).
+    - `verdict.is_complete` is True.
     - Ranks have timed out in a wait for other nodes.
     """
     reports = list(reports)

@@ -33,8 +33,8 @@ These steps follow when a node is lost:
 1. `check_heartbeats` finds a node whose heartbeat counter has not changed for `node_timeout`. A node that sends NodeLeaving
    is lost, too. If a node sends its NodeInfo or stops its ranks too late, `handle_deadline` counts the node as lost.
 2. The leader broadcasts StopAttempt. Every node that is not lost stops its ranks and sends an AttemptReport.
-3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. If the job can go on,
-   the decision is RE_RENDEZVOUS. The leader broadcasts the AttemptDecision.
+3. When all nodes that are not lost have reported, job_decision.py decides what the nodes do next. If the job can
+   continue after the loss of a node, the decision is RE_RENDEZVOUS. The leader broadcasts the AttemptDecision.
 4. After the decision RE_RENDEZVOUS, each node leaves the round and joins the next round (node_machine.py). If the leader
    itself is lost, every other node decides on its own (`NodeMachine.handle_leader_loss`).
 
@@ -245,7 +245,7 @@ class Leader:
     def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
         """If the ranks of all nodes wait, make all ranks stop at the same step.
 
-        During a restart, end the job if no node has started its ranks yet.
+        During a restart, end the job if all nodes have answered that their ranks are not started yet.
         """
         if message.has_started:
             self._held_steps[message.group_rank] = message.step

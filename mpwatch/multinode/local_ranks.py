@@ -61,7 +61,10 @@ class LocalRanks:
 
     @property
     def prepared_attempt(self) -> int | None:
-        """The attempt whose ranks can be started now, or None. The leader may already have stopped this attempt."""
+        """The attempt whose ranks can be started now, or None.
+
+        If the leader has already stopped this attempt, NodeMachine does not start the ranks.
+        """
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
@@ -76,12 +79,12 @@ class LocalRanks:
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
     def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Store the environment variables of the ranks. If `start` is not the latest StartAttempt, do nothing."""
+        """Store the setups with which the ranks are started. If `start` is not the latest StartAttempt, do nothing."""
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
-        """Start the ranks that are prepared.
+        """Start the ranks with the setups that `set_rank_setups` has stored.
 
         In a run of several nodes, the watcher thread starts ranks only when it receives a RestartCommand. So `start` sends a
         RestartCommand for every attempt, also for the first attempt.

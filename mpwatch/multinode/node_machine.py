@@ -45,9 +45,9 @@ store until the node thread of this node ends.
 Guarantees:
 
 - If the leader's heartbeats stop, this node leaves its current stage soon after `node_timeout`. If the store is lost, this
-  node leaves its current stage at once. But the stage STOPPING always lasts until the ranks have exited. The watcher kills
-  the ranks that have not exited after `grace_period`. The stages PREPARING, RUNNING and AWAITING_DECISION wait for user
-  code. While the leader sends heartbeats, these three stages can last longer than `node_timeout`.
+  node leaves its current stage at once. In every case, the stage STOPPING lasts until the ranks have exited. The watcher
+  kills the ranks that have not exited after `grace_period`. The stages PREPARING, RUNNING and AWAITING_DECISION wait for
+  user code, so each of them can last longer than `node_timeout` while the leader sends heartbeats.
 - If this node cannot send heartbeats, the watcher thread stops this node's ranks within `node_timeout`
   (LocalRanks.renew_lease). The other nodes count this node as lost only after `node_timeout`.
 """

@@ -8,8 +8,8 @@
 Other threads put requests for the node thread into a queue. If a request comes during a rendezvous, the node thread executes
 the request when the round begins.
 
-A call that cannot be interrupted, such as name resolution, runs on another thread. So the node thread can stop waiting
-before the call ends (rendezvous/cancellable_wait.py).
+A call that cannot be interrupted, such as name resolution, runs on another thread. If the call takes too long, the
+node thread stops waiting for the call (rendezvous/cancellable_wait.py).
 
 Guarantee: when `NodeThread.close` has returned, the node thread has ended, and its sockets and its port are released.
 """
@@ -279,8 +279,8 @@ class NodeThread:
     def _join_first_round(self, join_deadline: float) -> Round:
         """Connect to the store, check the JobConfig of this node, and join the first round.
 
-        When this node starts, an earlier job with the same name may still be ending. If this node has connected to the store
-        of the earlier job, this node closes the connection and tries to connect again, for at most RECONNECT_SECONDS.
+        When this node starts, an earlier job with the same name may still be ending. If the store belongs to an earlier job,
+        close the connection, and try to connect again for at most RECONNECT_SECONDS.
         """
         reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""

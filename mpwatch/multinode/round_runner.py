@@ -152,7 +152,10 @@ class RoundRunner:
         self._execute_node_actions()
 
     def _check_own_silence(self, now: float) -> None:
-        """Check how long ago this node last polled the store. A node sends its heartbeats only when it polls."""
+        """Extend the deadlines or leave the round if this node has not polled the store for a long time.
+
+        A node sends its heartbeats only when it polls.
+        """
         silence, self._polled_at = now - self._polled_at, now
         if silence <= SILENCE_SECONDS:
             return

@@ -230,7 +230,7 @@ class MultiNodeRunController(RunController[T]):
         """Return the decision, and add the root cause if the decision does not contain it.
 
         If no further attempt can start on this node, the node thread itself makes a decision (NO_ATTEMPT) without a root
-        cause. Then this method takes the root cause from the earlier decision about the failed attempt.
+        cause. For NO_ATTEMPT, this method takes the root cause from the latest decision about an attempt.
         """
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
@@ -238,7 +238,7 @@ class MultiNodeRunController(RunController[T]):
         return decision
 
     def _record_decision(self, decision: AttemptDecision) -> None:
-        """Add the facts in the leader's decision to the record of the attempt, and publish the attempt's events."""
+        """Copy the failures and the reason from the decision to the attempt's result, and publish the attempt's events."""
         self._job_failures = self._collect_job_failures(decision)
         if not self._attempts or self._attempts[-1].number != decision.attempt:
             return
@@ -317,7 +317,7 @@ class MultiNodeRunController(RunController[T]):
     def _publish_pending_outcomes(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
     ) -> None:
-        """Publish the outcomes that `_publish_outcomes` has stored. If nothing is stored, do nothing.
+        """Publish the outcomes that `_publish_outcomes` has stored, if there are any.
 
         If `failures` is None, publish the failures that this node itself has found.
         """
@@ -331,7 +331,7 @@ class MultiNodeRunController(RunController[T]):
         publish_outcomes(self.event_bus, observations, result)
 
     def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
-        """Return a copy of `local` with the state and the failures of the whole job.
+        """Return a copy of `local` in which the state and the failures are those of the whole job.
 
         `local` is the result of this node's ranks.
         """

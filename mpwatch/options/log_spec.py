@@ -149,8 +149,8 @@ class LogSpec:
     def representative_ranks(self) -> list[int]:
         """Return the rank numbers in `show` and `files`, and the two numbers after the highest of these rank numbers.
 
-        For example, `LogSpec(show=[0, 3]).representative_ranks()` returns [0, 3, 4, 5]. RankOutput uses these ranks as a
-        sample if the number of ranks is not known yet.
+        For example, `LogSpec(show=[0, 3]).representative_ranks()` returns [0, 3, 4, 5]. If the number of ranks is not known
+        yet, RankOutput assumes that only the returned ranks exist.
         """
         choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
         named = {rank for choice in choices for rank in _ranks_named_in(choice)}

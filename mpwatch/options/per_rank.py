@@ -71,7 +71,7 @@ def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, 
     """Check that each PerRank has one value for each rank. Raises ValueError.
 
     If `is_multi_node` is True, the number of ranks is not known yet, so this function only checks that all PerRank arguments
-    have the same number of values. When a rank unpickles the call, the rank checks the number of values.
+    have the same number of values. Each rank checks the number of values of a PerRank before it unpickles its own value.
     """
     found = find_per_rank(args, kwargs)
     counts = {len(value.values) for value in found.values()}

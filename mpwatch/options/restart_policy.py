@@ -81,7 +81,7 @@ class RestartPolicy:
 
     @property
     def causes(self) -> frozenset[Cause]:
-        """The exception types and FailureKinds in `retry_if`. The set is empty if `retry_if` is a function or None."""
+        """The exception types and FailureKinds in `retry_if`. If `retry_if` is a function, `causes` is empty."""
         if self.retry_if is None:
             return frozenset()
         if isinstance(self.retry_if, Collection) and not isinstance(self.retry_if, type):

@@ -66,7 +66,7 @@ def check_env_mapping(what: str, env: object) -> None:
 def check_seconds(name: str, value: object, at_least: str) -> None:
     """Check that a value is a number of seconds.
 
-    If `at_least` is the text "0 or more", 0 is a valid value. If `at_least` is the text "more than 0", 0 is invalid.
+    The argument `at_least` is "0 or more" if the value can be 0, and otherwise "more than 0".
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")

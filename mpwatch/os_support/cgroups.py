@@ -56,8 +56,9 @@ def _find_folder(controller: str, kind: str) -> str | None:
 
     cgroup v1 has several hierarchies. The argument `controller` chooses one hierarchy, such as `memory`. For cgroup v2,
     which has only one hierarchy, `controller` is empty. In a container, often only a part of the cgroup hierarchy is
-    mounted. For example, if only `/docker/1` is mounted, the cgroup `/docker/1/job` has the path `job` below the mount
-    point. This function tries the path `docker/1/job` first, and then the path `job`.
+    mounted. For example, if only `/docker/1` is mounted, the folder of the cgroup `/docker/1/job` is `job` below the mount
+    point. Below the mount point, this function looks for the cgroup's full path (here `docker/1/job`) first, and then for
+    the short path (here `job`).
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:

@@ -23,7 +23,7 @@ def get_allowed_cpus() -> frozenset[int]:
 def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
     """Inside the `with` block, let this thread run only on `cpus`. Raises OSError.
 
-    If this thread starts a process inside the `with` block, the process inherits this limit. If `cpus` is None, do nothing.
+    A process that this thread starts inside the `with` block also runs only on `cpus`. If `cpus` is None, do nothing.
     """
     if cpus is None:
         yield

@@ -20,19 +20,19 @@ mpwatch/wire uses these details of CPython directly:
 
 - launch.py sets the attribute `_start_method` of the rank's `multiprocessing.Process` object, so that the rank and the
   calling program have the same default start method.
-- pickling/call_payload.py passes an object to `context.set_spawning_popen`. When multiprocessing pickles a descriptor, it
-  calls the methods `duplicate_for_child` and `DupFd` of this object. If `set_spawning_popen`, `duplicate_for_child` or
+- pickling/call_payload.py passes an object to `context.set_spawning_popen`. The object has the methods `duplicate_for_child`
+  and `DupFd`, which multiprocessing calls to pickle a file descriptor. If `set_spawning_popen`, `duplicate_for_child` or
   `DupFd` is missing, no lock, queue or connection can be sent to a rank.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
   pickling/call_payload.py deletes this command from the cache. Python gives the file name `<string>` to the `-c` command,
-  and also to code that `exec` runs. If the `-c` command were not deleted, tracebacks could show lines of this command as the
-  source of code that `exec` runs.
+  and also to code that `exec` runs. If the `-c` command stayed in the cache, tracebacks could quote the `-c` command instead
+  of the code that `exec` runs.
 - exceptions/source_lines.py adds the source of notebook cells to `linecache.cache`, so that tracebacks quote the cells.
 - `co_positions()` has one entry for every two bytes of bytecode, so exceptions/tracebacks.py uses the entry `tb_lasti // 2`.
   If a new version of CPython changes the number of entries in `co_positions()`, tracebacks of ranks have no carets or wrong
   carets.
-- exceptions/tracebacks.py assumes that the first line of compiled module code has the number 1. If a new version of CPython
-  gives the first line another number, the line numbers in tracebacks are wrong.
+- exceptions/tracebacks.py assumes that `compile` sets the `co_firstlineno` of a module to 1. If a new version of CPython
+  sets the `co_firstlineno` of a module to another number, the line numbers in tracebacks are wrong.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def seal(fd: int) -> None:
 def is_used_elsewhere(fd: int) -> bool:
     """Return whether another process, or other code in this process, has opened or mapped the file of `fd`.
 
-    If the answer is unknown, return True. On systems other than Linux, the answer is always unknown. `fd` must be a
-    read-only descriptor.
+    On systems other than Linux, always return True. On Linux, also return True if the kernel supports no leases on this
+    file. `fd` must be a read-only descriptor.
     """
     if sys.platform != "linux":
         return True
@@ -164,8 +164,8 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
     """Receive at most `size` bytes and at most `max_fds` + 1 descriptors from a socket. Raises OSError.
 
-    Return the bytes, the descriptors and a flag. The flag is True if the kernel dropped some descriptors, for example
-    because this process has reached its limit of open files.
+    Return the bytes, the descriptors, and whether the kernel dropped some descriptors. The kernel drops descriptors, for
+    example, if this process has reached its limit of open files.
     """
     return split_received(channel.recvmsg(size, c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT), MSG_CMSG_CLOEXEC))
 

@@ -62,9 +62,14 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether descriptor `fd` in process `pid` and descriptor `of` in this process refer to the same file or pipe.
+    """Return whether a descriptor of process `pid` and a descriptor of the calling process refer to the same file or pipe.
 
     Return False if there is no /proc, or if this process may not read the descriptors of process `pid`.
+
+    Args:
+        pid: the process id of the other process.
+        fd: the descriptor in the other process.
+        of: the descriptor in the calling process.
     """
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
@@ -139,9 +144,8 @@ def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
 def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
     """Wait until the kernel has removed a thread.
 
-    The kernel removes a thread some microseconds after `Thread.join` has returned. From version 3.12 on, Python warns when a
-    program with several threads forks. For this warning, Python also counts an ended thread that the kernel has not removed
-    yet.
+    The kernel removes a thread some microseconds after `Thread.join` has returned. From Python 3.12 on, `os.fork` warns if
+    the process has several threads. `os.fork` also counts a thread that has ended, until the kernel has removed the thread.
     """
     deadline = time.monotonic() + seconds
     while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:

@@ -76,7 +76,10 @@ def send_signal_to_main_thread(pid: int, number: int) -> None:
 
 
 def _load_libc() -> Any:
-    """Return the C library. Return None if Python cannot import ctypes, or is not a 64-bit program on Linux."""
+    """Return the C library, or None if Python cannot import ctypes.
+
+    On systems other than Linux, and in a 32-bit Python, always return None.
+    """
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return None
     try:
@@ -89,8 +92,8 @@ def _load_libc() -> Any:
 def die_with_writer(pipe: int) -> None:
     """Make Linux kill the Unix process group of this process when the last writing descriptor of `pipe` is closed.
 
-    Each rank calls this function with the read end of a pipe to which only the watcher can write. When the watcher ends, the
-    kernel kills the rank's Unix process group. This function does not use PR_SET_PDEATHSIG. With PR_SET_PDEATHSIG, the
+    Each rank passes the read end of a pipe to this function. Only the watcher can write to this pipe. When the watcher ends,
+    the kernel kills the rank's Unix process group. This function does not use PR_SET_PDEATHSIG. With PR_SET_PDEATHSIG, the
     kernel would kill the rank when the thread that started the rank ends, although the watcher may still run. If the system
     does not support F_SETSIG (see fcntl(2)), do nothing.
     """

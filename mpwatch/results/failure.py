@@ -28,7 +28,7 @@ TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 
 
 class FailureKind(Enum):
-    """The kinds of failures. Each kind is a reason why a rank has no result.
+    """The possible reasons why a rank has no result.
 
     Attributes:
         EXCEPTION: the function raised, or its return value could not be pickled, sent or unpickled.

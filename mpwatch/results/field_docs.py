@@ -1,4 +1,4 @@
-"""Makes `help()` of a class also describe the fields that the class inherits."""
+"""Adds the descriptions of inherited fields to the docstring of a class, so that `help()` shows these descriptions."""
 
 from inspect import cleandoc
 

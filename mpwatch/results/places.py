@@ -122,7 +122,7 @@ def find_user_frame(files: Iterable[str]) -> int:
 
 
 def is_of_library(file: str) -> bool:
-    """Return whether a file belongs to mpwatch, the standard library or an installed package. Other files are user code."""
+    """Return whether a file belongs to mpwatch, the standard library or an installed package."""
     return file.startswith(LIBRARIES) or "/site-packages/" in file
 
 

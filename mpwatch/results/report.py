@@ -105,8 +105,8 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
     """Return whether the report of the run describes `attempt` in a line of its own.
 
-    If each rank is restarted alone, the report omits the attempts that a timeout or a signal has ended. The verdict of the
-    run already names the timeout or the signal.
+    If each rank is restarted alone, the report omits the attempts that a timeout or a signal has ended, because the verdict
+    of the run already names this timeout or signal.
     """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -131,7 +131,7 @@ def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
 
 
 def format_verdict(result: RunData[Any] | Attempt) -> str:
-    """Return a line that says what ended the run or the attempt, such as the root cause."""
+    """Return a line that says what ended the run or the attempt, such as `rank 1 failed first: ValueError: ...`."""
     verdict = result.reason if result.root_cause is None else format_root_cause(result.root_cause)
     if isinstance(result, RunData) and result.keep_going and result.failures:
         return f"{len(result.failures)} of {format_count(len(result.workers), 'rank')} failed; {verdict}"
@@ -139,13 +139,13 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 
 
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
-    """Group all ranks by what happened to them, and leave out the rank that is the root cause.
+    """Group the ranks by what happened to them. The rank whose failure is the root cause is in no group.
 
-    Return a dict from texts to lists of ranks. Each text says what happened to its ranks, such as `stopped by the watcher
-    (train.py:12 in step)`. The dict begins with the ranks whose failure is not secondary. A secondary failure is the
-    consequence of another failure. If texts differ only in the port of a peer or in the seconds of silence, the dict
-    contains only the first of these texts, with the ranks of all these texts. If the root cause is the loss of a node, the
-    dict contains no rank of this node, because the verdict already names all ranks of the node.
+    The keys of the returned dict are texts such as `stopped by the watcher (train.py:12 in step)`. The value for a text is
+    the list of the ranks to which this happened. The dict begins with the ranks whose failure is not secondary. A secondary
+    failure is the consequence of another failure. Two texts that differ only in a port number or in the seconds of silence
+    count as the same text. If the root cause is the loss of a node, the dict contains no rank of this node, because the
+    verdict already names all ranks of the node.
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
@@ -162,7 +162,7 @@ def _use_plural(fate: str) -> str:
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
-    """Return a line for each group of `group_fates`, with the ranks of the group and what happened to them."""
+    """Return a line for each group that `group_fates` returns, such as `ranks 0-2: had returned`."""
     groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
         more = format_count(len(groups) - FATE_LINES, "more group")
@@ -248,7 +248,7 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
 
 
 def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
-    """Return a warning about ranks that were still running `stop_timeout` seconds after a stop was requested.
+    """Return a warning that says which ranks did not return within `stop_timeout` seconds after a stop was requested.
 
     Args:
         stop_timeout: seconds.

@@ -45,7 +45,7 @@ class Stacks(dict[int, str]):
 
 
 def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Group the ranks that are at the same place.
+    """Group the ranks that are at the same place in the code.
 
     Each group is a pair such as `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`.
     """

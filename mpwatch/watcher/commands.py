@@ -19,9 +19,9 @@
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
 
-Each thread waits until its own WakeupPipe becomes readable. Then the thread reads its queues. The watcher thread writes the
-answer to a command into a field of this command, from which a caller's thread reads the answer. The watcher thread and the
-caller's threads never write the same field of a command.
+Each thread waits until its own WakeupPipe becomes readable, and then reads its queues. To answer a command, the watcher
+thread sets a field of the command, and a caller's thread reads this field. The watcher thread and the caller's threads never
+write the same field of a command.
 """
 
 import os
@@ -46,7 +46,7 @@ from mpwatch.watcher.wakeup_pipe import WakeupPipe
 
 @dataclass(frozen=True, eq=False)
 class CallEvent:
-    """An event that is only for the ranks of one call of a WorkerGroup."""
+    """An event that concerns only the ranks of one call of a WorkerGroup."""
 
     call: PendingCall
     event: Event
@@ -69,7 +69,7 @@ class StartLostRanks:
 
 @dataclass(frozen=True, eq=False)
 class StopAfter:
-    """A command that makes the ranks stop at their first step after `step`. The nodes of a job have agreed on `step`."""
+    """A command that makes the ranks stop at their first step after `step`. All nodes of a job use the same `step`."""
 
     step: int | None
     """None if no rank has passed a step. If `step` is None, the ranks stop at their next call of `should_stop`."""
@@ -131,7 +131,7 @@ class Suspend:
     """A command to suspend all ranks while the program is suspended, for example after Ctrl-Z. See suspension.py.
 
     `threading.Event.set` is written in Python. If a signal handler raises an exception inside `Event.set`, the event can
-    stay unset. So this class uses locks instead of events: no signal handler can interrupt `Lock.release`.
+    stay unset. `Suspend` uses locks instead of events, because no signal handler can interrupt `Lock.release`.
     """
 
     requested_at: float = field(default_factory=time.monotonic)
@@ -202,7 +202,7 @@ class CommandQueue:
     def acquire_caller_wakeup(self, user: object) -> WakeupPipe:
         """Return a wake-up pipe that becomes readable when `wake_callers` is called.
 
-        The pipe belongs to `user` until `release_caller_wakeup` is called or `user` is deleted.
+        No other thread gets this pipe until `release_caller_wakeup` is called or the object `user` is deleted.
 
         Raises LaunchError if a new pipe is needed but this process has reached its limit of open files.
         """
@@ -267,4 +267,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None, which means that no thread of the caller uses the wake-up pipe at present."""
+    """Return None. `CommandQueue` stores this function for each wake-up pipe that no thread uses."""

@@ -48,7 +48,7 @@ IDLE_SECONDS = 0.05  # a message of an idle rank may have to wait so long, if it
 
 
 class DirectCalls:
-    """Lets threads of the caller call the idle ranks of one watcher thread directly.
+    """Sends calls to idle ranks directly from the caller's threads, without the watcher thread.
 
     Threads of the caller call `execute`. All other methods are only for the watcher thread.
 
@@ -126,7 +126,7 @@ class DirectCalls:
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
         """Offer `ranks` for direct calls by the caller's threads, and stop reading the channels of these ranks.
 
-        If `ranks` is None, offer all ranks. Raises OSError.
+        If `ranks` is None, offer all ranks for direct calls. Raises OSError.
         """
         idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:

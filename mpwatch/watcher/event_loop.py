@@ -14,19 +14,19 @@ This module runs in the watcher thread (watcher_thread.py), and runs no user cod
 Guarantees:
 
 - When `EventLoop.run` ends, every rank is dead and reaped, with two exceptions: a rank that SIGKILL cannot end, and a dead
-  rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is not dead and reaped.
-- The loop handles the last message of a rank before it handles the rank's exit. For this purpose, `_on_exit` first reads the
-  rest of the rank's channel.
-- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns at a time limit. This
-  limit is the deadline of a state machine, the time of a delayed action, or the time to withdraw offered ranks
-  (direct_calls.py). The loop also waits while the whole program is suspended (suspension.py). All other waits of the loop
-  are short. Before a restart, the loop waits at most KILL_SECONDS until the killed helpers of earlier ranks have ended. If a
-  debugger traces a dead rank, the loop waits at most 50 ms for the rank's exit code. To reap this rank, the loop waits at
-  most 50 ms more.
+  rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is still alive or not reaped.
+- The loop handles the last message of a rank before it handles the rank's exit. When a rank has ended, `_on_exit` reads the
+  rest of the rank's channel before it reads the rank's exit code.
+- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns at the earliest of
+  these times: the deadline of a state machine, the time of a delayed action, and the time at which the loop withdraws
+  offered ranks (direct_calls.py). The loop also waits while the whole program is suspended (suspension.py). All other waits
+  of the loop are short. Before a restart, the loop waits at most KILL_SECONDS until the killed child processes of dead ranks
+  have ended. If a debugger traces a dead rank, the loop waits at most 50 ms for the rank's exit code. To reap this rank, the
+  loop waits at most 50 ms more.
 - While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). At the
   start of each wake-up, the loop takes over the direct calls that have not finished.
-- The loop handles all events of a wake-up before it executes the first action. So if a rank has died by itself, the loop
-  never assumes that an action has killed this rank.
+- The loop handles all events of a wake-up before it executes the first action. So the loop has recorded all deaths of this
+  wake-up before it sends a signal that could kill a rank.
 """
 
 import heapq
@@ -474,7 +474,8 @@ class EventLoop:
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
         """Read the collectives that a rank has sent.
 
-        A crashing rank waits until `read_crash` is called. So read the collectives before the call of `read_crash`.
+        A crashing rank waits until `read_crash` is called. So this method calls `read_crash` after it has read the
+        collectives.
         """
         sockets, observed = handle.collective_sockets, handle.observations
         was_pending = sockets.is_pending
@@ -515,8 +516,8 @@ class EventLoop:
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
         """Ask a rank for its collectives.
 
-        If `again` is True, also ask a rank that has already sent its collectives. The rank may have called more collectives
-        since then.
+        If `again` is True, also ask a rank that has already sent its collectives. The new answer also contains the
+        collectives that the rank has called in the meantime.
         """
         observed = handle.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
@@ -703,9 +704,10 @@ class EventLoop:
         return actions
 
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
-        """Prepare the ranks for a call. Return False if a rank is already lost.
+        """Assign a call to a group, and begin new observations of the group's ranks. Return False if a rank is already lost.
 
-        If this method returns False, `call.observations` stays empty. So persistent_ranks.py sees that a rank was lost.
+        If this method returns False, `call.observations` stays empty. For persistent_ranks.py, this empty list means that a
+        rank was lost.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call
@@ -775,7 +777,7 @@ class EventLoop:
         return []
 
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
-        """React to the stage that the group's state machine has reached.
+        """Do the work that the new stage of a group's state machine requires, for example answer the group's call.
 
         If the ranks of all groups must end, return a list with an Abort event. Otherwise, return an empty list.
         """

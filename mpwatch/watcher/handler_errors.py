@@ -6,7 +6,7 @@ exception could be mistaken for an exception of this code:
 
 - User code runs when arguments are pickled, when return values and exceptions are rebuilt, and when observers are called. If
   user code raises an exception, mpwatch reports that an argument, a rank or an observer has failed.
-- The preparation of a run handles OSError in many places. The calling program's handler of SIGALRM usually raises
+- The code that prepares a run handles OSError in many places. The calling program's handler of SIGALRM usually raises
   TimeoutError, which is an OSError.
 
 So mpwatch replaces the exception by a HostHandlerError, which no code handles:
@@ -36,7 +36,7 @@ def run_until_handler_raises(action: Callable[[], T]) -> T:
 
     If a signal handler raises an exception while `action` runs, end `action` and raise this exception. Python runs signal
     handlers only in the main thread, so in all other threads this function simply calls `action`. This function does not
-    look for handlers of real-time signals. Looking for them would double the time of the search.
+    look for handlers of real-time signals, because the search would then take twice as long.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()

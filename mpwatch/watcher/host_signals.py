@@ -152,7 +152,7 @@ class HostSignals:
         return found | {signum: python_handlers[signum] for signum in signals if signum in python_handlers}
 
     def start_posting(self) -> None:
-        """Post the events of all earlier signals and stop requests to the watcher thread. Later events are posted at once.
+        """Post the events of all earlier signals and stop requests to the watcher thread. From now on, post events at once.
 
         Before the first call of this method, post the command that starts the work of the ranks. On idle ranks, SIGINT and
         stop requests have no effect.
@@ -323,7 +323,7 @@ class HostSignals:
     def defer_stop_signal(self, signum: int | None) -> None:
         """Defer a stop signal, so that the calling program's own handler gets the signal at the end of the call.
 
-        Call this method if the ranks have not returned within `stop_timeout` after this signal.
+        Call this method if the ranks have not returned within `stop_timeout` after the stop signal.
         """
         if signum in self._received_stop_signals and signum not in self.received:
             self.received.append(signum)
@@ -383,11 +383,11 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
-    """Return a dict. Its keys are signals that mpwatch uses, and that have no handler of the calling program.
+    """Find the signals that mpwatch uses and for which the calling program has installed no handler.
 
-    Only SIGQUIT, SIGTSTP and the signals in DEFERRED_SIGNALS can be keys. If the program ignores SIGQUIT, the value of the
-    key SIGQUIT is SIG_IGN. All other values are SIG_DFL. This function asks the kernel which signals have a handler, because
-    `signal.getsignal` returns SIG_DFL even if C code has installed a handler.
+    Return a dict from each such signal to SIG_DFL. However, if the program ignores SIGQUIT, the value of SIGQUIT is SIG_IGN.
+    Only SIGQUIT, SIGTSTP and the signals in DEFERRED_SIGNALS can be keys. This function asks the kernel which signals have a
+    handler, because `signal.getsignal` returns SIG_DFL even if C code has installed a handler.
     """
     candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
     default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]

@@ -1,8 +1,8 @@
-"""Raise an error if the import of a module would start ranks without end.
+"""Raise an error if the import of a module would start an unlimited number of ranks.
 
 This module runs in the caller's thread. To unpack its call, a rank imports the module of the called function. If this import
-started ranks, each new rank would import the module again, and the number of processes would grow without end. The same can
-happen in a process that multiprocessing has spawned, because this process imports `__main__`.
+started ranks, each new rank would import the module again, and the number of processes would grow without end. A process
+that multiprocessing has spawned imports `__main__`, so this import must not start ranks either.
 """
 
 import sys

@@ -98,7 +98,7 @@ class ItemQueue:
         return chunk
 
     def put_back(self, tasks: Sequence[Task], *, singly: bool = False) -> None:
-        """Put items back into the queue. No rank has begun these items, or their values were lost."""
+        """Put back items that no rank has begun, and items whose values were lost."""
         for task in reversed(tasks):
             task.is_single = task.is_single or singly
             self._returned.appendleft(task)

@@ -20,7 +20,7 @@ def pack_call(call: Call) -> Payload:
 
 
 def pack_items(items: Mapping[str, Any]) -> Payload:
-    """Return a payload whose arguments are items of `mpwatch.map`.
+    """Return a payload that contains items of `mpwatch.map`.
 
     Raises LaunchError if an item cannot be packed, and names this item in the error.
     """
@@ -44,7 +44,7 @@ def _split_call(call: Call) -> Call:
 
 
 def _name_parts(call: Call) -> list[tuple[str, Any]]:
-    """Return the parts of a call, each with the name that an error message uses."""
+    """Return a tuple for each part of a call: the name of the part in error messages, and the value of the part."""
     parts: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
     parts += [(format_argument(position), value) for position, value in enumerate(call.args)]
     parts += [(format_argument(name), value) for name, value in call.kwargs.items()]

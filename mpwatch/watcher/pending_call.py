@@ -83,9 +83,9 @@ class DirectCall:
     of these lists is called a right, because it permits the thread to send or receive one message. To prevent the caller's
     thread from sending or receiving more messages, the watcher thread removes all channels from both lists.
 
-    One call into C code sends a message in three steps: it removes a channel from `_to_send`, sends the message, and adds
-    the number of bytes to `sent`. One call into C code also receives a message in three steps: it removes a channel from
-    `_to_receive`, receives the message, and adds the message to `received`.
+    To send a message, the caller's thread removes a channel from `_to_send`, sends the message, and adds the number of bytes
+    to `sent`. To receive a message, the caller's thread removes a channel from `_to_receive`, receives the message, and adds
+    the message to `received`. The three steps for a message take place in a single call into C code.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -108,7 +108,7 @@ class DirectCall:
     def send(self, frame: bytes, ancillary: list[Any]) -> bool:
         """Send a message to each rank.
 
-        Return False if a send fails, or if `take_rights` has prevented a send.
+        Return False if a message could not be sent, for example because `take_rights` had removed the channels.
         """
         count = len(self.idle_ranks.channels)
         try:
@@ -136,7 +136,7 @@ class DirectCall:
                 return
 
     def take_rights(self) -> None:
-        """Prevent the caller's thread from sending or receiving another message. Call this in the watcher thread."""
+        """Prevent the caller's thread from sending or receiving another message. Runs in the watcher thread."""
         self._take_rights(self._to_send, self.sent)
         self._take_rights(self._to_receive, self.received)
 
@@ -189,7 +189,7 @@ class DirectCall:
 
 @dataclass(eq=False)
 class PendingCall:
-    """One call of a function in ranks, and the answer."""
+    """The request to call a function in the ranks, and the answer of the ranks."""
 
     payload: Payload
     started_at: float

@@ -1,6 +1,6 @@
 """The ranks of a WorkerGroup, which stay alive between calls. Runs in the caller's threads.
 
-Calls of different ranks may run at the same time, each in a thread of the caller.
+Calls of different ranks can run at the same time, each in a thread of the caller.
 
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
@@ -94,7 +94,7 @@ class PersistentRanks:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether the WorkerGroup may still have ranks."""
+        """False if it is certain that the WorkerGroup has no ranks, and True otherwise."""
         return self._watcher_thread is not None
 
     def start(self) -> None:
@@ -141,9 +141,8 @@ class PersistentRanks:
         return None only if `ranks` is not None and the option `backend` is set. See `lacks_process_group`.
 
         Raises LaunchError. Raises RuntimeError if the call needs to start ranks after the WorkerGroup was closed, or while
-        the program ends. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If a
-        signal came during the call and the calling program's handler raises an exception, this method raises the same
-        exception.
+        the program ends. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. Raises
+        the exception that a signal handler of the calling program raises for a signal during the call.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -201,7 +200,7 @@ class PersistentRanks:
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Make the guardian process restore a terminal if this process is killed.
+        """Make the guardian process restore a terminal if the calling program is killed.
 
         `restore` is a tuple: the path of the terminal, and the bytes that the guardian writes to the terminal. If `restore`
         is None, the guardian restores no terminal.
@@ -211,10 +210,10 @@ class PersistentRanks:
             watcher_thread.commands.post(TerminalRestore(restore))
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Store `reason` for the log message about the restart of this rank or of all ranks.
+        """Set the reason that the log gives when the lost rank, or the whole WorkerGroup, is restarted.
 
-        Without scope="worker", `explain_loss` has no effect. If the rank had no call when it was lost, `explain_loss` has no
-        effect either.
+        Without scope="worker", `explain_loss` does nothing. If the rank was lost while it had no call, `explain_loss` does
+        nothing.
         """
         if rank in self._loss_reasons:
             self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
@@ -373,7 +372,7 @@ class PersistentRanks:
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
     def _observe(self, call: PendingCall) -> AttemptObservations:
-        """Return the observations of a DirectCall. Call this method only when all ranks have returned."""
+        """Return the AttemptObservations of a DirectCall. Call this method only when all ranks have returned."""
         assert call.direct is not None
         spec = self._spec
         return AttemptObservations(
@@ -409,8 +408,8 @@ class PersistentRanks:
     ) -> BlockingCall | None:
         """Return the BlockingCall that waits for the ranks.
 
-        Nothing closes `watcher_thread` until `_end` is called with this BlockingCall. Return None if another call has
-        already closed `watcher_thread`.
+        Nothing closes `watcher_thread` until `_end` is called with this BlockingCall. Return None if `watcher_thread` was
+        already closed.
         """
         with self._lock:
             if self._watcher_thread is not watcher_thread:
@@ -465,8 +464,8 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return how many seconds to wait for a slow reader of the caller's stdout and stderr.
 
-    The result is negative if the timeout of the call has passed. If the result is less than LAST_DRAIN_SECONDS,
-    `BlockingCall.drain_timeout` returns LAST_DRAIN_SECONDS.
+    The result is negative if the timeout of the call has passed. `BlockingCall.drain_timeout` replaces a result below
+    LAST_DRAIN_SECONDS with LAST_DRAIN_SECONDS.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

@@ -1,4 +1,4 @@
-"""Decides which call of a WorkerGroup may use which ranks.
+"""Delays each call of a WorkerGroup until all ranks that the call needs are free.
 
 Calls that need the same rank run in the order in which they were made.
 
@@ -59,7 +59,7 @@ class RankQueue:
         self._grant([ticket])
 
     def step_back(self, ticket: Ticket, first: Ticket) -> None:
-        """Make a granted ticket wait again, and insert the ticket `first` before it in all queues.
+        """Withdraw the grant of `ticket`, and insert the other ticket, `first`, before `ticket` in all queues.
 
         Args:
             ticket: a ticket that was granted. A thread waits for it afterwards. If the ticket has left the queues, this wait

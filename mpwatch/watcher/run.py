@@ -244,10 +244,10 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Call `make` and return its result. `make` rebuilds return values and exceptions, and calls observers.
+        """Return the result that the function `make` builds.
 
-        If a signal handler of the calling program raises an exception while `make` runs, `make` ends at once. So one Ctrl-C
-        is enough to end `make`.
+        The function `make` rebuilds return values and exceptions, and calls observers. If a signal handler of the calling
+        program raises an exception meanwhile, the function `make` ends at once, and `build_result` raises this exception.
         """
         try:
             result = run_until_handler_raises(make)
@@ -286,9 +286,10 @@ class BlockingCall:
             self.signals.start_posting()
 
     def _may_be_quick(self) -> bool:
-        """Return True if mpwatch can wait 2 ms for the call before it installs its signal handlers.
+        """Return whether `execute` waits 2 ms for the call before `execute` installs mpwatch's signal handlers.
 
-        If an observer wants progress, the call needs `_progress_driver` from its start.
+        Return False if an observer receives Progressed events. `_progress_driver` publishes these events, and `execute`
+        creates `_progress_driver` only after the 2 ms.
         """
         thread = self.watcher_thread
         has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)

@@ -28,7 +28,7 @@ def add_call(call: RunningCall) -> None:
 def request_stop(cause: str) -> bool:
     """Ask the ranks of all running calls to stop. Return whether at least one call accepts the request to stop.
 
-    A signal handler may call this function.
+    It is safe to call this function in a signal handler.
     """
     own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
     answers = [call.ask_to_stop(cause) for reference in own if (call := reference()) is not None]

@@ -55,7 +55,11 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, group: RestartGroup, cause: str) -> None:
-        """Make each rank of a group wait at its next call of `should_stop`. After HOLD_SECONDS, start the agreement."""
+        """Make each rank of a group wait at its next call of `should_stop`.
+
+        HOLD_SECONDS later, the event loop reads which steps the ranks have passed, and passes the highest step to `agree`
+        (one node) or `on_steps_held` (several nodes).
+        """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
         read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)

@@ -16,8 +16,9 @@ caller's thread shows a debugger's prompt.
 Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- After a suspension, the watcher thread always continues. During a suspension, the watcher thread waits for the lock
-  `is_over`. The caller's thread releases this lock even if an exception interrupts the suspension.
+- After a suspension, the watcher thread always continues. During a suspension, the watcher thread waits until the caller's
+  thread releases the lock `Suspend.is_over`. The caller's thread releases this lock even if an exception interrupts the
+  suspension.
 - A process that was already stopped before the suspension stays stopped after the suspension.
 
 In an orphaned Unix process group, the kernel ignores SIGTSTP, because no shell could continue the program. For example,
@@ -67,8 +68,8 @@ class ProgramSuspension:
     def suspend(self) -> None:
         """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
 
-        If `request` is called while `suspend` is running, the request has no effect. The kernel acts in the same way: when
-        SIGCONT arrives, the kernel drops a pending SIGTSTP.
+        If `request` is called while `suspend` is running, the request has no effect. When a process gets SIGCONT, the kernel
+        also drops a pending SIGTSTP.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -88,7 +89,7 @@ class ProgramSuspension:
                 self.view.resume()
 
     def suspend_after_call(self) -> None:
-        """If SIGTSTP came after the last call of `suspend`, send SIGTSTP to this process once more.
+        """Send SIGTSTP to the calling program, if `request` was called after the last call of `suspend`.
 
         Call this method after the calling program's own signal handlers have been restored.
         """

@@ -10,9 +10,10 @@ from mpwatch.wire.resource_errors import with_remedy
 class WakeupPipe:
     """A pair of connected sockets, with which another thread or a signal wakes up a waiting thread.
 
-    A thread waits until the first socket is readable. The method `wake` and signals write to the second socket, and so make
-    the first socket readable. Any thread and any signal handler can call `wake` at any time. The first socket stays readable
-    until `drain` is called. So if `wake` is called before a thread begins to wait, the thread wakes up immediately.
+    A thread waits until the first socket is readable. Each call of `wake` writes a byte to the second socket. If
+    `write_fd` was passed to `signal.set_wakeup_fd`, Python writes a byte to the second socket for each signal. Any thread
+    and any signal handler can call `wake` at any time. The first socket stays readable until `drain` is called. So if `wake`
+    is called before a thread begins to wait, the thread wakes up immediately.
     """
 
     def __init__(self) -> None:

@@ -214,8 +214,8 @@ class WatcherThread:
     def emit_logs_and_events(self) -> None:
         """Emit the deferred log records and call the observers.
 
-        Several threads may call this method at the same time. In a WorkerGroup, one of these threads emits the records and
-        calls the observers, and the other threads return at once.
+        In a WorkerGroup, if several threads call this method at the same time, only one thread emits the records
+        and calls the observers. The other threads return at once.
         """
         if not self.keeps_ranks:
             self.deferred_log.emit()
@@ -251,8 +251,8 @@ class WatcherThread:
         """Return the debugger's console.
 
         Return None if no rank has reached a breakpoint, or if a different call uses the debugger's console. Only a call in
-        the main thread can open the debugger's prompts. Such a call also opens the prompts of ranks that work for a call in
-        another thread.
+        the main thread can open the debugger's prompts. A call in the main thread opens the prompts of all ranks, including
+        ranks that work for a call in another thread.
         """
         if self._debugger is None and not self.commands.has_debugger_sockets():
             return None

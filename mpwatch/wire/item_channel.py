@@ -56,7 +56,7 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The pipe with the tokens of one rank's items.
+    """A pipe that contains the tokens of the items that one rank has not begun yet.
 
     Either the caller or the rank reads a token from the pipe, never both. If a TokenPipe is an argument of a call, the rank
     gets only the reading end of the pipe.

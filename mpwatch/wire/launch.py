@@ -1,4 +1,4 @@
-"""The multiprocessing class of a rank's process, and the data with which the watcher starts a rank.
+"""`RankProcess` is the process of a rank, and `LaunchInfo` contains the data that the watcher passes to a new rank.
 
 The watcher starts a RankProcess (watcher/processes/process.py). In the new process, multiprocessing calls `RankProcess.run`.
 """

@@ -15,8 +15,8 @@
 
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
-A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is in a file. The
-descriptor of this file is sent with the frame (see pickling/pickle_buffers.py).
+A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is not in the body,
+but in a file, whose descriptor is sent with the frame (see pickling/pickle_buffers.py).
 
 The header of a frame contains the time of an event, by the clock CLOCK_MONOTONIC. All processes of a machine share this
 clock, so the watcher can sort the events of different ranks by time.

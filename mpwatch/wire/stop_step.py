@@ -14,19 +14,19 @@
 
 A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank must write `asked` before it
 reads `state`. While the state is HOLD, `should_stop` does not return, so no rank passes a further step. A value that one
-processor writes to memory becomes visible to the other processors in much less than HOLD_SECONDS. So the watcher first sets
-the state to HOLD, then waits HOLD_SECONDS, and then reads `asked`.
+processor writes to memory becomes visible to the other processors in much less than HOLD_SECONDS. After the watcher has set
+the state to HOLD, the watcher waits for HOLD_SECONDS before it reads each rank's `asked`.
 
 On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
 watchers have agreed on a step (multinode/leader.py).
 
 If a rank never calls `should_stop`, the watcher ignores this rank when it computes `agreed`. If a rank has returned, the
-watcher still uses the rank's `asked`. For example, if rank 0 has returned after step 9, the other ranks finish step 9 before
-they stop.
+watcher still uses the last step of this rank when it computes `agreed`. For example, if rank 0 has returned after step 9,
+the other ranks finish step 9 before they stop.
 
-A step that is lower than the previous step begins a new round of steps, such as an epoch. In `asked` and `agreed`, the steps
-of all rounds are numbered consecutively. For example, if the last step of an epoch has the number 99, the first step of the
-next epoch has the number 100.
+A step that is lower than the previous step begins a new round of steps, such as an epoch. In `asked` and `agreed`, the first
+step of a new round gets the number that follows the last step of the previous round. For example, if the last step of an
+epoch has the number 99, the first step of the next epoch has the number 100.
 """
 
 from __future__ import annotations

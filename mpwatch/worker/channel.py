@@ -148,7 +148,7 @@ class Channel:
         return kind, body
 
     def detach(self) -> None:
-        """Prevent Python from closing the channel's descriptor. The kernel closes the descriptor when the rank exits.
+        """Prevent Python from closing the channel's descriptor. The channel stays open until the rank exits.
 
         If user code has closed the channel's descriptor, another file might now have the same number, and Python must not
         close that file.

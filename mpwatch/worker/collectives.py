@@ -7,11 +7,11 @@ A thread of the rank answers the watcher's requests. The rank starts this thread
 This thread can answer while the main thread waits in C++ code, but not while another thread holds the GIL.
 
 torch can give a new process group the name of a destroyed group. The records in torch's flight recorder are numbered. When a
-group is created, this module stores the number that the next record will have. If the number of a record is lower than the
-stored number of its group, this module ignores the record: the record belongs to a destroyed group.
+group is created, this module stores the number that the next record will have. If a record has the group's name and a
+number lower than the stored number, the record comes from a destroyed group, and this module ignores the record.
 
-A "world" begins when `init_process_group` creates a default group, and ends when this default group is destroyed. All groups
-that are created between these two events belong to the world.
+A "world" begins when `init_process_group` creates a default group, and ends when this default group is destroyed. A process
+group belongs to the world that exists when the group is created.
 
 The crash socket keeps a crashing rank alive until the watcher has asked the rank for its collectives. A rank can crash in a
 collective: gloo calls abort() if a peer sends more bytes than the rank expects. When a rank crashes, faulthandler writes the
@@ -77,7 +77,7 @@ LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the othe
 
 @dataclass(frozen=True)
 class _Group:
-    """Facts about a process group, which this module stores when the group is created."""
+    """Describes a process group. This module makes the `_Group` as soon as torch has created the process group."""
 
     description: str
     ranks: tuple[int, ...]  # torch's global ranks
@@ -94,7 +94,10 @@ _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Wrap torch's functions that create process groups. The wrapped functions call `start` and fill `_groups`."""
+    """Wrap torch's functions that create process groups.
+
+    A wrapper calls `start`, then calls torch's function, and then adds the new process groups to `_groups`.
+    """
     for name in MAKERS_OF_GROUPS:
         if hasattr(module, name):
             setattr(module, name, _note_groups(getattr(module, name), channel))
@@ -185,8 +188,8 @@ def send_before_failure(channel: Channel) -> None:
 def answer_last_request() -> None:
     """If a request of the watcher has already arrived, answer the request.
 
-    Call `answer_last_request` before the rank exits. Otherwise the process can end before the thread of `_answer_requests`
-    has sent its answer.
+    Call `answer_last_request` before the rank exits. When the rank exits, the thread that runs `_answer_requests` ends, even
+    if this thread has not sent its answer yet.
     """
     if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
         try:
@@ -278,9 +281,9 @@ def _is_of_distributed(frame: FrameType) -> bool:
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries. If several entries have the same sequence number, return only the last one of them.
 
-    For a batch of three calls, NCCL makes four records: one record for each call, and then one record for the whole batch.
-    All four records have the same sequence number. Only the last record shows the current state of the batch, because NCCL
-    does not update the other records.
+    For a batch of three calls, NCCL makes four records with the same sequence number: one record for each call, and then one
+    record for the whole batch. NCCL updates only the last record of a batch, so only this record shows the current state of
+    the batch.
     """
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for entry in entries:
@@ -360,9 +363,10 @@ def _format_user_place(frames: list[FrameType]) -> str:
 
 
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
-    """Return the collective with `reduce_op` and `root`, which are read from the main thread's frames.
+    """Read `reduce_op` and `root` from the frames, set both in a copy of the collective, and return the copy.
 
-    torch's flight recorder contains neither the reduction nor the root rank of a collective.
+    If no frame belongs to the collective, return the collective unchanged. torch's flight recorder contains neither the
+    reduction nor the root rank of a collective.
     """
     for frame in frames:
         name = frame.f_code.co_name

@@ -22,8 +22,8 @@ With the option `post_mortem`, a rank has an inspector, which is a thread with a
 main thread's stack to the user, even while the main thread runs or waits in C code.
 
 If user code has passed `stdin` or `stdout` to a Pdb object, this module leaves the object unchanged. If a subclass of Pdb
-has its own `cmdloop`, this module leaves the objects of the subclass unchanged. For example, IPython's debugger is such a
-subclass. This module does not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
+has its own `cmdloop`, for example IPython's debugger, this module leaves the objects of the subclass unchanged. This module
+does not replace `sys.breakpointhook`, so PYTHONBREAKPOINT and a hook that the user has set still work.
 """
 
 from __future__ import annotations
@@ -181,7 +181,10 @@ class PromptStream:
         self._unfinished_line = ""  # the prompt, when pdb reads a line
 
     def write(self, text: str) -> int:
-        """Show the complete lines of the text. Show an unfinished line later, with the next prompt or the next `write`."""
+        """Show the complete lines of the text.
+
+        Keep an unfinished line until another `write` completes the line, or until `readline` shows the line as its prompt.
+        """
         lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
         if newline:
             self.client.write(lines + newline)
@@ -313,7 +316,7 @@ def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def open_post_mortem(error: Exception) -> None:
-    """Show a prompt of pdb in the frame that has raised the exception. Return when the user has left the prompt."""
+    """Show a prompt of pdb in the frame that has raised the exception, and wait until the user leaves the prompt."""
     import bdb
     import pdb  # noqa: T100  this is what the option asks for
 

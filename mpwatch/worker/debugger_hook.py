@@ -49,8 +49,8 @@ def install(channel: Channel, *, post_mortem: bool) -> None:
 def finish_stepping() -> None:
     """Make pdb stop only at breakpoints from now on, even if the user has entered `step` or `next`.
 
-    mpwatch calls `finish_stepping` when the user's function has ended. Otherwise pdb could step through the code that the
-    rank runs next.
+    mpwatch calls `finish_stepping` when the user's function has ended, so that pdb does not step through the code that the
+    rank runs after the function.
     """
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:

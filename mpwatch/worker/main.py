@@ -367,9 +367,10 @@ class _Failure:
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:
-        """Copy the traceback of `self.error` to `error`, and return an ExceptionEncoder for `error`.
+        """Return an ExceptionEncoder for the error that replaces `self.error` in the rank's answer.
 
-        If the rank cannot encode or send `self.error`, the rank reports `error` instead.
+        The rank replaces `self.error` if this exception cannot be encoded or sent. The new error gets the traceback of
+        `self.error`.
         """
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
 
@@ -405,10 +406,10 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
     """Destroy the torch process group that mpwatch has made. Ignore exceptions, because the group might already be broken.
 
-    When a rank destroys the group, other ranks that still wait for this rank fail at once. So a rank must send its return
-    value before it destroys the group. The watcher then knows that this rank had returned before the other ranks failed.
-    After a failed call, `_serve` does not destroy the group. Destroying the group can hang: for example, two ranks can wait
-    for each other.
+    When a rank destroys the group, other ranks that still wait for this rank fail at once. A rank must send its return value
+    before it destroys the group, because the watcher could otherwise get the failures of the other ranks first. After a
+    failed call, `_serve` does not destroy the group. Destroying the group can hang: for example, two ranks can wait for each
+    other.
 
     Args:
         only_unkept: do nothing if the group is kept for later calls.
@@ -420,7 +421,7 @@ def _destroy_torch_process_group(*, only_unkept: bool = False) -> None:
 
 
 def _report_exit_blockers(channel: Channel) -> None:
-    """Send the names of non-daemon threads and processes to the watcher, because the rank's exit waits for them."""
+    """Send to the watcher the names of the non-daemon threads and processes that keep the rank from exiting."""
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     children = [child.name for child in multiprocessing.active_children() if not child.daemon]
     blockers = [

@@ -9,8 +9,8 @@ The watcher asks by one of two signals, because either signal works where the ot
   holds the GIL. The main thread gets the signal, so the C handler writes only the stack of the main thread. While a thread
   enters or leaves a function, the frame of this function is invalid for a moment. If the C handler reads an invalid frame,
   Python 3.11 to 3.13 can crash. In Python 3.14, the C handler does not crash at an invalid frame, but leaves out the callers
-  of this frame. In a test in which the main thread ran `sorted(key=function)`, up to 6 % of the C handler's dumps crashed
-  Python 3.11 to 3.13. In the same test, 4 % of the dumps of Python 3.14 were incomplete.
+  of this frame. In a test, the main thread ran `sorted(key=function)`: up to 6 % of the C handler's dumps crashed Python
+  3.11 to 3.13, and 4 % of the dumps of Python 3.14 were incomplete.
 
 The watcher sends PYTHON_DUMP_SIGNAL first, because the handler in Python never reads an invalid frame. If the rank does not
 begin to write its stacks in time, the watcher sends NATIVE_DUMP_SIGNAL. Both handlers write without blocking. If the pipe is

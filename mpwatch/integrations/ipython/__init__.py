@@ -78,7 +78,7 @@ class RankValues(Mapping[int, Any]):
         return f"<table>{''.join(rows)}</table>"
 
     def _group(self) -> dict[str, list[int]]:
-        """Return a dict from the text of each value to the ranks that have a value with this text."""
+        """Group the ranks by the texts of their values. The keys of the returned dict are these texts."""
         groups: dict[str, list[int]] = {}
         for rank, value in self._values.items():
             groups.setdefault(value.text, []).append(rank)
@@ -210,8 +210,9 @@ class RankMagics(Magics):
     def _find_cell_number(self) -> int:
         """Return the number of the running cell.
 
-        The method searches the call stack for the file name of a cell. IPython can convert the file name of a cell to the
-        number of the cell. The shell's counter `execution_count` can already have the number of the next cell.
+        `_find_cell_number` searches the frames of the call stack for the file name of a cell. IPython can convert the file
+        name of a cell to the number of the cell. The shell's counter `execution_count` can already have the number of the
+        next cell.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None:

@@ -66,14 +66,15 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     - Some loggers, such as TensorBoardLogger, give each run a new version number. The caller's logger does not know the
       version number of the run.
     - If a rank fails, Lightning passes the RunFailedError to `on_exception` of the caller's callbacks. If `on_exception` of
-      a callback writes a checkpoint, this checkpoint has the weights from before the run. The strategy's `on_exception`
-      is also called in the rank, with the rank's exception.
+      a callback writes a checkpoint, this checkpoint has the weights from before the run.
+
+    If a rank of a Trainer raises an exception, mpwatch calls the strategy's `on_exception` in the rank with this exception.
 
     `watched` changes nothing if another launcher, such as torchrun or `mpwatch.run`, has already started the processes.
 
     mpwatch stops a rank with SIGTERM if another rank has failed or your program has received SIGTERM. SIGTERM ends a rank at
     once, even in a collective. To save something before SIGTERM ends a rank, set a SIGTERM handler in the rank, for example
-    in `on_fit_start`. mpwatch kills the rank if the handler runs longer than `grace_period` seconds. In the ranks,
+    in `on_fit_start`. If the rank has not exited `grace_period` seconds after SIGTERM, mpwatch kills the rank. In the ranks,
     `trainer.received_sigterm` stays False even after a SIGTERM.
 
     Args:
@@ -156,7 +157,7 @@ class _StrategyHook:
 
 
 class _LauncherFactory(_StrategyHook):
-    """Replaces the method `_configure_launcher` of a strategy. Lightning calls the method to choose a launcher."""
+    """Replaces `_configure_launcher`, the method of a strategy that chooses the launcher of the strategy."""
 
     def __call__(self) -> None:
         strategy, options, launchers = self._strategy, self._options, self._launchers
@@ -179,7 +180,7 @@ class _LauncherFactory(_StrategyHook):
 
 
 class _FabricLauncherInRank:
-    """A launcher for use in a rank. Its method `launch` starts no processes, and only calls the function."""
+    """The launcher of a strategy in a rank. The method `launch` only calls the function, and starts no processes."""
 
     is_interactive_compatible = True
 
@@ -230,7 +231,7 @@ class _TrainerLauncher(_Launcher):
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run the function in all ranks, and copy the state of rank 0's trainer to `trainer`.
+        """Run the function in all ranks, and copy the state of rank 0's Trainer to the caller's Trainer.
 
         Return what the function returned in rank 0.
         """

@@ -47,10 +47,10 @@ def redirect_to_ranks(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
-    """Store `nextitem`, the next test. The ranks keep a fixture if its scope includes the next test.
+    """Store the next test (`nextitem`), because the ranks keep each fixture whose scope includes the next test.
 
-    With `--pdb`, pdb opens in the rank in which a marked test fails. So pdb must not also open in pytest's own process. This
-    function unregisters pytest's plugin for pdb while a marked test runs.
+    With `--pdb`, pdb opens in the rank in which a marked test fails. This function unregisters pytest's plugin for pdb while
+    a marked test runs, so that pdb does not also open in pytest's own process.
     """
     item.stash[NEXT_ITEM] = nextitem
     plugins = item.config.pluginmanager
@@ -274,10 +274,10 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the failure that pytest must report.
+    """Return the failure that pytest must report, which is usually the root cause.
 
     If the root cause is a skip or an expected failure, and another rank has failed unexpectedly, return the failure of the
-    other rank. Otherwise, return the root cause.
+    other rank.
     """
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
@@ -298,7 +298,7 @@ def _fail_bad_mark(reason: str) -> NoReturn:
 def _fail_without_traceback(text: str) -> NoReturn:
     """Fail the test.
 
-    If all frames of a traceback are hidden, pytest prints a text about hidden frames. So `_fail_without_traceback` does not
-    set `__tracebackhide__`.
+    `_fail_without_traceback` does not set `__tracebackhide__`, because pytest prints a text about hidden frames if all
+    frames of a traceback are hidden.
     """
     raise pytest.fail.Exception(text, pytrace=False) from None

@@ -205,8 +205,8 @@ class RankSession:
         If the test has failed, return the exception of the first failure. If the test was only skipped, or failed only as
         expected (xfail), return the exception of the skip or the xfail.
 
-        The rank does not send pytest's report to the controller. So if there is an exception, write the further failures,
-        the captured logging and the warnings of the test to stderr.
+        If there is an exception, also write the further failures, the captured logging and the warnings of the test to
+        stderr, because the rank sends only the exception to the controller.
         """
         failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
         # If a subtest is skipped and the test passes, the skip is not reported. Only the last report of each phase counts.

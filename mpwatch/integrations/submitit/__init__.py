@@ -15,8 +15,8 @@ hours before the other nodes start. Each further node, and each node that replac
     submit ----------------- sbatch ------------------------------------------->  writes 0.begun, calls it,
     _poll <--- 0.outcome, 1.outcome ------- mpwatch-1234abcd/ <-----------------  writes 0.outcome
 
-The folder of a job, such as mpwatch-1234abcd, contains pickles with the secret of the job. So only the user can read and
-write the folder. A pickle that another user has changed could run any code.
+The folder of a job, such as mpwatch-1234abcd, contains pickles with the secret of the job. Only the user of the driver can
+read and write the folder, because a pickle that another user has changed could run any code.
 
 Preemption: some time before a job loses its machines, SLURM sends the signal of submitit (SIGUSR2) to all processes of the
 job. A job loses its machines when SLURM takes them back, or when the time limit of the job is reached. After the signal of

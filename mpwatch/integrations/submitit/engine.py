@@ -79,7 +79,7 @@ class SubmititEngine:
     def cancel(self, number: int) -> None:
         """Cancel a node. If no other node of the same submitit job runs, also cancel the submitit job.
 
-        The driver closes the connection to a cancelled node. The node then ends, even if the submitit job continues.
+        A cancelled node ends even if its submitit job continues, because the driver closes the connection to the node.
         """
         with self._lock:
             self._futures[number].cancel()

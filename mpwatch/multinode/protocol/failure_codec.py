@@ -7,9 +7,9 @@ exception. For each exception in the ExceptionGraph, the receiver builds a stand
 name, text, notes, cause, context, group members, frames and builtin base classes of the original exception. The receiver
 does not import or run any code that is named in the received data.
 
-The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver may have a
-notebook cell with the same file name as the sender's cell. So the receiver stores the source lines under a new file name,
-such as "<ipython-input-1 on host2>".
+The sender also sends source lines that exist only in memory, such as the lines of a notebook cell. The receiver stores
+the sender's source lines under a new file name, such as "<ipython-input-1 on host2>", because a notebook on the receiver's
+node can use the same file name.
 """
 
 import builtins

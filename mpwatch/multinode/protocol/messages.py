@@ -292,7 +292,10 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class PublishedJobConfig:
-    """An entry in the store of the job: the options of the first node. Every other node must have the same options."""
+    """An entry in the store of the job: the options of the first node.
+
+    A node whose options differ from the options of the first node cannot join.
+    """
 
     hostname: str
     job_config: JobConfig
@@ -311,10 +314,10 @@ class RefusedNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """The name that the leader gives to a round. The leader writes the name into the store of this round.
+    """An entry in the store of a round: the name that the leader gives to the round.
 
-    If the job has a secret, the signature of each message depends on the name of the round. So a message is invalid if a
-    program has copied the message from another round.
+    If the job has a secret, the signature of each message depends on the name of the round. A signed message that a program
+    has copied from another round is invalid.
     """
 
     name: str

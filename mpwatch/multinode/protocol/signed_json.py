@@ -26,8 +26,7 @@ class InvalidEntryError(ValueError):
 class SecretMismatchError(InvalidEntryError):
     """Raised if this node and the writer of an entry do not have the same secret, for example if the writer has no secret.
 
-    The text of the exception describes the entry, but does not contain the entry's name. For example, the text is "not
-    signed, but this node has a secret".
+    The text of the exception, such as "not signed, but this node has a secret", does not contain the entry's name.
     """
 
 

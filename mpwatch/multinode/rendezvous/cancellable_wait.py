@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time limit of a wait. Another thread can end the wait early.
+    """The time at which a function stops waiting, unless another thread cancels the wait earlier.
 
     Args:
         at: seconds on the monotonic clock.

@@ -161,8 +161,7 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
 def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
     """Wait until the other nodes have left, but at most OTHERS_LEAVE_SECONDS.
 
-    Without this wait, torch's server may end while another node still uses the store. Then torch prints a page of C++
-    frames.
+    If torch's server ends while another node uses the store, torch prints a page of C++ frames on the other node.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
     while has_other_nodes() and time.monotonic() < deadline:

@@ -1,13 +1,13 @@
 """Make torch's rendezvous work even if the clocks of hosts differ, or if somebody sets a clock during the rendezvous.
 
 torch's shared state contains times of the nodes' own clocks: the time of each node's last heartbeat, and the time at which
-the wait for more nodes ends. Each node compares the times of other nodes with its own clock. Without this module, torch
-would remove a live node whose clock is behind the clocks of other nodes.
+the wait for more nodes ends. torch compares the times of other nodes with the local clock. Without this module, torch would
+remove a live node whose clock is behind the clocks of other nodes.
 
-LocalClockBackend is a layer between torch and the store, and replaces the times in the state. It replaces the time of a
-heartbeat by the local time at which this node first read this heartbeat. It replaces the end of the wait for more nodes by
-the local time at which this node first read this end, plus the duration of the wait. When torch writes the state,
-LocalClockBackend replaces each local time by the original time again, unless torch has changed the local time:
+LocalClockBackend is a layer between torch and the store, and replaces the times in the state. For torch, a heartbeat was
+sent when this node first read the heartbeat from the store. For torch, the wait for more nodes begins when this node first
+reads the end of the wait from the store. When torch writes the state, LocalClockBackend writes the times that torch has
+changed, and leaves all other times in the store as they are:
 
     torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
@@ -37,7 +37,7 @@ class _ForeignTime:
         self.local = written
 
     def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
-        """Return when this node first read `written`, as a time of the local clock. Add the duration `later` to this time.
+        """Return the sum of `seen_at` and `later`, as a time of the local clock.
 
         If somebody sets the local clock forward by an hour, the following calls return times that are one hour later.
         """
@@ -77,8 +77,7 @@ class LocalClockBackend(RendezvousBackend):
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Write the state to the store.
 
-        `get_state` has replaced the times from the store by local times. Before `set_state` writes the state, it replaces
-        each local time by the original time again, unless torch has changed the local time.
+        `set_state` writes the times that torch has changed, and leaves all other times in the store as they are.
         """
         response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:

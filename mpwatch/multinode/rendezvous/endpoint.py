@@ -1,13 +1,9 @@
 """Find the store with plain sockets, before torch connects to the store.
 
 If torch's client cannot connect, its error text consists of pages of C++ frames. If another program listens at the endpoint,
-torch's client waits without limit. Before torch connects, this module checks three conditions:
-
-- The name of the endpoint can be resolved.
-- A program listens at the endpoint.
-- The listening program is a store.
-
-Each check has a time limit and can be cancelled. This module does not import torch.
+torch's client waits without limit. Before torch connects, `resolve` looks up the addresses of the endpoint, and `find_store`
+searches these addresses for a store. `resolve` and `find_store` end soon after their deadline. This module does not import
+torch.
 """
 
 import errno
@@ -114,9 +110,8 @@ def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.so
     Raises OSError if the socket cannot listen. If the port is taken, the exception's attribute `errno` is EADDRINUSE.
 
     If the endpoint is an address of this machine, the socket listens only on this address. If the endpoint is a name, the
-    socket listens on all addresses of this machine. The reason is that this machine and other machines may resolve the name
-    to different addresses. For example, a Debian machine resolves its own name to a loopback address, which other machines
-    cannot use.
+    socket listens on all addresses of this machine, because other machines can resolve the name to another address than this
+    machine. For example, a Debian machine resolves its own name to a loopback address, which other machines cannot use.
     """
     if local_address and local_address[1][0] == endpoint.host:
         return socket.create_server(local_address[1], family=local_address[0], backlog=socket.SOMAXCONN)

@@ -1,7 +1,7 @@
 """Open the store of a rendezvous: serve the store, or connect to it as soon as another node serves it.
 
-`open_store` tries again until the deadline, because the node that serves the store may start later than this node. It also
-tries again if the name of the endpoint cannot be resolved, because name servers may not know a new node yet.
+`open_store` tries again until the deadline, because the node that serves the store may start later than this node. If the
+name of the endpoint cannot be resolved, `open_store` also tries again, because name servers do not know a new node at once.
 """
 
 import time

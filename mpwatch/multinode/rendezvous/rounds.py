@@ -62,8 +62,8 @@ class WaitReport:
 class Round:
     """One round of the job, as this node sees it.
 
-    If a node leaves while the round forms, the nodes may see different sizes of the round. The leader, the node with group
-    rank 0, has the correct `group_world_size`.
+    If a node leaves while the round forms, the nodes may see different sizes of the round. `group_world_size` is always
+    correct on the leader, which is the node with group rank 0.
     """
 
     store: PrefixedStore
@@ -171,7 +171,7 @@ class DynamicRendezvous:
             self._deadline = self._wait_report = None
 
     def _on_state(self, state: State) -> None:
-        """Record the state that torch has read.
+        """Save the state that torch has just read, and raise an exception if the join must end.
 
         During a join, this method is called at least once a second. If the join was cancelled, raises CancelledError. If the
         deadline has passed and the job has no room for this node, raises _NoRoomError.
@@ -209,7 +209,7 @@ class DynamicRendezvous:
     def _is_still_complete(self, info: RendezvousInfo) -> bool:
         """Return whether all nodes are still in the round.
 
-        Another node may leave before this node sees that the round is complete.
+        Another node can leave before this node sees that the round is complete.
         """
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 

@@ -70,7 +70,8 @@ class StoreConnection:
     def get_store(self) -> Store:
         """Return torch's store. Raises StoreLostError if the connection is closed.
 
-        Do not keep the returned store. Any reference to the store keeps its server alive, even a reference in a traceback.
+        Do not save the returned store in an attribute. Any reference to the store keeps its server alive, even a reference
+        in a traceback.
         """
         if self._store is None:
             raise self._make_error()
@@ -130,7 +131,7 @@ class StoreConnection:
         self.release()
 
     def release(self) -> None:
-        """Release the store without shutting down the connection. Other code may still use the connection."""
+        """Release the store, but leave the connection open for the user's handler."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
@@ -139,7 +140,7 @@ class StoreConnection:
 class PrefixedStore(Store):
     """A store that adds `prefix` to each key, and then uses the store of the StoreConnection.
 
-    The methods raise StoreLostError instead of torch's errors. After the StoreConnection is closed, the methods also raise
+    The methods raise StoreLostError instead of torch's errors. After the StoreConnection is closed, each method raises
     StoreLostError. A PrefixedStore does not keep the store's server alive.
     """
 
@@ -226,7 +227,10 @@ def open_tcp_store(
         return StoreConnection(store, sockets, endpoint)
 
     def end_stuck_connections(is_late: bool) -> None:
-        """Set the silence timeout of the connection that torch is making. If `is_late` is True, end the connection now."""
+        """Let the kernel end torch's new connection if no answer comes for `silence_timeout` seconds.
+
+        If `is_late` is True, end the connection now.
+        """
         for connection in _find_connected(_list_sockets() - sockets_before[0], endpoint.port) if sockets_before else ():
             with suppress(OSError), connection:
                 end_connection_after_silence(connection, silence_timeout)

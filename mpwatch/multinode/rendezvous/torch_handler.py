@@ -67,7 +67,7 @@ class JoinTimeouts(RendezvousTimeout):
 class _NodeIdGenerator(_NodeDescGenerator):
     """Makes the id of a node from its address, its pid and a random number.
 
-    The random number is necessary because two nodes in containers of one machine may have the same address and pid.
+    Without the random number, two nodes in containers of one machine could have the same id.
     """
 
     def generate(self, local_addr: str | None = None) -> Node:
@@ -136,7 +136,7 @@ class Handler(DynamicRendezvousHandler):
 
 
 class _NullStore(Store):
-    """A store that keeps no values. torch's handler writes an address into the store. mpwatch does not use this address."""
+    """A store that keeps no values, because mpwatch does not use the values that torch's handler writes."""
 
     def set(self, key: str, value: str) -> None:
         """Ignore the value."""

@@ -51,7 +51,7 @@ def dump_state(state: State) -> bytes:
 def _check_state(state: State) -> None:
     """Check the types of all parts of a state.
 
-    If a part has the wrong type, raises ValueError. If a part is missing, raises AttributeError.
+    If a value has the wrong type, raises ValueError. If an attribute is missing, raises AttributeError.
     """
     _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
     _require(state.deadline is None or _is_time(state.deadline))

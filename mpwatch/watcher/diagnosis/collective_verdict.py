@@ -415,8 +415,8 @@ def _find_absent(
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
     """Select from `keys` the collectives in which ranks wait for one another.
 
-    Each rank that has not called a selected collective waits in another selected collective. For example, select A and B if
-    rank 0 waits in A and has not called B, and rank 1 waits in B and has not called A.
+    If a rank has not called one of the selected collectives, this rank waits in another selected collective. For example,
+    select A and B if rank 0 waits in A and has not called B, and rank 1 waits in B and has not called A.
     """
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}

@@ -3,14 +3,16 @@
 A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
 selector returns descriptors in the order in which they became ready. So the watcher can estimate when a rank died:
 
-- If the watcher reads a message before it notices a death, the rank probably died after the time stamp of the message.
-- If the watcher notices a death and then reads a message in the same wake-up, the rank probably died before the time stamp
-  of the message.
+- If the watcher reads a message FAILING of any rank before it notices a death, the dead rank probably died after the time
+  stamp of the message.
+- If the watcher notices a death and then reads a message FAILING in the same wake-up, the dead rank probably died before the
+  time stamp of the message.
 
 If a death causes an exception in another rank, the estimated time of the death is usually earlier than the exception.
 
 A message can arrive much later than its time stamp. However, the time of a death is never earlier than the first signal that
-the watcher sent to the rank. Without this limit, a rank that the watcher killed could look like the first failure.
+the watcher sent to the rank. If the time were earlier than this signal, a rank that the watcher killed could look like the
+first failure.
 """
 
 import math
@@ -27,7 +29,7 @@ class DeathClock:
         self._latest_stamp = 0.0
 
     def start_wakeup(self) -> None:
-        """Begin a new wake-up. `record_message` no longer changes the times of deaths that are already recorded."""
+        """Begin a new wake-up. `record_message` changes only the times of deaths that were recorded after this call."""
         self._deaths.clear()
 
     def record_death(self, observed: RankObservations) -> None:
@@ -38,8 +40,8 @@ class DeathClock:
     def record_message(self, stamp: float) -> None:
         """For each death that was recorded in this wake-up, set the estimated time `died_at` to a time before `stamp`.
 
-        `stamp` is the time stamp of a message that the watcher has just read. If the watcher had read an older message
-        before it noticed the death, `died_at` does not become earlier than the time stamp of the older message.
+        `stamp` is the time stamp of a message FAILING that the watcher has just read. However, `died_at` is never earlier
+        than a time stamp that was recorded before the death.
         """
         limit = stamp
         for earliest, observed in reversed(self._deaths):

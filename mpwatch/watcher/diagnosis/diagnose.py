@@ -13,8 +13,8 @@ only if the rules before it leave a tie:
 
 If all failures only report that a peer was late, mpwatch blames the rank that was late (stragglers.py).
 
-This module unpickles exceptions and return values, which runs user code. The user code may take any time, because no rank
-waits for the watcher while the user code runs.
+This module unpickles exceptions and return values, which runs user code. Slow user code delays no rank, because no rank
+waits for the diagnosis.
 """
 
 import signal
@@ -189,9 +189,8 @@ def build_success(
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return the verdict on ranks whose collectives did not fit together, or None.
 
-    If a verdict has ended the attempt, return this verdict. If a newer verdict has the same `finding` as this verdict,
-    return only the newer verdict. A newer verdict can name more ranks, because more ranks have reported their collectives
-    since the older verdict.
+    If a verdict has ended the attempt, return this verdict, or a newer verdict that has the same `finding`. A newer verdict
+    can name more ranks, because more ranks have reported their collectives since the older verdict.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict

@@ -133,7 +133,7 @@ class AttemptObservations:
 
     @property
     def healthy_seconds(self) -> float:
-        """The time in seconds from `all_ready_at` to `stopped_at`. If one of these times is None, the value is 0."""
+        """The time in seconds from `all_ready_at` to `stopped_at`, or 0 if `all_ready_at` or `stopped_at` is None."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
     @property

@@ -119,10 +119,10 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames. The crash may have happened in a forked child of the rank.
+        """The stack of the last crash, without mpwatch's frames.
 
-        Python 3.14 and newer also write native frames. The stack includes the native frames of the crashed C code, but no
-        other native frames.
+        If a forked child of the rank has crashed, the last crash can be the crash of this child. Python 3.14 and newer also
+        write native frames. The stack includes the native frames of the crashed C code, but no other native frames.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -135,9 +135,10 @@ class StackDumpParser:
 
     @property
     def unforwarded_output(self) -> bytes:
-        """What the rank's interpreter printed at its start. After the watcher has sent this output to the rank: empty bytes.
+        """What the rank's interpreter printed at its start.
 
-        The rank itself writes the output to its stderr, as soon as the watcher has sent the output to the rank.
+        After the watcher has sent this output to the rank, the value is empty. When the rank receives the output, the rank
+        writes the output to its stderr.
         """
         return self.startup_output if self.main_thread else bytes(self._data)
 

@@ -37,7 +37,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Ignore that ranks were silent before `now`, because a debugger or Ctrl-Z had stopped these ranks."""
+        """Measure the silence of each rank again from `now`, because a debugger or Ctrl-Z had stopped the ranks."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False
@@ -46,7 +46,7 @@ class Heartbeats:
         self.silent_ranks.clear()
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
-        """Return the numbers of the running `ranks` whose heartbeats must be read now."""
+        """Return the running ranks whose heartbeats must be read now."""
         # If a reading comes so late, neither the calling program nor its ranks could run. No rank is to blame.
         was_suspended = now > self.due_at + SUSPENDED_SECONDS
         self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
@@ -56,9 +56,9 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Add the time of a rank's last heartbeat.
+        """Record when a rank has sent its last heartbeat.
 
-        Return True if the second reading is complete, and at least one rank is silent.
+        Return True if all heartbeats have been read the second time, and at least one rank was silent at the second reading.
         """
         self._unread.discard(rank)
         if beat_at is not None:

@@ -3,8 +3,8 @@
     event loop --- event, time ---> StateMachine.handle            ---> actions for the event loop
                --- time ----------> StateMachine.handle_deadline   ---> actions for the event loop
 
-transitions.py has the tables, the drawings and the rules. heartbeats.py is the part for `heartbeat_timeout`.
-run_controller.py, and not the machine, decides whether failed ranks are restarted.
+transitions.py has the tables, the drawings and the rules. heartbeats.py finds the ranks that exceed `heartbeat_timeout`.
+StateMachine does not decide whether failed ranks are restarted, because run_controller.py makes this decision.
 
 Guarantees:
 
@@ -12,12 +12,12 @@ Guarantees:
   deadline, but an open prompt of a debugger can suspend this deadline. The stage AWAITING_DECISION has no deadline, because
   the user code that decides about a restart can take any time.
 - A failure is secondary if another rank may have caused it. In a run, the attempt ends at once if a rank has a failure that
-  is not secondary. After a secondary failure, the machine waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a
-  WorkerGroup, the machine waits at most ROOT_CAUSE_WAIT_SECONDS after the first failure. If each rank of a WorkerGroup
-  returns or raises an exception within ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
+  is not secondary. After a secondary failure, StateMachine waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a
+  WorkerGroup, StateMachine waits after any first failure, at most ROOT_CAUSE_WAIT_SECONDS, for the answers of the other
+  ranks. If each rank of a WorkerGroup returns or raises an exception within ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
 - In one call, or in one attempt of a run, each rank gets at most one DumpStacks, one SIGTERM, one SIGKILL and one
   AbandonRank.
-- If a rank reports a failure before the machine stops the ranks, the result of the call contains this failure.
+- If a rank reports a failure before StateMachine stops the ranks, the result of the call contains this failure.
 """
 
 import math
@@ -41,7 +41,7 @@ from mpwatch.watcher.machine.transitions import (
 
 
 class StateMachine:
-    """The state machine of one restart group, for all starts and all calls of its ranks.
+    """Decides which ranks of one restart group are started, called, stopped and killed, and when.
 
     Args:
         ranks: global ranks of the group. There are none if the ranks are unknown before the first Restart.
@@ -132,7 +132,10 @@ class StateMachine:
 
     @property
     def _lease_deadline(self) -> float:
-        """The time at which the machine stops or kills the ranks if no new Lease comes. Infinity if there are no ranks."""
+        """The time at which StateMachine stops or kills the ranks if no new Lease comes.
+
+        If there are no ranks, this time is infinite.
+        """
         if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf
         return self._lease.stop_at if self.is_call_running() else self._lease.kill_at
@@ -256,7 +259,7 @@ class StateMachine:
     def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
         """Move ranks of a WorkerGroup to another state machine.
 
-        Call this method only while neither of the two state machines has a call.
+        Call this method only if the old and the new state machine of the ranks have no running call.
         """
         for rank in ranks:
             other.phase_table.add(rank, self.phase_table.remove(rank))
@@ -436,10 +439,10 @@ class StateMachine:
         )
 
     def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
-        """Record that the ranks are asked to return. If there are no ranks and the request comes from this node, finish.
+        """Record the first request that the ranks of a running call return.
 
-        A request from the leader of the job does not make this node finish, because all nodes decide together whether they
-        start ranks or finish.
+        If the request comes from this node while there are no ranks, change to the stage FINISHED. A request from the leader
+        of the job does not change the stage, because all nodes decide together whether they start ranks or finish.
         """
         if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
             signum = signal.SIGTERM if event.signum is None else event.signum
@@ -577,7 +580,7 @@ class PhaseTable:
         return [rank for rank, current in self.phases.items() if current is phase]
 
     def move_all(self, phase: RankPhase, *, to: RankPhase) -> list[int]:
-        """Move all ranks that are in `phase` to the phase `to`. Return these ranks."""
+        """Move all ranks of one phase to another phase. Return these ranks."""
         ranks = self.ranks_in(phase)
         for rank in ranks:
             self.set_phase(rank, to)
@@ -590,7 +593,7 @@ class PhaseTable:
         self.phases[rank] = phase
 
     def add(self, rank: int, phase: RankPhase) -> None:
-        """Add a rank that comes from another table."""
+        """Add a rank that was removed from another PhaseTable."""
         self.phases[rank] = phase
         self.counts[phase] += 1
 

@@ -8,7 +8,7 @@ Rules:
    event.
 2. If TRANSITIONS does not list an event, StateMachine raises IllegalEventError. Such an event can come only if mpwatch has a
    bug.
-3. Each restart group has one StateMachine, and is in one `RunStage`.
+3. Each StateMachine is in one `RunStage`, which is the stage of all its ranks.
 4. Each event of a rank has a `generation`: 0 for the first start of the rank, 1 for the second start, and so on.
    StateMachine ignores events of an earlier generation, because a restart has replaced the process that sent these events.
 5. The methods of StateMachine read no clock, know no pids, use no pipes and send no signals.
@@ -54,8 +54,8 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions ar
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-In a WorkerGroup, each running call has its own state machine for the ranks of this call. The idle ranks belong to one or
-more other state machines.
+In a WorkerGroup, each running call has its own state machine for the ranks of this call. The ranks that have no call belong
+to one or more other state machines.
 
 On several nodes, a state machine has no ranks at first, and its first stage is AWAITING_DECISION. All nodes decide together
 which ranks start.
@@ -93,7 +93,7 @@ class RankPhase(Enum):
 
 
 class RunStage(Enum):
-    """The stage that all ranks of one restart group share."""
+    """The stage of one StateMachine and of all its ranks."""
 
     IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()
@@ -201,7 +201,7 @@ class InterruptCause(Enum):
 class Interrupted:
     """The run or the call is interrupted.
 
-    The machine acts as if the signal `signum` had come. `cause` does not change how the machine acts.
+    StateMachine acts as if the calling program had received the signal `signum`. The actions do not depend on `cause`.
     """
 
     signum: int
@@ -345,7 +345,7 @@ class ReadHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the rank's process group. SIGINT is sent only to the rank itself."""
+    """Send SIGINT to the rank's own process, or any other signal to the rank's process group."""
 
     rank: int
     signum: int

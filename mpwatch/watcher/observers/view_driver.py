@@ -152,7 +152,7 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If `do` raises an exception, remove the view and log a warning.
+        """Call a function that uses the view. If the function raises an exception, remove the view and log a warning.
 
         If the exception belongs to a class in the tuple ENDS_RUN, such as KeyboardInterrupt, keep the view and raise the
         exception again.

@@ -5,9 +5,9 @@ There are two modes:
     passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
     line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
 
-If the mode of a call is not known when the first rank prints, the output of this rank is held back for at most HOLD_SECONDS.
-If a second rank prints within HOLD_SECONDS, line mode begins. Otherwise passthrough mode begins. Passthrough mode changes to
-line mode as soon as a second rank prints. Line mode stays until the end of the call.
+If a call has no mode at first, the output of the first rank that prints is held back for at most HOLD_SECONDS. If a second
+rank prints within HOLD_SECONDS, line mode begins. Otherwise passthrough mode begins. Passthrough mode changes to line mode
+as soon as a second rank prints. Line mode stays until the end of the call.
 
 In line mode, LineAssembler keeps only the latest update of a progress bar. A new update of the progress bar is shown as a
 separate line, at most once in SHOW_SECONDS. The last update of a progress bar is always shown.

@@ -87,7 +87,7 @@ class OutputThread:
     def hold(self, is_held: bool) -> None:
         """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
 
-        While output is held back, the output thread only runs jobs. Jobs such as `_drain_all` still read and write output.
+        While output is held back, the output thread reads pipes and writes output only in jobs such as `_drain_all`.
         """
         self._is_held = is_held
 
@@ -268,7 +268,7 @@ class OutputThread:
                 break
 
     def _read(self, pipe: OutputPipe) -> int:
-        """Read once from the pipe. Pass the bytes to the log file and the multiplexer. Return the number of bytes."""
+        """Read once from the pipe. Pass the bytes to the log file and the multiplexer. Return how many bytes were read."""
         self._is_drained = False
         data = pipe.read(READ_SIZE) if pipe.is_polled else None
         if data:
@@ -309,7 +309,7 @@ class OutputThread:
                 self._call_sink(stream, partial(sink.write, data))
 
     def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
-        """Call a method of a sink.
+        """Call the method `write` or `flush` of a sink.
 
         If the method of the sink raises an exception or returns False, log a warning and write nothing more to the sink.
         """

@@ -114,9 +114,9 @@ class RankOutput:
     def hold(self, *, is_held: bool) -> None:
         """If `is_held` is True, hold back the ranks' output. If `is_held` is False, write output as usual.
 
-        Output is held back while a debugger's prompt is open. While output is held back, the output thread only runs jobs.
-        The jobs that `drain_all` and `end_rank` post still read and write output. If a rank prints into a full pipe, the
-        rank waits.
+        Output is held back while a debugger's prompt is open. While output is held back, the output thread reads pipes only
+        in the jobs that `drain_all`, `end_rank` and `stop_when_drained` post. If a rank prints into a full pipe, the rank
+        waits.
         """
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))

@@ -40,7 +40,7 @@ class Sink(Protocol):
         """Flush the stream. Raises any exception that the stream raises."""
 
     def close(self) -> None:
-        """Release the sink's own resources. The caller's stream stays open."""
+        """Close the sink, and leave the caller's stream open."""
 
 
 def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:

@@ -27,9 +27,9 @@ class Binding(NamedTuple):
 
     cpus: frozenset[int]
     core_share: int
-    """How many physical cores the rank has for itself. At least 1."""
+    """How many physical cores the rank gets if all ranks on a core share the core equally. At least 1."""
     cpu_share: int
-    """How many CPUs the rank has for itself. At least 1."""
+    """How many CPUs the rank gets if all ranks on a CPU share the CPU equally. At least 1."""
 
 
 def bind_rank(
@@ -148,7 +148,7 @@ def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list
 
 
 def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: int) -> Binding:
-    """Return the Binding of this rank: its CPUs, and how many cores and CPUs the rank has for itself."""
+    """Return the Binding of this rank: its CPUs, its share of the cores, and its share of the CPUs."""
     own, counts = sets[rank], Counter(sets)
 
     def count_users(cpus: Collection[int]) -> int:
@@ -160,7 +160,7 @@ def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: i
 
 
 def _add_shares(users: Counter[int]) -> int:
-    """Return how many cores (or CPUs) the rank has for itself. Return at least 1.
+    """Return the sum of the rank's shares of cores or of CPUs. Return at least 1.
 
     Example: the rank uses 4 cores alone, and shares 6 cores with one other rank. For this example, `users` is {1: 4, 2: 6},
     and the result is 4 + 6 // 2 = 7.

@@ -42,7 +42,7 @@ class CollectiveSockets:
         return self._requests is not None
 
     def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
-        """Start to use a socket that the rank has sent as a descriptor. Raises OSError.
+        """Begin to use the request socket or the crash socket, whose descriptor the rank has sent. Raises OSError.
 
         From now on, this object owns the descriptor `fd`, and will close `fd`.
 
@@ -64,7 +64,7 @@ class CollectiveSockets:
         selector.add(end.fileno(), on_readable)
 
     def ask(self) -> bool:
-        """Ask the rank for its collectives. Return False if the rank cannot be asked.
+        """Ask the rank for its collectives. Return False if the request socket cannot be used.
 
         If the rank has not answered the previous request yet, send no second request.
         """

@@ -57,7 +57,7 @@ class Guardian:
         self._send(b"+%d\n" % pgid)
 
     def release(self, pgid: int) -> None:
-        """Undo `guard`, because the process group is dead and its number may soon belong to another group."""
+        """Cancel the order to kill this process group, because the group is dead and a new group can get its number."""
         self._send(b"-%d\n" % pgid)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:

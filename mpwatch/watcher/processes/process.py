@@ -6,8 +6,8 @@ A rank is an ordinary multiprocessing.Process of the spawn context. So `multipro
 and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
 points:
 
-- The rank does not import the `__main__` module of the calling program. The start of a rank does not set multiprocessing's
-  start method in the calling program.
+- The rank does not import the `__main__` module of the calling program. After mpwatch has started a rank, the
+  calling program can still call `multiprocessing.set_start_method`.
 - From its first instruction on, the rank leads its own process group, so a signal to the group also reaches the processes
   that the rank starts. Before the rank's first instruction, mpwatch also sets the CPUs, the environment, stdin, stdout and
   stderr of the rank. The rank's stdin is empty.
@@ -66,7 +66,7 @@ class RankPopen(Popen):
     """The child process of one rank: its pid, sentinel, signals, exit code and reaping.
 
     Any thread of the calling program may call the methods of multiprocessing: `poll`, `wait`, `terminate`, `kill` and
-    `close`. Only the watcher thread calls the methods that mpwatch adds, such as `reap`.
+    `close`. Only the thread that executes the event loop calls `reap`, `abandon` and `read_exit_code`.
 
     Attributes:
         name: the name of the multiprocessing.Process.
@@ -273,8 +273,8 @@ class RankPopen(Popen):
     def _wait_for_status(self) -> tuple[int, int]:
         """Return the pid and the status that waitpid returns for a dead rank.
 
-        A debugger of the rank can delay the status, so wait at most DEBUGGER_SECONDS for the status. The status can also be
-        late if the sentinel is a pipe, because the kernel closes this pipe shortly before the rank is dead.
+        A debugger of the rank can delay the status, so wait at most DEBUGGER_SECONDS for the status. If the sentinel is a
+        pipe, the kernel closes this pipe shortly before waitpid can return the status.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:

@@ -349,8 +349,8 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in this thread until the context ends. Use this context manager to start a process.
 
-    A scheduler such as SLURM may send a signal to the watcher and to all ranks, but only the watcher should handle it. In
-    the new process, the signals in `numbers` are blocked too, so they cannot end the process. The program of a rank first
+    A scheduler such as SLURM can send a signal to the watcher and to all ranks. The ranks must ignore this signal. In the
+    new process, the signals in `numbers` are blocked too, so they cannot end the process. The program of a rank first
     ignores these signals, and then unblocks them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

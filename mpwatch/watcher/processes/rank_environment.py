@@ -1,6 +1,7 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has five parts. If several of the parts 1 to 4 have the same variable, the last of these parts decides.
+A rank's environment has five parts. If two of the parts 1 to 4 set the same variable, the rank gets the value from the later
+part.
 
 1. The environment of the calling program.
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
@@ -98,7 +99,8 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
 def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
     """Return a RankSetup for each Worker, with the whole environment of its rank and the CPUs from the option `bind`.
 
-    If the user's `env` sets MASTER_ADDR or MASTER_PORT, the Workers in the returned RankSetups have the same values.
+    In the returned RankSetups, MASTER_ADDR and MASTER_PORT from the user's `env` replace the Worker's `master_addr` and
+    `master_port`.
 
     Args:
         spec: the options.

@@ -118,7 +118,7 @@ class RankHandle:
             self._register(self.channel.fileno(), self._on_message)
 
     def reset_observations(self) -> RankObservations:
-        """Create and return empty observations for a new call."""
+        """Replace the RankObservations of the previous call by a new object for the next call, and return the new object."""
         before = self.observations
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
@@ -264,7 +264,9 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self, request: int) -> None:
-        """Make faulthandler write the main thread's stack, if the rank has not begun to answer the stack request `request`.
+        """Make faulthandler write the main thread's stack, if the rank has written nothing since the latest stack request.
+
+        Do nothing if `request` is not the number of the latest stack request.
 
         While the main thread runs C code, Python runs no signal handler, so only faulthandler can write the stack. If the
         rank has begun to write its stacks, its main thread can be in the signal handler, which is Python code. In this case,

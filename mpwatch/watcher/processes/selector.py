@@ -1,15 +1,15 @@
-"""The place where the event loop waits.
+"""Waits until at least one descriptor of the event loop is readable.
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - If mpwatch passed all descriptors to `wait`, each call of `wait` would register all descriptors again.
 - The selector keeps its set of descriptors in the kernel (epoll). The kernel lists the ready descriptors in the order in
   which they became ready. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0
-  first. The watcher may read the list much later.
+  first. The kernel keeps this order until the watcher reads the list.
 
 The kernel's list contains each descriptor only once. For example, rank 1 sends a message, then rank 0 dies, then rank 1
 sends a second message. The kernel lists rank 1 before rank 0, so the watcher reads both messages before it notices the
-death. If the kernel lists a death first, however, the death came before all messages that the watcher reads after it.
+death. But if the kernel lists the death of rank 0 before rank 1, rank 0 died before rank 1 sent its unread messages.
 """
 
 import selectors
@@ -22,7 +22,7 @@ LONGEST_WAIT = 86_400.0  # seconds; poll(2) takes milliseconds in an int, which 
 
 
 class Selector(Generic[T]):
-    """A context manager with the descriptors that a thread waits for, and their handlers."""
+    """Waits for descriptors, and returns the handler of each readable descriptor. A Selector is a context manager."""
 
     def __init__(self) -> None:
         self._selector: Any = selectors.DefaultSelector()  # epoll or kqueue: another poll can wait for its descriptor

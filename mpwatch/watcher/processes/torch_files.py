@@ -23,9 +23,10 @@ have no name in /dev/shm.
 5. the file's count of users is 0
 
 The kernel can give the pid of a dead process to a new process. Also, two containers that share /dev/shm can each have a
-process with the same pid. So conditions 1 to 3 are not enough. Conditions 4 and 5 ensure that mpwatch removes no file that a
-process still needs. With the strategy file_descriptor, the process that makes a file keeps the file open until it unlinks
-the file. With the strategy file_system, the count of users is above 0 while the file is in use.
+process with the same pid. So a living process can still need a file for which conditions 1 to 3 hold. Conditions 4 and 5
+ensure that mpwatch removes no file that a process still needs. With the strategy file_descriptor, the process that makes a
+file keeps the file open until it unlinks the file. With the strategy file_system, the first bytes of a file contain a
+count, and this count is above 0 while a process uses the file.
 
 If the watcher cannot find out whether it may remove a file, the file stays in /dev/shm. If the watcher itself is killed, all
 files stay in /dev/shm.

@@ -29,9 +29,9 @@ def merge_results(
     Without `keep_going`, the result has return values only if all ranks have returned.
 
     `restartable_groups` contains the lowest rank of each failed restart group that mpwatch may restart. The root cause of
-    the run is the earliest root cause of the groups that are not in `restartable_groups`. If none of these groups has a root
-    cause, the root cause of the run is the earliest one of the groups in `restartable_groups`. If one of several groups has
-    timed out, the run has no root cause.
+    the run is the earliest root cause of the groups outside `restartable_groups`. If no group outside `restartable_groups`
+    has a root cause, the root cause of the run is the earliest root cause of all groups. If one of several groups has timed
+    out, the run has no root cause.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:

@@ -47,7 +47,7 @@ class RestartDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCounters:
-    """Counters of the earlier attempts of a restart group."""
+    """What a RestartBudget remembers of the failed attempts of its restart group."""
 
     restarts_used: int = 0
     """Restarts since the first start, or since `reset_after` has set the count to 0."""

@@ -136,7 +136,7 @@ class RestartGroup:
     ) -> AttemptObservations:
         """Return what the watcher has observed of the ranks since their last start.
 
-        In a WorkerGroup, return what the watcher has observed in the last call of the ranks.
+        In a WorkerGroup, return what the watcher has observed since the ranks got their last call.
         """
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(

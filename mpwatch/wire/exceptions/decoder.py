@@ -165,9 +165,10 @@ def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
 
 
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
-    """Create a stand-in: an exception with the same text, and a new class with the same name and builtin base classes.
+    """Create a stand-in for an exception that cannot be rebuilt from its pickles.
 
-    For example, `except ValueError` also catches the stand-in of a ValueError.
+    The stand-in has the text of the original exception. The class of the stand-in has the name of the original class, and is
+    derived from the same builtin classes. For example, `except ValueError` also catches the stand-in of a ValueError.
     """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}

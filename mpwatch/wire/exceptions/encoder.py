@@ -212,7 +212,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Do nothing. If an attribute does not exist, `_pickle_whole` uses this function in place of the attribute's value."""
+    """Do nothing. `_pickle_whole` uses this function as the value of an attribute that the rebuilt exception lacks."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -61,7 +61,9 @@ def make_frame(
     is_hidden: bool = False,
     span: Span | None = None,
 ) -> Frame:
-    """Return a dictionary in the format of `tblib.Traceback.to_dict`. Add "co_qualname", "co_firstlineno" and "span".
+    """Return a dictionary in the format of `tblib.Traceback.to_dict`.
+
+    The dictionary also contains three values that this format lacks: "co_qualname", "co_firstlineno" and "span".
 
     Args:
         file: name of the file.

@@ -115,7 +115,7 @@ class Payload:
 
 
 class FdPlaceholder:
-    """A placeholder for a descriptor in the arguments of a call."""
+    """Replaces a descriptor in the pickled arguments of a call."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -135,10 +135,10 @@ _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that w
 
 
 class _SpawnPopenStub:
-    """Makes multiprocessing behave as if it were spawning a process in the current thread.
+    """Imitates the Popen object that multiprocessing uses while it spawns a process.
 
     mpwatch uses a _SpawnPopenStub while it pickles a call. Locks, queues, connections and tensors in shared memory can be
-    pickled only while multiprocessing spawns a process. os_support/cpython_private.py names the attributes that
+    pickled only while multiprocessing spawns a process. The module os_support/cpython_private.py names the attributes that
     multiprocessing reads from a _SpawnPopenStub.
     """
 
@@ -348,7 +348,10 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
 
 
 def _load_section(unpickler: pickle.Unpickler) -> Any:
-    """Unpickle a section, add its definitions to `__main__` and its source lines to `linecache`, and return its object."""
+    """Unpickle a section of a call, and return the object that the section contains.
+
+    Also add the section's functions and classes to the rank's `__main__`, and the section's source lines to `linecache`.
+    """
     content = unpickler.load()
     while names := unpickler.load():
         vars(sys.modules["__main__"]).update(names)

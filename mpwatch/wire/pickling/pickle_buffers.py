@@ -121,9 +121,9 @@ class PickleBundle:
     def _write_buffers(self) -> list[tuple[int, int]]:
         """Write all buffers into the file, and return the offset and the size of each buffer.
 
-        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. If two
-        buffers of the same part share memory, the file contains a separate copy of this memory for each of the two buffers.
-        So if the receiver changes one buffer, the other buffer keeps its content.
+        If objects in several parts share memory, such as slices of one tensor, this memory is written only once. Two buffers
+        of the same part are written separately even if they share memory, so the receiver can change one of them without
+        changing the other one.
         """
         starts = [first for _, first in self._parts]
         common_end = starts[0] if starts else len(self._buffers)
@@ -285,7 +285,8 @@ VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # 
 class LazyReducers(dict[type, "Callable[[Any], Any]"]):
     """The `dispatch_table` of a pickler. The table is filled when the pickler looks up a class for the first time.
 
-    pickle needs no `dispatch_table` for functions, strings and lists. So the table often stays empty.
+    pickle needs no `dispatch_table` for functions, strings and lists. For example, if pickle writes a list of strings,
+    `collect` is not called.
 
     Args:
         collect: the function that returns the reducers.

@@ -88,7 +88,7 @@ def _find_defining_module(cls: type) -> ModuleType | None:
 
 
 def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
-    """Move `__slots__` into the namespace from which the class is created.
+    """Move `__slots__` to the arguments with which the unpickler creates the class.
 
     Setting `__slots__` has no effect when the class already exists.
     """
@@ -134,8 +134,9 @@ class CallPickler(_ClassPickler):
     def _reduce_cached(self, obj: Any) -> Any:
         """If a function of `__main__` has the decorator lru_cache, pickle the function by value.
 
-        cloudpickle would pickle only the function's name. The rank could not find the function by its name, because the
-        rank's `__main__` does not contain the function yet.
+        Without `_reduce_cached`, cloudpickle pickles only the name of a function that has the decorator lru_cache. A rank
+        cannot find this function by its name, because the rank adds the caller's functions to its `__main__` only after it
+        has unpickled the function and the arguments of the call.
         """
         name = obj.__qualname__
         if self.main.get(name) is obj:
@@ -148,7 +149,7 @@ def _rebuild_cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 class AnswerPickler(_ClassPickler):
-    """Pickles in a rank. A function or class that came from the caller's `__main__` is pickled by name.
+    """Pickles in a rank. If a function or class came from the caller's `__main__`, the pickle contains only its name.
 
     Args:
         stream: the file that receives the pickle.
@@ -187,7 +188,7 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
 
 
 class _MainGlobals(dict[str, Any]):
-    """Makes functions of the caller's `__main__` use the global variables of the rank's `__main__`.
+    """Lets a function of the caller's `__main__` read and set the global variables of the rank's `__main__`.
 
     Without _MainGlobals, cloudpickle would give the caller's functions a new dict of global variables in the rank.
     """

@@ -2,8 +2,8 @@
 
 A return value is pickled into a bundle, which has two pickles: the name of the value's type, and the value.
 
-If a function or class came from the caller's `__main__`, the rank sends only its name back. So the caller gets the original
-function or class. If only cloudpickle can pickle a function or class, the rank sends it by value.
+If a function or class came from the caller's `__main__`, the rank sends back only its name. The watcher finds the caller's
+original function or class by this name. If only cloudpickle can pickle a function or class, the rank sends it by value.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ this object.
 
 Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If one
 object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers a part that does not belong
-to a cycle. For example, if the trainer also refers to a lock, the search returns the lock, and not the callback.
+to a cycle. For example, the search returns the trainer's lock, and not a callback that refers back to the trainer.
 """
 
 import functools
