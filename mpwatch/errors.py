@@ -26,7 +26,7 @@ class MpwatchError(Exception):
 
 
 class LaunchError(MpwatchError):
-    """The exception for ranks that could not be started.
+    """The exception that mpwatch raises if it cannot start the ranks.
 
     The text of a LaunchError says what went wrong, and what you can do.
     """

@@ -58,7 +58,7 @@ class WorkerGroup:
         env: extra environment variables for the ranks, or a function that returns them for a Worker.
         timeout: limit for each call in seconds, unless `run` sets another limit. None means no limit.
         heartbeat_timeout: the longest time in seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call of the
-            group. The limit holds from the rank's first heartbeat or report on. None means no limit.
+            group. In each call, the limit holds from the rank's first heartbeat or report on. None means no limit.
         grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank has the same time to answer after
             Ctrl-C, and to exit after `close`.
         start_timeout: limit in seconds for the start of an interpreter.
@@ -274,7 +274,8 @@ class WorkerGroup:
         """Ask the ranks to exit normally, and wait until they have exited. A second `close` does nothing.
 
         Submitted calls that have not begun are cancelled. `close` waits for running calls. If a rank has not exited after
-        `grace_period`, mpwatch sends SIGTERM to the rank. Raises RuntimeError in a fork of the process that made the group.
+        `grace_period`, mpwatch sends SIGTERM to the rank. Raises RuntimeError in a fork of the process that made the group,
+        or within a call of the group.
         """
         self._check_caller("close")
         handles = list(self._handles)

@@ -138,8 +138,8 @@ def map(
 
     A rank gets the next items as soon as the rank is free. mpwatch starts the ranks at the first call of `next` on the
     iterator, and stops them when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so
-    `fn` can load a model once and keep the model there. If `fn` is an object, do not keep a model in an attribute of `fn`.
-    After an item has failed, the rank gets a new copy of `fn`.
+    `fn` can load a model once and keep the model there. Do not keep a model in an attribute of `fn`, because the rank gets a
+    new copy of `fn` after an item has failed.
 
     An item fails if `fn` raises an exception, or if the rank dies while it works on the item. mpwatch restarts a rank that
     dies. A rank sends each value before the rank begins the next item, so at most one item fails when a rank dies. mpwatch

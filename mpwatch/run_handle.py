@@ -145,10 +145,12 @@ class RunHandle(_Handle[T]):
     def stop(self) -> None:
         """Stop the run, and wait until all its ranks and threads have ended.
 
-        If the run is over, wait only until its thread has ended. The ranks get SIGINT, as after Ctrl-C. A rank that has not
-        ended after `grace_period` gets SIGKILL. A second call of `stop` within `grace_period`, from any thread, sends
-        SIGKILL immediately. If `stop` has ended the run, `result()` raises RunFailedError. If `stop` has ended a run with
-        `check=False`, `result()` returns a result with the state STOPPED.
+        The ranks get SIGINT, as after Ctrl-C. A rank that has not ended after `grace_period` gets SIGKILL. A second call of
+        `stop` within `grace_period`, from any thread, sends SIGKILL immediately. If the run is already over, `stop` only
+        waits for the thread of the run.
+
+        If `stop` has ended the run, `result()` raises RunFailedError. With `check=False`, `result()` instead returns a
+        result with the state STOPPED.
 
         If an observer (`on_event`) of the run calls `stop`, the method only requests the end of the run, and returns
         immediately.
@@ -307,11 +309,13 @@ class CallHandle(_Handle[T]):
 
         The ranks of the call get SIGINT, as after Ctrl-C. If the function ends on all ranks of the call within
         `grace_period`, the processes of these ranks stay alive. If the function still runs on a rank after `grace_period`,
-        mpwatch stops all ranks of the group. With scope="worker", mpwatch stops only the ranks of the call. The next call
-        restarts the stopped ranks. A second call of `stop` within `grace_period`, from any thread, kills the ranks
-        immediately. If `stop` has ended the call, `result()` raises RunFailedError. If the WorkerGroup was made with
-        `check=False`, and `stop` has ended the call, `result()` returns a result with the state STOPPED. If `stop` has
-        cancelled the call, `result()` raises concurrent.futures.CancelledError.
+        mpwatch stops all ranks of the group, and the next call restarts these ranks. With scope="worker", mpwatch stops only
+        the ranks of the call, and restarts a stopped rank when another call needs this rank. A second call of `stop` within
+        `grace_period`, from any thread, kills the ranks immediately.
+
+        If `stop` has ended the call, `result()` raises RunFailedError. In a WorkerGroup with `check=False`, `result()`
+        instead returns a result with the state STOPPED. If `stop` has cancelled the call, `result()` raises
+        concurrent.futures.CancelledError.
 
         If an observer (`on_event`) of the group calls `stop`, `stop` does not wait for the end of the group's call.
 

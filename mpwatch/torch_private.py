@@ -147,9 +147,9 @@ def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
 
-    If `_stop_heartbeats` is missing, the other nodes may notice late that this node has left. mpwatch needs
-    `_keep_alive_timer` and `_thread` to wait for the end of the heartbeat thread. torch 2.4, 2.6, 2.9 and 2.13 have
-    `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
+    If `_stop_heartbeats` is missing, the other nodes may notice late that this node has left. With
+    `_keep_alive_timer` and `_thread`, mpwatch finds the heartbeat thread, and can wait for its end. torch 2.4,
+    2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread

@@ -123,8 +123,8 @@ class WorkerReady(Event):
 class CallStarted(Event):
     """A call of a function has begun in these ranks. Each rank calls the function as soon as the rank is ready.
 
-    With scope="group", a call has one CallStarted for all of its ranks. With scope="worker", a call has a separate
-    CallStarted for each of its ranks. If restarted ranks call the function again, there is no new CallStarted.
+    A call has one CallStarted for all of its ranks. In a run with scope="worker", a call has a separate CallStarted for each
+    of its ranks. If restarted ranks call the function again, there is no new CallStarted.
     """
 
 

@@ -57,14 +57,14 @@ class ScrollRegion:
         return f"{text}{SAVE_CURSOR}{WRAP_OFF}{drawn}{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"
 
     def release(self) -> str:
-        """Return the text that releases the reserved rows, so that the whole terminal scrolls again.
+        """Return the escape sequences that make the whole terminal scroll again, and erase the reserved rows.
 
         The returned text does not move the cursor. If no rows are reserved, the returned text is empty.
         """
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
     def recover(self) -> str:
-        """Return the text that releases the reserved rows, even if the last drawing is incomplete.
+        """Return what `release` returns, but in a form that also works after an incomplete drawing.
 
         After an incomplete drawing, the cursor may be inside the view. So the text contains the number of the view's first
         row, and the terminal erases this row and all rows below it. The returned text does not move the cursor. If no rows

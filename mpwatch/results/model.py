@@ -111,7 +111,7 @@ class Attempt:
 # There are two classes because the modules that make text, HTML and traces import this one, and `RunResult` imports them.
 @dataclass(frozen=True, repr=False)
 class RunData(Generic[T]):
-    """Everything known about a run that has ended, except its events. `mpwatch.run` returns a `RunResult` object.
+    """Everything known about a run that has ended, except its events. The subclass `RunResult` has the events, too.
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.

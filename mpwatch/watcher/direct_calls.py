@@ -124,7 +124,7 @@ class DirectCalls:
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer `ranks` for direct calls by the caller's threads, and stop reading the channels of these ranks.
+        """Let the caller's threads call these ranks directly. Stop reading the channels of the ranks.
 
         If `ranks` is None, offer all ranks for direct calls. Raises OSError.
         """

@@ -141,8 +141,8 @@ class PersistentRanks:
         return None only if `ranks` is not None and the option `backend` is set. See `lacks_process_group`.
 
         Raises LaunchError. Raises RuntimeError if the call needs to start ranks after the WorkerGroup was closed, or while
-        the program ends. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. Raises
-        the exception that a signal handler of the calling program raises for a signal during the call.
+        the program ends. Raises ValueError if mpwatch cannot install its handler for a signal that an option names. If
+        a signal handler of the calling program raises an exception during the call, `call` raises it, too.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -244,7 +244,7 @@ class PersistentRanks:
                 self._close(watcher_thread)
 
     def publish_run_ended(self, reason: str = "") -> None:
-        """Publish the event RunEnded, because there will be no more calls."""
+        """Publish the event RunEnded after the last call of the group."""
         restarts = max(0, self._restart_count)
         publish = self._event_bus.publish_run_ended
         run_until_handler_raises(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))

@@ -169,16 +169,17 @@ def should_stop(step: int) -> bool:
 def request_stop() -> bool:
     """Ask all ranks to save their state and return.
 
-    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. If a rank of a run calls
-    `request_stop`, mpwatch asks all ranks of this run to stop, on all nodes. If a rank of a WorkerGroup calls
-    `request_stop`, mpwatch asks all ranks that run the same call to stop. If a rank has started other ranks with
-    `mpwatch.run`, the rank's request does not stop these other ranks. The program that has started the ranks can call
-    `request_stop`, too. mpwatch then asks all working ranks of this program to stop, in every run and every WorkerGroup. To
-    stop a single run or call, use `RunHandle.request_stop` or `CallHandle.request_stop`.
+    After a call of `request_stop`, `should_stop` returns True on all ranks at the same step. The request of a rank in a run
+    is for all ranks of this run, on all nodes. The request of a rank in a WorkerGroup is for all ranks that run the same
+    call. If a rank has started other ranks with `mpwatch.run`, the rank's request does not stop these other ranks.
+
+    The program that has started the ranks can call `request_stop`, too. This request is for all unfinished runs of the
+    program, and for all calls of a WorkerGroup that have begun. To stop a single run or call, use `RunHandle.request_stop`
+    or `CallHandle.request_stop`.
 
     Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, another
-    call of `request_stop` changes nothing for these ranks. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`,
-    leave the loop over its results.
+    request changes nothing for these ranks. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop
+    over its results.
 
     Returns:
         Whether the request was sent to any rank. It is False if this process is no rank and has no ranks that work.

@@ -89,7 +89,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     Raises:
         TypeError: the strategy has another class, or an option does not exist.
         ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Trainer and Fabric
-            raise it if they are made for more than one node and `run` is None.
+            raise ValueError if they are made for more than one node and `run` is None.
     """
     target: Any = strategy
     launchers = _import_launchers(target)
@@ -157,7 +157,7 @@ class _StrategyHook:
 
 
 class _LauncherFactory(_StrategyHook):
-    """Replaces `_configure_launcher`, the method of a strategy that chooses the launcher of the strategy."""
+    """Replaces the method `_configure_launcher` of a strategy. This method chooses the strategy's launcher."""
 
     def __call__(self) -> None:
         strategy, options, launchers = self._strategy, self._options, self._launchers

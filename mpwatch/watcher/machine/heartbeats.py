@@ -56,7 +56,7 @@ class Heartbeats:
         return sorted(self._unread)
 
     def add(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """Record when a rank has sent its last heartbeat.
+        """Record the time of the rank's latest heartbeat, which the event loop has just read.
 
         Return True if all heartbeats have been read the second time, and at least one rank was silent at the second reading.
         """

@@ -14,7 +14,7 @@ Guarantees:
 - A failure is secondary if another rank may have caused it. In a run, the attempt ends at once if a rank has a failure that
   is not secondary. After a secondary failure, StateMachine waits at most ROOT_CAUSE_WAIT_SECONDS for the root cause. In a
   WorkerGroup, StateMachine waits after any first failure, at most ROOT_CAUSE_WAIT_SECONDS, for the answers of the other
-  ranks. If each rank of a WorkerGroup returns or raises an exception within ROOT_CAUSE_WAIT_SECONDS, all ranks stay alive.
+  ranks. If all ranks of the call answer in time, the ranks stay alive.
 - In one call, or in one attempt of a run, each rank gets at most one DumpStacks, one SIGTERM, one SIGKILL and one
   AbandonRank.
 - If a rank reports a failure before StateMachine stops the ranks, the result of the call contains this failure.

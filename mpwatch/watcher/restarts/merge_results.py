@@ -29,8 +29,8 @@ def merge_results(
     Without `keep_going`, the result has return values only if all ranks have returned.
 
     `restartable_groups` contains the lowest rank of each failed restart group that mpwatch may restart. The root cause of
-    the run is the earliest root cause of the groups outside `restartable_groups`. If no group outside `restartable_groups`
-    has a root cause, the root cause of the run is the earliest root cause of all groups. If one of several groups has timed
+    the run is the earliest root cause of the groups that mpwatch cannot restart. If these groups have no root cause, the
+    run has the earliest root cause of the other groups. If one of several groups has timed
     out, the run has no root cause.
     """
     results = [result for _, result in parts]
