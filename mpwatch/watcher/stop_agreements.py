@@ -57,8 +57,8 @@ class StopAgreements:
     def begin(self, group: RestartGroup, cause: str) -> None:
         """Make each rank of a group wait at its next call of `should_stop`.
 
-        HOLD_SECONDS later, the event loop reads which steps the ranks have passed, and passes the highest step to `agree`
-        (one node) or `on_steps_held` (several nodes).
+        After HOLD_SECONDS, the event loop reads the last step of each rank. On one node, the event loop then calls `agree`
+        with the highest of these steps. On several nodes, it calls `on_steps_held`.
         """
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()

@@ -93,9 +93,9 @@ def clear_slot(fd: int, slot: int) -> None:
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
-    """In the watcher: record the number of the call that a signal will interrupt.
+    """In the watcher: write the number of a call into the rank's slot, before SIGINT interrupts this call.
 
-    Call `record_interrupt` before you send the signal. After the signal has arrived, the rank reads the call's number.
+    When the rank receives SIGINT, the rank reads this number. Call `record_interrupt` before you send the signal.
     """
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 

@@ -10,9 +10,9 @@ selector returns descriptors in the order in which they became ready. So the wat
 
 If a death causes an exception in another rank, the estimated time of the death is usually earlier than the exception.
 
-A message can arrive much later than its time stamp. However, the time of a death is never earlier than the first signal that
-the watcher sent to the rank. If the time were earlier than this signal, a rank that the watcher killed could look like the
-first failure.
+A message can arrive much later than its time stamp. So the estimate has a limit: if the watcher has sent signals to a
+rank, the estimated time of its death is not earlier than the first of these signals. Without this limit, a rank that the
+watcher killed could look like the first failure.
 """
 
 import math

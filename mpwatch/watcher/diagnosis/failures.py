@@ -97,7 +97,7 @@ def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
 def build_hang(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, *, is_secondary: bool = False
 ) -> TimedFailure:
-    """Build the failure of a rank that was silent for too long, or that kept its peers waiting."""
+    """Return a HANG failure for a rank that was silent for too long, or that kept its peers waiting."""
     stack = get_stacks_or_state(observed)
     return _build(attempt, observed, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
 
@@ -119,7 +119,7 @@ def build_mismatch(
 def build_unloadable_value(
     attempt: AttemptObservations, observed: RankObservations, at: float, error: BaseException
 ) -> TimedFailure:
-    """Build the failure of a rank whose return value was lost. `error` says why the caller could not get the value."""
+    """Return the failure of a rank whose return value was lost. `error` says why the caller could not get the value."""
     plain = ExceptionEncoder(error).plain()
     return _build(
         attempt,
@@ -214,7 +214,7 @@ def _get_exit_status(code: object) -> int:
 
 
 def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
-    """Build the failure of a rank that announced an exception (message FAILING), but did not send the exception."""
+    """Return the failure of a rank that announced an exception (message FAILING), but did not send the exception."""
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)
