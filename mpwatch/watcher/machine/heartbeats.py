@@ -4,8 +4,8 @@ A heartbeat is late when it is older than half of `heartbeat_timeout`. As soon a
 heartbeats of all running ranks are read. While a heartbeat is late, all heartbeats are read more often.
 
 If a rank was silent for the whole `heartbeat_timeout`, all heartbeats are read a second time a little later. A rank counts
-as failed only if it is also silent at the second reading. So a rank that was
-suspended and has just continued has time to send a heartbeat. If a rank hangs, the ranks that wait for this rank are also silent.
+as failed only if it is also silent at the second reading. So a rank that was suspended and has just continued has time to
+send a heartbeat. If a rank hangs, the ranks that wait for this rank are also silent.
 
 The `heartbeat_timeout` does not apply to a rank that has never sent a heartbeat.
 """
