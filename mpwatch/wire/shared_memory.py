@@ -287,7 +287,7 @@ class SlotsMemory:
         return _read_heartbeat(lambda size: self._memory[at : at + size])
 
     def close(self) -> None:
-        """Unmap the slots."""
+        """Unmap the slots of all ranks. After `close`, the other methods raise ValueError."""
         self._memory.close()
 
 
