@@ -38,7 +38,7 @@ def train(steps: int) -> None:
 def make_result() -> mpwatch.RunResult[None]:
     """Run the function, and return the failed result."""
     policy = mpwatch.RestartPolicy(1, delay=0.5)
-    return mpwatch.run(train, nprocs=4, args=(30,), restart_policy=policy, progress=False, check=False)
+    return mpwatch.run(train, nprocs=4, args=(30,), max_restarts=policy, progress=False, check=False)
 
 
 def save_picture(page: Path, theme: str, picture: Path) -> None:

@@ -71,7 +71,7 @@ def run_once(path: Path, request_at: int | None = None) -> mpwatch.RunResult[flo
     """Train until the end, or until a stop is requested."""
     training, _ = digits()
     args = (*training.tensors, path, request_at)
-    result = mpwatch.run(train, NPROCS, args=args, backend="gloo", stop_signals=SIGNALS, stop_timeout=100)
+    result = mpwatch.run(train, NPROCS, args=args, backend="gloo", stop=mpwatch.StopPolicy(SIGNALS, timeout=100))
     if result.stopped_at is not None:
         print(f"stopped at step {result.stopped_at} ({result.stop_cause})", flush=True)
     return result

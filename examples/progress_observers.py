@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 import mpwatch
-from mpwatch.events import Event, Progressed, RunEnded, wants_progress
+from mpwatch.events import Progressed
 
 STEPS = 40
 
@@ -26,37 +26,33 @@ def train() -> None:
 class ProgressBar:
     """One bar for all ranks: the steps of the slowest one."""
 
-    wants_progress = True
-
     def __init__(self) -> None:
         self.bar = tqdm(total=STEPS)
         self.steps: dict[int, int] = {}
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Progressed) -> None:
         """Advance the bar to the step that all ranks have reached."""
-        if isinstance(event, Progressed) and event.step is not None:
+        if event.step is not None:
             self.steps[event.ranks[0]] = event.step
             self.bar.update(min(self.steps.values()) - self.bar.n)
             self.bar.set_postfix(event.metrics)
-        elif isinstance(event, RunEnded):
-            self.bar.close()
 
 
-def make_tensorboard_observer(folder: str) -> Callable[[Event], None]:
+def make_tensorboard_observer(folder: str) -> Callable[[Progressed], None]:
     """Return an observer that writes the metrics of each rank as a curve of its own."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(folder)
 
-    @wants_progress
-    def observe(event: Event) -> None:
-        if isinstance(event, Progressed):
-            for name, value in event.metrics.items():
-                writer.add_scalars(name, {f"rank {event.ranks[0]}": value}, event.step, event.time)
+    def observe(event: Progressed) -> None:
+        for name, value in event.metrics.items():
+            writer.add_scalars(name, {f"rank {event.ranks[0]}": value}, event.step, event.time)
 
     return observe
 
 
 if __name__ == "__main__":
-    observers = [ProgressBar(), *map(make_tensorboard_observer, sys.argv[1:2])]
-    mpwatch.run(train, 2, on_event=observers, progress=False)
+    bar = ProgressBar()
+    observers = [bar, *map(make_tensorboard_observer, sys.argv[1:2])]
+    mpwatch.run(train, 2, on_progress=observers, progress=False)
+    bar.bar.close()

@@ -83,7 +83,7 @@ if __name__ == "__main__":
         backend="gloo",  # with GPUs: "nccl", and nprocs="gpu"
         max_restarts=3,
         rendezvous=read_rendezvous(),
-        stop_signals=[signal.SIGUSR1],
+        stop=[signal.SIGUSR1],
     )
     for rank, (slope, intercept) in result.return_values.items():
         print(f"rank {rank} of {result.workers[0].world_size}: y = {slope:.2f} x + {intercept:.2f}")

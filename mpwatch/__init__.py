@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from mpwatch.events.types import Event
     from mpwatch.group import WorkerGroup
     from mpwatch.item_map import map as map  # noqa: A004  it does what the built-in function does
+    from mpwatch.options.backend import Backend
     from mpwatch.options.log_spec import LogSpec
     from mpwatch.options.per_rank import PerRank
+    from mpwatch.options.placement import Placement
     from mpwatch.options.rendezvous import Rendezvous
     from mpwatch.options.restart_policy import RestartPolicy
-    from mpwatch.options.spec import WorkerSpec
+    from mpwatch.options.spec import RunOptions, WorkerSpec
+    from mpwatch.options.stop_policy import StopPolicy
     from mpwatch.options.worker_info import Worker
     from mpwatch.results.collective import Collective, CollectiveState
     from mpwatch.results.failure import FailureKind, ProcessFailure
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attempt",
+    "Backend",
     "CallHandle",
     "Collective",
     "CollectiveState",
@@ -42,14 +46,17 @@ __all__ = [
     "LogSpec",
     "MpwatchError",
     "PerRank",
+    "Placement",
     "ProcessFailure",
     "Progress",
     "Rendezvous",
     "RestartPolicy",
     "RunFailedError",
     "RunHandle",
+    "RunOptions",
     "RunResult",
     "RunTimeoutError",
+    "StopPolicy",
     "Worker",
     "WorkerGroup",
     "WorkerSpec",
@@ -69,6 +76,7 @@ __all__ = [
 _HOME = {
     "__version__": ".version",
     "Attempt": ".results.model",
+    "Backend": ".options.backend",
     "CallHandle": ".run_handle",
     "Collective": ".results.collective",
     "CollectiveState": ".results.collective",
@@ -80,14 +88,17 @@ _HOME = {
     "LogSpec": ".options.log_spec",
     "MpwatchError": ".errors",
     "PerRank": ".options.per_rank",
+    "Placement": ".options.placement",
     "ProcessFailure": ".results.failure",
     "Progress": ".results.model",
     "Rendezvous": ".options.rendezvous",
     "RestartPolicy": ".options.restart_policy",
     "RunFailedError": ".errors",
     "RunHandle": ".run_handle",
+    "RunOptions": ".options.spec",
     "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
+    "StopPolicy": ".options.stop_policy",
     "Worker": ".options.worker_info",
     "WorkerGroup": ".group",
     "WorkerSpec": ".options.spec",

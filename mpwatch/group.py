@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, Unpack
 
 from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
-from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_ranks, spread_per_rank
-from mpwatch.options.spec import Bind, Nprocs, Observers, PersistentGroupSpec, VisibleDevices, check_call
+from mpwatch.options.spec import GroupOptions, Nprocs, PersistentGroupSpec, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
@@ -52,53 +51,21 @@ class WorkerGroup:
     ranks run at the same time.
 
     Args:
-        nprocs: number of ranks. Like all options, it means the same as for `mpwatch.run`.
-        backend: backend of torch.distributed. The ranks make the default process group before the first call, and keep it.
-            After a failed call the ranks make a new process group, because they may be in different collectives.
-        env: extra environment variables for the ranks, or a function that returns them for a Worker.
-        timeout: limit for each call in seconds, unless `run` sets another limit. None means no limit.
-        heartbeat_timeout: the longest time in seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call of the
-            group. In each call, the limit holds from the rank's first heartbeat or report on. None means no limit.
-        grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank has the same time to answer after
-            Ctrl-C, and to exit after `close`.
-        start_timeout: limit in seconds for the start of an interpreter.
-        role: name of this kind of worker.
-        logs: where stdout and stderr of the ranks go. See LogSpec. None means that they go to the caller's stdout and
-            stderr. In a notebook, None means that the output is captured and shown in the calling cell.
-        on_event: a function or several functions, which are called with each `mpwatch.Event` in the thread that waits for a
-            call or for `close`. A function that raises an exception gets no more events, as for `mpwatch.run`.
-        progress: live view of each call, as for `mpwatch.run`.
-        capture_locals: True means that the frames of a rank's exception have the text of their local variables. Debuggers
-            (`%debug`, `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them.
-            The rank calls `repr` for the variables, for at most one second. A text has at most 2,000 characters, and a frame
-            has at most 100 variables. False is the default because variables can contain secrets.
-        post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
-            any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
-            variables of rank N. When you leave the prompt (`q`), the call fails as without this option. Without a terminal
-            or a notebook, mpwatch only logs a warning that no prompt can open.
-        stall_after: seconds that ranks may wait in a collective of torch.distributed for a rank that has not joined the
-            collective. After that mpwatch logs one warning that names the missing rank, and the call goes on. If the missing
-            rank has already returned, the call ends. If ranks call different collectives with the same sequence number, the
-            call ends within a few seconds (FailureKind.MISMATCH). None turns these checks off.
-        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None means torch's
-            default, which is 30 minutes for gloo and 10 minutes for nccl.
-        stop_signals: signals to this process that ask the ranks of a call to save and return, as for `mpwatch.run`. They
-            have this effect only while the main thread is in `run`. At any other time, such as during a call of `submit`,
-            the group does not handle these signals.
-        stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None means no limit.
+        nprocs: number of ranks, as for `mpwatch.run`.
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. For example, the first call then does not wait for `import torch`, which takes a second of CPU time on each
             rank. If an import raises, the first call fails with that exception.
-        bind: the CPUs on which each rank runs: "cores", "numa", or a function that returns the CPUs for a Worker, as for
-            `mpwatch.run`.
-        visible_devices: "own" means that each rank sees only one GPU, as device 0, as for `mpwatch.run`.
-        forward_signals: signals that are passed on to the ranks of a call while the main thread waits for the call, as for
-            `mpwatch.run`. Between calls, and during calls of other threads, the group does not handle these signals.
         scope: with "group", the loss of a rank stops all ranks, and the next call restarts all ranks. Ranks that communicate
             need this value. With "worker", the loss of a rank ends its call and stops the other ranks of that call. All
             other ranks go on. The next call that needs a lost rank restarts that rank. "worker" cannot be combined with
             `backend`.
         check: False means that `run` returns the result of a failed call, and raises no RunFailedError.
+        options: these options of `mpwatch.run`: `backend`, `env`, `timeout`, `heartbeat_timeout`, `grace_period`, `stop`,
+            `placement`, `logs`, `progress`, `on_event`, `on_progress` and `debug`. The limits hold for each call, and
+            `grace_period` also for the exit of the ranks after `close`. The ranks make the process group of `backend` before
+            the first call, and keep it; after a failed call they make a new one, because they may be in different
+            collectives. The functions in `on_event` and `on_progress` are called in the thread that waits for a call or for
+            `close`.
 
     Raises:
         LaunchError: the ranks could not be started, and no rank is left.
@@ -107,57 +74,16 @@ class WorkerGroup:
 
     def __init__(
         self,
-        nprocs: Nprocs = "auto",
+        nprocs: Nprocs,
         *,
-        backend: str | None = None,
-        env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None,
-        timeout: float | None = None,
-        heartbeat_timeout: float | None = None,
-        grace_period: float = 10.0,
-        start_timeout: float = 300.0,
-        role: str = "default",
-        logs: LogSpec | None = None,
-        on_event: Observers | None = None,
-        progress: bool | None = None,
-        capture_locals: bool = False,
-        post_mortem: bool = False,
-        stall_after: float | None = 60.0,
-        backend_timeout: float | None = None,
-        stop_signals: Collection[int] = (),
-        stop_timeout: float | None = None,
         preload: Sequence[str] = (),
-        bind: Bind | None = None,
-        visible_devices: VisibleDevices | None = None,
-        forward_signals: Collection[int] = (),
         scope: Literal["group", "worker"] = "group",
         check: bool = True,
+        **options: Unpack[GroupOptions],
     ) -> None:
         check_flag("check", check)
         self._check = check
-        self._spec = PersistentGroupSpec(
-            nprocs=nprocs,
-            backend=backend,
-            env=env,
-            timeout=timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            grace_period=grace_period,
-            start_timeout=start_timeout,
-            role=role,
-            logs=logs,
-            on_event=on_event,
-            progress=progress,
-            capture_locals=capture_locals,
-            post_mortem=post_mortem,
-            stall_after=stall_after,
-            backend_timeout=backend_timeout,
-            stop_signals=stop_signals,
-            stop_timeout=stop_timeout,
-            preload=preload,
-            bind=bind,
-            visible_devices=visible_devices,
-            forward_signals=forward_signals,
-            scope=scope,
-        )
+        self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
         self._handles: set[CallHandle[Any]] = set()  # of calls of `submit` that are not over
@@ -165,7 +91,7 @@ class WorkerGroup:
         self._joining: Ticket | None = None  # of the call in which all ranks make the process group of `backend`
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
-        self._ranks = PersistentRanks(self._spec, partial(select_view, progress))
+        self._ranks = PersistentRanks(self._spec, partial(select_view, self._spec.progress))
         # At the end of a program multiprocessing joins its children without a limit. It runs this finalizer before, also in
         # processes of multiprocessing, which do not run atexit functions.
         self._at_end = Finalize(None, _end_at_exit, (self._handles, self._ranks), exitpriority=10)
@@ -336,7 +262,7 @@ class WorkerGroup:
         """Return the HTML that a notebook shows for the group."""
         from mpwatch.results.html import make_group_table  # imported on use
 
-        return make_group_table(self.state, self.workers, self._spec.backend)
+        return make_group_table(self.state, self.workers, self._spec.torch_backend.name)
 
     @property
     def _all_ranks(self) -> range:

@@ -25,17 +25,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from logging import WARNING
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
 
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
 from mpwatch.live_view.item_view import ItemView
+from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.options.spec import Nprocs, PersistentGroupSpec, check_call
-from mpwatch.options.validation import check_count, check_flag
+from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
+from mpwatch.options.validation import check_count, check_flag, check_word
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
@@ -66,73 +67,83 @@ BUFFER_PER_RANK = 256  # items
 REPR_LENGTH = 200  # of an item in an ItemFailure
 MAX_LOSSES_OF_ITEM = 3  # before the rank has begun it: after so many the item is to blame
 MAX_LOSSES_AT_START = 3  # for each rank, if no rank has loaded the function meanwhile
-GROUP_OPTIONS = {field.name for field in fields(PersistentGroupSpec)}
-NO_MEANING = "it has no meaning here; leave it out"
-OTHER_OPTIONS = {
+NO_OPTIONS = {  # of WorkerGroup
     "backend": "ranks of map do not communicate",
     "timeout": "use heartbeat_timeout, the limit for an item",
-    "forward_signals": "the calls of map are not made in the main thread, where signals are handled",
-    **dict.fromkeys(("stop_signals", "stop_timeout"), "a map goes on when a stop is requested; leave its loop to end it"),
-    **dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), NO_MEANING),
+    "stop": "a map goes on when a stop is requested; leave its loop to end it",
+    "scope": "each rank is restarted alone",
+    "check": "use on_error",
 }
 ONE_ARGUMENT = "An item is one argument: use functools.partial for others, or items that are tuples"
+
+
+class MapOptions(OutputOptions, total=False):
+    """The options of `map`, for type checkers."""
+
+    chunksize: int | None
+    buffersize: int | None
+    max_restarts: int | RestartPolicy
+    env: Env | None
+    heartbeat_timeout: float | None
+    grace_period: float
+    placement: Placement | Cpus | None
+    debug: Literal["locals"] | None
+    preload: Sequence[str]
 
 
 @overload
 def map(
     fn: Callable[[T], R],
     items: Iterable[T],
-    nprocs: Nprocs = ...,
+    nprocs: Nprocs,
     *,
     ordered: Literal[True] = ...,
     keep_going: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[MapOptions],
 ) -> Generator[R, None, None]: ...
 @overload
 def map(
     fn: Callable[[T], R],
     items: Iterable[T],
-    nprocs: Nprocs = ...,
+    nprocs: Nprocs,
     *,
     ordered: Literal[True] = ...,
     keep_going: Literal[True],
-    **options: Any,
+    **options: Unpack[MapOptions],
 ) -> Generator[R | ItemFailure, None, None]: ...
 @overload
 def map(
     fn: Callable[[T], R],
     items: Iterable[T],
-    nprocs: Nprocs = ...,
+    nprocs: Nprocs,
     *,
     ordered: Literal[False],
     keep_going: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[MapOptions],
 ) -> Generator[tuple[int, R], None, None]: ...
 @overload
 def map(
     fn: Callable[[T], R],
     items: Iterable[T],
-    nprocs: Nprocs = ...,
+    nprocs: Nprocs,
     *,
     ordered: Literal[False],
     keep_going: Literal[True],
-    **options: Any,
+    **options: Unpack[MapOptions],
 ) -> Generator[tuple[int, R | ItemFailure], None, None]: ...
 
 
 def map(
     fn: Callable[[Any], Any],
     items: Iterable[Any],
-    nprocs: Nprocs = "auto",
+    nprocs: Nprocs,
     *,
     ordered: bool = True,
     keep_going: bool = False,
     chunksize: int | None = None,
     buffersize: int | None = None,
-    max_restarts: int | None = None,
-    restart_policy: RestartPolicy | None = None,
-    progress: bool | None = None,
-    **options: Any,
+    max_restarts: int | RestartPolicy = 0,
+    **options: Unpack[MapOptions],
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
@@ -166,15 +177,14 @@ def map(
         buffersize: with ordered=True, the maximum number of items that are in work, or whose values wait to be yielded. So
             this option limits how many later values are kept while an item is slow. If it is less than `nprocs`, some ranks
             have nothing to do. None means 256 for each rank.
-        max_restarts: how many times an item is tried again after it has failed. None means 0.
-        restart_policy: a RestartPolicy also sets delays and `retry_if` for the new tries. It applies to each item
-            separately. `scope`, `keep_going`, `reset_after` and `max_no_progress` have no effect.
-        progress: progress bar of the items. None shows the bar in a terminal or a notebook, after one second. True shows the
-            bar everywhere, from the start. Without a terminal, lines on stderr replace the bar. False shows no bar. The bar
-            has a total if `items` has a length.
-        options: the other options of WorkerGroup, except `backend`, `timeout`, `scope` and other options that make no sense
-            here. The time limit for an item is `heartbeat_timeout`, which includes the time to pickle the value. Each item
-            begins with a heartbeat, and `fn` may send more heartbeats.
+        max_restarts: how many times an item is tried again after it has failed. A RestartPolicy also sets delays and
+            `retry_if` for the new tries. It applies to each item separately. `scope`, `reset_after` and `max_no_progress`
+            have no effect.
+        options: these options of `mpwatch.run`: `env`, `heartbeat_timeout`, `grace_period`, `placement`, `logs`,
+            `progress`, `on_event`, `on_progress` and `debug="locals"`, and `preload` of WorkerGroup. `progress` shows a bar
+            of the items: None in a terminal or a notebook, after one second; True everywhere, from the start. The time limit
+            for an item is `heartbeat_timeout`, which includes the time to pickle the value. Each item begins with a
+            heartbeat, and `fn` may send more heartbeats.
 
     Yields:
         The values, or with ordered=False the pairs of index and value.
@@ -200,36 +210,26 @@ def map(
         chunksize = check_count("chunksize", chunksize, at_least=1)
     if buffersize is not None:
         buffersize = check_count("buffersize", buffersize, at_least=1)
-    for name in options:
-        if name in OTHER_OPTIONS or name not in GROUP_OPTIONS:
-            reason = f": {OTHER_OPTIONS[name]}" if name in OTHER_OPTIONS else ""
-            raise TypeError(f"map() has no option {name!r}{reason}")
-    spec = PersistentGroupSpec(nprocs=nprocs, scope="worker", progress=progress, **options)  # checks the values
-    options["on_event"] = spec.observers  # it may be an iterator
-    queue = ItemQueue(iterator, chunksize=chunksize, policy=_resolve_policy(max_restarts, restart_policy))
+    for name in options.keys() - MapOptions.__annotations__.keys():
+        reason = f": {NO_OPTIONS[name]}" if name in NO_OPTIONS else ""
+        raise TypeError(f"map() has no option {name!r}{reason}")
+    check_word("debug", options.get("debug"), ("locals",))
+    spec = PersistentGroupSpec(nprocs=nprocs, scope="worker", **options)  # checks the values
+    options["on_event"], options["on_progress"] = spec.observers, spec.progress_observers  # they may be iterators
+    queue = ItemQueue(iterator, chunksize=chunksize, policy=as_restart_policy(max_restarts))
     total = None
     with suppress(Exception):  # a length is not needed, and `__len__` may raise anything
         total = len(items)  # type: ignore[arg-type]
     item_map = ItemMap(
         fn,
         queue,
-        lambda: ItemView(progress, total),
+        lambda: ItemView(spec.progress, total),
         {"nprocs": nprocs, **options},
         buffersize=buffersize,
         ordered=ordered,
         keep_going=keep_going,
     )
     return item_map.run_in_order() if ordered else item_map.run()
-
-
-def _resolve_policy(max_restarts: int | None, policy: RestartPolicy | None) -> RestartPolicy:
-    if policy is None:
-        return RestartPolicy(0 if max_restarts is None else max_restarts)
-    if not isinstance(policy, RestartPolicy):
-        raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r:.200}")
-    if max_restarts is not None:
-        raise ValueError("max_restarts and restart_policy both set the number of restarts; set it in the policy only")
-    return policy
 
 
 @dataclass(eq=False)

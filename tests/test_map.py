@@ -202,7 +202,7 @@ def test_a_failed_item_is_tried_again(tmp_path, caplog):
 
 
 def test_an_item_that_fails_at_each_attempt():
-    (failure,) = mpwatch.map(fn.fail_at_seven, [7], 1, keep_going=True, restart_policy=RestartPolicy(2, delay=0.01))
+    (failure,) = mpwatch.map(fn.fail_at_seven, [7], 1, keep_going=True, max_restarts=RestartPolicy(2, delay=0.01))
     assert failure.attempts == 3
     assert str(failure).endswith("(3 attempts); all restarts are used up (max_restarts=2)")
 
@@ -284,7 +284,7 @@ def test_with_keep_going_all_items_may_be_such_that_they_cannot_be_sent(count):
 def test_a_retry_that_waits_for_a_busy_rank_takes_no_cpu_time():
     policy = RestartPolicy(1, delay=0.01, jitter=0.0)
     used = time.process_time()
-    (failure, value) = mpwatch.map(fn.fail_at_zero_or_sleep, [0, 1], 1, keep_going=True, restart_policy=policy)
+    (failure, value) = mpwatch.map(fn.fail_at_zero_or_sleep, [0, 1], 1, keep_going=True, max_restarts=policy)
     assert (failure.attempts, value) == (2, 1)
     assert time.process_time() - used < 0.4
 

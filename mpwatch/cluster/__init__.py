@@ -26,6 +26,6 @@ nodes must be able to connect to the driver.
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine
-from mpwatch.cluster.run import check_nodes, run
+from mpwatch.cluster.run import JobOptions, check_nodes, run
 
-__all__ = ["Engine", "NodeOutcome", "ThreadEngine", "check_nodes", "run"]
+__all__ = ["Engine", "JobOptions", "NodeOutcome", "ThreadEngine", "check_nodes", "run"]

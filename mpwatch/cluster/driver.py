@@ -26,7 +26,6 @@ import pickle
 import queue
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,10 +46,8 @@ from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
 from mpwatch.options.rendezvous import LAST_CALL_OPTION
-from mpwatch.options.spec import Observer
 from mpwatch.results.failure import summarize_exception
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.event_bus import receives_progress
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
@@ -129,7 +126,7 @@ class Driver:
         links: the connections to the nodes.
         view: the live view.
         logs: where the driver writes the shown lines.
-        observers: called with each event of each node.
+        spec: the options of the job. Its observers are called with each event of each node.
         queue_timeout: seconds to wait until a node has connected. None means no limit.
 
     Attributes:
@@ -142,7 +139,7 @@ class Driver:
         links: NodeLinks,
         view: JobView,
         logs: mpwatch.LogSpec,
-        observers: Sequence[Observer],
+        spec: mpwatch.WorkerSpec[Any],
         *,
         queue_timeout: float | None,
     ) -> None:
@@ -151,7 +148,7 @@ class Driver:
         self._links, self._messages = links, links.messages
         self._view = view
         self._streams: dict[str, Any] = {"stdout": logs.stdout, "stderr": logs.stderr}
-        self._observers = list(observers)
+        self._observers, self._progress_observers = [*spec.observers], [*spec.progress_observers]
         self._queue_timeout = queue_timeout
         self._queue_wait: QueueWait | None = None  # while no node has begun
         self._nodes: dict[int, _Node] = {}
@@ -483,15 +480,14 @@ class Driver:
         self._call_observers(event)
 
     def _call_observers(self, event: Event) -> None:
-        for observer in tuple(self._observers):
-            if isinstance(event, Progressed) and not receives_progress(observer):
-                continue
+        observers: list[Any] = self._progress_observers if isinstance(event, Progressed) else self._observers
+        for observer in tuple(observers):
             try:
                 observer(event)
             except ENDS_RUN:
                 raise
             except BaseException as error:  # noqa: BLE001  an observer must not end the job
-                self._observers.remove(observer)
+                observers.remove(observer)
                 text = "the observer %r failed at the event %r; it receives no more events"
                 log_now(logging.ERROR, text, observer, event.name, error=error)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -88,12 +89,14 @@ def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
     fn, options = _load_call(spec)
+    observer = partial(_send_event, link)
     run_spec: WorkerSpec[Any] = WorkerSpec(
         fn=fn,
         nprocs=spec.nprocs,
         rendezvous=rendezvous,
         logs=mpwatch.LogSpec(**log_options, **streams),
-        on_event=_LinkObserver(link, wants_progress=spec.wants_progress),
+        on_event=observer,
+        on_progress=observer if spec.wants_progress else None,
         progress=False,
         **options,
     )
@@ -152,15 +155,8 @@ class _LinkStream:
         self._link.send("output", (self._stream, text))
 
 
-class _LinkObserver:
-    """An observer that sends each event of a node to the driver."""
-
-    def __init__(self, link: _DriverLink, *, wants_progress: bool) -> None:
-        self._link = link
-        self.wants_progress = wants_progress
-
-    def __call__(self, event: mpwatch.Event) -> None:
-        self._link.send("event", pack_by_value(event))
+def _send_event(link: _DriverLink, event: mpwatch.Event) -> None:
+    link.send("event", pack_by_value(event))
 
 
 class _LinkView:

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import mpwatch
 from mpwatch.cluster.driver import Driver
@@ -16,25 +16,26 @@ from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
-from mpwatch.options.spec import Observers
+from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.results.report import format_report, format_signal
-from mpwatch.watcher.observers.event_bus import receives_progress
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
 
 T = TypeVar("T")
 LAST_CALL_SECONDS = 30.0
-REFUSED = {
-    "rendezvous": "the engine makes it",
-    "post_mortem": "the nodes have no terminal; use capture_locals=True",
-    "stop_signals": "call mpwatch.request_stop() in a rank, or use stop_after",
-    "forward_signals": "the nodes get no signals of the driver",
-}
-
-
 ENGINE_METHODS = ("start", "cancel", "close")
+
+
+class JobOptions(NodeOptions, OutputOptions, total=False):
+    """The options of `run`, except those that an engine sets."""
+
+    queue_timeout: float | None
+    join_timeout: float
+    node_timeout: float
+    last_call_timeout: float | None
+    check: bool
 
 
 def check_nodes(nodes: object) -> tuple[int, int]:
@@ -45,10 +46,11 @@ def check_nodes(nodes: object) -> tuple[int, int]:
 def run(
     engine: Engine,
     fn: Callable[..., T],
-    nprocs: Any = "auto",
+    nprocs: Nprocs,
     *,
     nodes: int | tuple[int, int],
     on_event: Observers | None = None,
+    on_progress: ProgressObservers | None = None,
     logs: mpwatch.LogSpec | None = None,
     progress: bool | None = None,
     find_address: Callable[[], str] | None = None,
@@ -57,7 +59,7 @@ def run(
     node_timeout: float = 15.0,
     last_call_timeout: float | None = None,
     check: bool = True,
-    **options: Any,
+    **options: Unpack[NodeOptions],
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes, and return the results of all ranks.
 
@@ -67,6 +69,7 @@ def run(
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
         on_event: a function or several functions. `run` calls them with each event of each node, in this thread.
+        on_progress: the same for the events Progressed.
         logs: where the output of the ranks goes, see `mpwatch.LogSpec`. The calling program writes the shown lines. By
             default they begin with the number of the node and the rank, "[{node}:{rank}] ". `dir` is a folder on each node.
             None means that all lines are shown.
@@ -82,8 +85,7 @@ def run(
             the engine knows that the cluster has no room for more nodes now, None means that the job begins at once. More
             nodes may join later.
         check: whether a failed job raises an exception. False means that `run` returns the result of the failed job.
-        options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
-            `forward_signals`.
+        options: the other options of `mpwatch.run`, except `rendezvous`, `debug="post_mortem"` and signals in `stop`.
 
     Raises:
         RunFailedError: a rank of any node failed, or all nodes were lost. `__cause__` is the rank's own exception.
@@ -102,8 +104,8 @@ def run(
         check_flag("check", check)
         if queue_timeout is not None:
             check_seconds("queue_timeout", queue_timeout, at_least="more than 0")
-        for name in REFUSED.keys() & options.keys():
-            raise TypeError(f"a job on a cluster has no option {name!r}: {REFUSED[name]}")
+        if "rendezvous" in options:
+            raise TypeError("a job on a cluster has no option 'rendezvous': the engine makes it")
         key = secrets.token_bytes(16)
         rendezvous: dict[str, Any] = {
             "run_id": secrets.token_hex(4),
@@ -121,10 +123,18 @@ def run(
             rendezvous=mpwatch.Rendezvous(f"{engine.address}:1", **rendezvous),  # only checks it: there is no port yet
             logs=shown,
             on_event=on_event,
+            on_progress=on_progress,
             progress=progress,
             **options,
         )
         assert spec.rendezvous is not None
+        if spec.debug == "post_mortem":
+            raise ValueError("debug='post_mortem': the nodes have no terminal; use debug='locals'")
+        if spec.stop_policy.signals:
+            raise ValueError(
+                "stop has signals, but the nodes get no signals of the driver: call mpwatch.request_stop() in a rank, or "
+                "use StopPolicy(after=...)"
+            )
         call = _pack_call(spec, options)
         view = stack.enter_context(closing(JobView(progress)))
         links = stack.enter_context(closing(NodeLinks(engine.address, key, view.put)))
@@ -140,9 +150,9 @@ def run(
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
-            wants_progress=any(map(receives_progress, spec.observers)),
+            wants_progress=bool(spec.progress_observers),
         )
-        driver = Driver(engine, links, view, shown, spec.observers, queue_timeout=queue_timeout)
+        driver = Driver(engine, links, view, shown, spec, queue_timeout=queue_timeout)
         result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
@@ -152,7 +162,7 @@ def run(
     return result
 
 
-def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
+def _pack_call(spec: mpwatch.WorkerSpec[Any], options: NodeOptions) -> bytes:
     """Pickle the function and the options. Raises LaunchError if the function or an option cannot be pickled."""
     try:
         return pack_by_value((spec.fn, options))

@@ -24,7 +24,6 @@ from mpwatch.events.types import (
     WorkerStarted,
     WorkerStopped,
     WorkerSucceeded,
-    wants_progress,
 )
 
 TYPE_CHECKING = False
@@ -53,7 +52,6 @@ __all__ = [
     "WorkerStarted",
     "WorkerStopped",
     "WorkerSucceeded",
-    "wants_progress",
     "write_chrome_trace",
 ]
 

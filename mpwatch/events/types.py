@@ -7,9 +7,9 @@ ARCHITECTURE.md says how to add an event.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from mpwatch.events.to_json import to_json
 from mpwatch.results.collective import Collective
@@ -62,7 +62,7 @@ class RunStarted(Event):
         fn: name of the function. It is empty for a WorkerGroup.
         role: the option `role`.
         nprocs: number of ranks that this node starts.
-        max_restarts: the option `max_restarts`, or `max_restarts` of the RestartPolicy.
+        max_restarts: the number of restarts that the option `max_restarts` allows.
         hostname: name of this machine.
     """
 
@@ -147,7 +147,7 @@ class HeartbeatLate(Event):
 class Progressed(Event):
     """This rank has called `mpwatch.report()`.
 
-    Only observers that are marked with `wants_progress` receive a Progressed event.
+    Only the functions of the option `on_progress` receive Progressed events.
 
     The watcher reads the last report of each rank four times a second, and once more at the end of the call. If a rank
     reports several times before the watcher reads the reports again, only the last report causes a Progressed event. The
@@ -260,7 +260,7 @@ class Stopping(Event):
     """A stop of the run was requested, and these ranks now know at which step they will stop. See `mpwatch.should_stop`.
 
     Attributes:
-        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
+        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "StopPolicy(after=3600)".
         after_step: the number of a step. The ranks stop before the first step after this step. The steps of all epochs are
             counted together. None if no rank had called `should_stop`. Then the first call of `should_stop` returns True.
     """
@@ -299,21 +299,3 @@ class RunEnded(Event):
     elapsed: float
     restarts: int
     reason: str
-
-
-ObserverT = TypeVar("ObserverT", bound=Callable[[Event], object])
-
-
-def wants_progress(observer: ObserverT) -> ObserverT:
-    """Let this observer receive Progressed events, too. Return the observer, so that `wants_progress` can be a decorator.
-
-    Instead of calling `wants_progress`, you can give a class of observers the attribute `wants_progress = True`.
-
-    Raises:
-        TypeError: the observer cannot have attributes, for example because it is a method. Pass a function that calls it.
-    """
-    try:
-        observer.wants_progress = True  # type: ignore[attr-defined]
-    except AttributeError:
-        raise TypeError(f"wants_progress() cannot mark {observer!r:.200}; pass a function that calls it") from None
-    return observer

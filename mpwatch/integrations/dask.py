@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 import cloudpickle
 from distributed import Client, get_worker
@@ -41,13 +41,13 @@ logger = logging.getLogger("mpwatch")
 def run(
     client: Client,
     fn: Callable[..., T],
-    nprocs: Any = "auto",
+    nprocs: int | Literal["auto", "cpu", "gpu"],
     *,
     nodes: int | tuple[int, int],
     workers: Collection[str] | None = None,
     resources: Mapping[str, float] | None = None,
     address: str | None = None,
-    **options: Any,
+    **options: Unpack[cluster.JobOptions],
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
 
@@ -60,7 +60,7 @@ def run(
     Args:
         client: the client of the cluster, which must not be asynchronous.
         fn: see `mpwatch.run`.
-        nprocs: number of ranks of each node.
+        nprocs: number of ranks of each node, as for `mpwatch.run`.
         nodes: the number of nodes, or (min, max).
         workers: the addresses of the workers that may be nodes, on any host. None means all workers.
         resources: the resources that each node takes from its Dask worker, such as `{"GPU": 4}`. See "worker resources" in

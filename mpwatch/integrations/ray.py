@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -40,14 +40,14 @@ log = logging.getLogger("mpwatch")
 
 def run(
     fn: Callable[..., T],
-    nprocs: Any,
+    nprocs: int | Literal["auto", "cpu", "gpu"],
     *,
     nodes: int | tuple[int, int],
     num_cpus: float | None = None,
     num_gpus: float = 0,
     resources: Mapping[str, float] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
-    **options: Any,
+    **options: Unpack[cluster.JobOptions],
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a Ray cluster, and return the results of all ranks.
 
@@ -57,7 +57,7 @@ def run(
 
     Args:
         fn: see `mpwatch.run`.
-        nprocs: number of ranks of each node.
+        nprocs: number of ranks of each node, as for `mpwatch.run`.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
         num_cpus: number of CPUs that Ray reserves on each node. None means one CPU for each rank. If `nprocs` is a word,
             None means one CPU for each node.

@@ -13,7 +13,7 @@ TrainerCallback: Any = import_module("transformers").TrainerCallback
 class StopTogether(TrainerCallback):  # type: ignore[misc]  # Any
     """Makes the Trainer save a checkpoint and end the training when a stop is requested. See `mpwatch.should_stop`.
 
-    Call `Trainer(..., callbacks=[StopTogether()])` in the function that you run with `mpwatch.run(..., stop_signals=...)`.
+    Call `Trainer(..., callbacks=[StopTogether()])` in the function that you run with `mpwatch.run(..., stop=...)`.
     To continue the training later, call `trainer.train(resume_from_checkpoint=True)`. The callback passes
     `state.global_step` to `mpwatch.should_stop`. In a process that is not a rank, the callback does nothing.
     """

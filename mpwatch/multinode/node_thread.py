@@ -394,6 +394,6 @@ class NodeThread:
             policy=self._spec.policy,
             node_timeout=options.node_timeout,
             exit_barrier_timeout=options.exit_barrier_timeout,
-            stall_after=self._spec.stall_after,
+            stall_after=self._spec.torch_backend.stall_after,
             now=time.monotonic(),
         )

@@ -20,7 +20,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.run import BlockingCall, pack_spec
-from mpwatch.watcher.signal_options import check_signal_options
+from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Payload
 
@@ -50,8 +50,8 @@ def run_multi_node(
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
-    check_signal_options(spec)
-    event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
+    check_stop_signals(spec)
+    event_bus = EventBus(spec.rendezvous.run_id, spec, keep_events=True)
     with ExitStack() as resources:
         watcher_thread, node_thread, pending_call = run_until_handler_raises(
             partial(_prepare, spec, event_bus, client, payload, resources)
@@ -108,4 +108,4 @@ def _prepare(
     )
     resources.enter_context(closing(node_thread))
     watcher_thread.output.use_current_streams()
-    return watcher_thread, node_thread, PendingCall(payload, event_bus.started_at, spec.timeout, spec.stop_after)
+    return watcher_thread, node_thread, PendingCall(payload, event_bus.started_at, spec.timeout, spec.stop_policy.after)

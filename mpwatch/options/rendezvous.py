@@ -31,6 +31,7 @@ class Rendezvous:
         run_id: name of the job. Nodes with the same run_id and store form one job. The folder of logs has this name, too.
         nnodes: number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max. It continues
             while at least min nodes remain.
+        role: name of the kind of work that the ranks of this node do. ROLE_RANK numbers the ranks of the same role.
         backend: how nodes get their group ranks. With "c10d", torch's dynamic rendezvous assigns them, and nodes may join
             and leave. With "static", each node sets its own group rank: options={"rank": 0}.
         join_timeout: seconds within which the nodes must join. If too few nodes remain later, new nodes have the same time
@@ -56,6 +57,7 @@ class Rendezvous:
     run_id: str
     nnodes: int | tuple[int, int]
     _: KW_ONLY
+    role: str = "default"
     backend: str = "c10d"
     join_timeout: float = 600.0
     node_timeout: float = 15.0
@@ -71,6 +73,7 @@ class Rendezvous:
         _check_text("run_id", self.run_id)
         if "/" in self.run_id or self.run_id in (".", ".."):
             raise ValueError(f"rendezvous: run_id also names the folder of logs, and cannot be {self.run_id!r:.200}")
+        _check_text("role", self.role)
         object.__setattr__(self, "nnodes", as_node_range("rendezvous: nnodes", self.nnodes))
         if self.backend not in BACKENDS:
             raise ValueError(f"rendezvous: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")

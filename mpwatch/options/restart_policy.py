@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from mpwatch.options.validation import check_count, check_flag, check_fraction, check_seconds, is_async
+from mpwatch.options.validation import check_count, check_fraction, check_seconds, is_async
 from mpwatch.results.failure import FailureKind, ProcessFailure
 
 # An error in the code would be raised again. After such an error ranks are restarted only if they had made progress.
@@ -15,15 +15,13 @@ RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The rules for restarts after a rank has failed. The option `restart_policy` of `mpwatch.run` is a RestartPolicy.
+    """The option `max_restarts` of `mpwatch.run`, with rules. `max_restarts=3` means `max_restarts=RestartPolicy(3)`.
 
     Args:
         max_restarts: how many times all ranks may be restarted. With scope="worker", it is how many times each rank may be
             restarted.
         scope: "group" means that all ranks are stopped and restarted together. Ranks that use collectives need this value.
             "worker" means that only the rank that failed is restarted. Use it only for ranks that do not communicate.
-        keep_going: True means that the other ranks go on if a rank fails and is not restarted. The run fails at its end, and
-            its result has the values of the ranks that returned. This option needs scope="worker".
         delay: seconds before the first restart. The delay doubles before each further restart.
         max_delay: the longest delay, in seconds.
         jitter: a fraction from 0 to 1. Each delay is made longer or shorter at random, by at most this fraction.
@@ -46,7 +44,6 @@ class RestartPolicy:
     max_restarts: int = 3
     _: KW_ONLY
     scope: Literal["group", "worker"] = "group"
-    keep_going: bool = False
     delay: float = 0.0
     max_delay: float = 60.0
     jitter: float = 0.1
@@ -58,12 +55,6 @@ class RestartPolicy:
         object.__setattr__(self, "max_restarts", check_count("max_restarts", self.max_restarts, at_least=0))
         if self.scope not in ("group", "worker"):
             raise ValueError(f"scope must be 'group' or 'worker', not {self.scope!r}")
-        check_flag("keep_going", self.keep_going)
-        if self.keep_going and self.scope != "worker":
-            raise ValueError(
-                "keep_going=True needs scope='worker': with scope='group' a rank that fails stops all others, because ranks "
-                "that communicate would wait for it"
-            )
         check_seconds("delay", self.delay, at_least="0 or more")
         check_seconds("max_delay", self.max_delay, at_least="0 or more")
         check_fraction("jitter", self.jitter)
@@ -73,11 +64,6 @@ class RestartPolicy:
         if self.max_no_progress is not None:
             limit = check_count("max_no_progress", self.max_no_progress, at_least=1)
             object.__setattr__(self, "max_no_progress", limit)
-
-    @property
-    def has_decisions(self) -> bool:
-        """Whether the policy lets a run go on after a failure, by a restart or by `keep_going`."""
-        return self.max_restarts > 0 or self.keep_going
 
     @property
     def causes(self) -> frozenset[Cause]:

@@ -1,113 +1,188 @@
 """`WorkerSpec` and `GroupSpec`: all options of a run or a WorkerGroup, validated once and then frozen.
 
-ARCHITECTURE.md says how to add an option.
+The docstring of `mpwatch.run` explains each option. ARCHITECTURE.md says how to add an option.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
-from mpwatch.events.types import Event
+from mpwatch.events.types import Event, Progressed
+from mpwatch.options.backend import Backend
 from mpwatch.options.call_signature import PER_RANK_ADVICE, check_signature
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_per_rank
+from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.options.stop_policy import StopPolicy
 from mpwatch.options.validation import (
-    RESERVED_SIGNALS,
     as_int,
     check_count,
     check_env_mapping,
     check_flag,
+    check_optional_seconds,
     check_seconds,
-    check_signals,
+    check_word,
     is_async,
+    name_of,
 )
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.cpu_affinity import can_set_affinity, format_cpus, get_allowed_cpus
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
-from mpwatch.os_support.signals import name_signal
 
 T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
+Env = Mapping[str, str] | Callable[[Worker], Mapping[str, str]]
 Observer = Callable[[Event], object]
 Observers = Observer | Iterable[Observer]
-Bind = Literal["cores", "numa"] | Callable[[Worker], Iterable[int]]
-VisibleDevices = Literal["own"]
-NOT_FORWARDED: Mapping[int, str] = {
-    **RESERVED_SIGNALS,
-    **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), "it stops the ranks"),
-}
+ProgressObserver = Callable[[Progressed], object]
+ProgressObservers = ProgressObserver | Iterable[ProgressObserver]
+Debug = Literal["locals", "post_mortem"]
+START_TIMEOUT = 300.0  # seconds for the start of an interpreter
+START_TIMEOUT_VARIABLE = "MPWATCH_START_TIMEOUT"
+
+
+# What type checkers know about `**options`. The docstring of `mpwatch.run` explains the options.
+class RankOptions(TypedDict, total=False):
+    """The options of the ranks."""
+
+    backend: str | Backend | None
+    env: Env | None
+    timeout: float | None
+    heartbeat_timeout: float | None
+    grace_period: float
+    stop: StopPolicy | Collection[int] | None
+    placement: Placement | Cpus | None
+    debug: Debug | None
+
+
+class OutputOptions(TypedDict, total=False):
+    """The options that say what the caller sees."""
+
+    logs: LogSpec | None
+    progress: bool | None
+    on_event: Observers | None
+    on_progress: ProgressObservers | None
+
+
+class GroupOptions(RankOptions, OutputOptions, total=False):
+    """The options that `run` and WorkerGroup share."""
+
+
+class NodeOptions(RankOptions, total=False):
+    """The options of a function on one node."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    max_restarts: int | RestartPolicy
+    keep_going: bool
+
+
+class CallOptions(NodeOptions, OutputOptions, total=False):
+    """The options of `run` except `check`."""
+
+    rendezvous: Rendezvous | None
+
+
+class RunOptions(CallOptions, total=False):
+    """All options of `run`."""
+
+    check: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """The options that do not depend on the function, such as the number of ranks, the limits and the observers."""
 
-    nprocs: Nprocs = "auto"
-    backend: str | None = None
-    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None
+    nprocs: Nprocs
+    backend: str | Backend | None = None
+    env: Env | None = None
     timeout: float | None = None
     heartbeat_timeout: float | None = None
     grace_period: float = 10.0
-    start_timeout: float = 300.0
-    role: str = "default"
+    stop: StopPolicy | Collection[int] | None = None
+    placement: Placement | Cpus | None = None
     logs: LogSpec | None = None
-    on_event: Observers | None = None
     progress: bool | None = None
-    capture_locals: bool = False
-    post_mortem: bool = False
-    stall_after: float | None = 60.0
-    backend_timeout: float | None = None
-    stop_signals: Collection[int] = ()
-    stop_timeout: float | None = None
-    preload: Sequence[str] = ()
-    bind: Bind | None = None
-    visible_devices: VisibleDevices | None = None
-    forward_signals: Collection[int] = ()
+    on_event: Observers | None = None
+    on_progress: ProgressObservers | None = None
+    debug: Debug | None = None
+    preload: Sequence[str] = field(default=(), init=False)  # only a WorkerGroup has it
 
     def __post_init__(self) -> None:
-        check_flag("capture_locals", self.capture_locals)
-        check_flag("post_mortem", self.post_mortem)
-        _check_backend(self.backend)
-        _check_env(self.env)
-        if self.timeout is not None:
-            check_seconds("timeout", self.timeout, at_least="more than 0")
-        if self.heartbeat_timeout is not None:
-            check_seconds("heartbeat_timeout", self.heartbeat_timeout, at_least="more than 0")
-        if self.stall_after is not None:
-            check_seconds("stall_after", self.stall_after, at_least="more than 0")
-        if self.backend_timeout is not None:
-            check_seconds("backend_timeout", self.backend_timeout, at_least="more than 0")
-            _check_has_backend(self.backend, self.backend_timeout)
+        self._set("backend", Backend.make(self.backend))
+        if self.env is not None and not callable(self.env):
+            check_env_mapping("env", self.env)
+        check_optional_seconds("timeout", self.timeout)
+        check_optional_seconds("heartbeat_timeout", self.heartbeat_timeout)
         check_seconds("grace_period", self.grace_period, at_least="0 or more")
-        check_seconds("start_timeout", self.start_timeout, at_least="more than 0")
-        if not isinstance(self.role, str):
-            raise TypeError(f"role must be a string, not {self.role!r}")
-        if not self.role or not self.role.isprintable():
-            raise ValueError(f"role must be a name, not {self.role!r}")
+        self._set("stop", StopPolicy.make(self.stop))
+        self._set("placement", Placement.make(self.placement))
         if self.progress is not None and not isinstance(self.progress, bool):
-            raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
-        if self.stop_timeout is not None:
-            check_seconds("stop_timeout", self.stop_timeout, at_least="more than 0")
-        object.__setattr__(self, "stop_signals", check_signals("stop_signals", self.stop_signals))
-        _check_bind(self.bind)
-        _check_visible_devices(self.visible_devices)
-        object.__setattr__(self, "forward_signals", check_signals("forward_signals", self.forward_signals, NOT_FORWARDED))
-        _check_not_in_both(self.stop_signals, self.forward_signals)
-        object.__setattr__(self, "preload", _check_preload(self.preload))
-        object.__setattr__(self, "on_event", _as_observers(self.on_event))
-        object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
-        object.__setattr__(self, "logs", _resolve_logs(self.logs, None if self.is_multi_node else self.nprocs))
+            raise TypeError(
+                f"progress must be True, False or None, not {self.progress!r:.200}; on_progress takes a function"
+            )
+        check_word("debug", self.debug, ("locals", "post_mortem"))
+        self._set("on_event", _as_observers("on_event", self.on_event))
+        self._set("on_progress", _as_observers("on_progress", self.on_progress))
+        self._set("nprocs", _resolve_nprocs(self.nprocs))
+        self._set("logs", _resolve_logs(self.logs, None if self.is_multi_node else self.nprocs))
+        assert self.start_timeout  # checks the variable of the environment
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def torch_backend(self) -> Backend:
+        """The option `backend` as a Backend."""
+        assert isinstance(self.backend, Backend)  # see __post_init__
+        return self.backend
+
+    @property
+    def stop_policy(self) -> StopPolicy:
+        """The option `stop` as a StopPolicy."""
+        assert isinstance(self.stop, StopPolicy)
+        return self.stop
+
+    @property
+    def cpus_and_gpus(self) -> Placement:
+        """The option `placement` as a Placement."""
+        assert isinstance(self.placement, Placement)
+        return self.placement
 
     @property
     def policy(self) -> RestartPolicy:
         """A RestartPolicy that allows no restarts."""
         return RestartPolicy(0)
+
+    @property
+    def keeps_going(self) -> bool:
+        """Whether a failed rank does not stop the others."""
+        return False
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether a run may go on after a failure, by a restart or by `keep_going`."""
+        return self.policy.max_restarts > 0 or self.keeps_going
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds for the start of an interpreter. A variable of the environment can set it, for very slow file systems."""
+        text = os.environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        check_seconds(START_TIMEOUT_VARIABLE, seconds, at_least="more than 0")
+        return seconds
+
+    @property
+    def role(self) -> str:
+        """The role of the ranks in a job of several nodes."""
+        return "default"
 
     @property
     def fn_name(self) -> str:
@@ -121,8 +196,13 @@ class GroupSpec:
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """The functions that mpwatch calls with each event."""
-        return _as_observers(self.on_event)
+        """The functions that mpwatch calls with each event except Progressed."""
+        return _as_observers("on_event", self.on_event)
+
+    @property
+    def progress_observers(self) -> tuple[ProgressObserver, ...]:
+        """The functions that mpwatch calls with each event Progressed."""
+        return _as_observers("on_progress", self.on_progress)
 
     def extra_env_of(self, worker: Worker) -> dict[str, str]:
         """Return the extra environment variables of this rank. Raises TypeError or ValueError for invalid variables."""
@@ -134,16 +214,20 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentGroupSpec(GroupSpec):
-    """All options of a WorkerGroup. The docstring of WorkerGroup explains each option."""
+    """All options of a WorkerGroup."""
 
+    preload: Sequence[str] = ()
     scope: Literal["group", "worker"] = "group"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.policy.scope == "worker" and self.backend is not None:
+        self._set("preload", _check_preload(self.preload))
+        if self.stop_policy.after is not None:
+            raise ValueError("stop=StopPolicy(after=...) is for a run; a WorkerGroup has no time at which it begins")
+        if self.policy.scope == "worker" and self.torch_backend.name is not None:
             raise ValueError(
-                f"scope='worker' is for ranks that do not communicate, but backend={self.backend!r} makes a process group, "
-                "which a restarted rank cannot join; leave out one of the two"
+                f"scope='worker' is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a "
+                "process group, which a restarted rank cannot join; leave out one of the two"
             )
 
     @property
@@ -157,7 +241,11 @@ class PersistentGroupSpec(GroupSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(GroupSpec, Generic[T]):
-    """All options of `mpwatch.run`. The docstring of `run` explains each option.
+    """A whole call of `mpwatch.run`: the function, the number of ranks, and all options except `check`.
+
+    `run(spec)` and `submit(spec)` make this call. So a library can build a call, check it, store it and pass it on, and
+    `dataclasses.replace(spec, nprocs=4)` changes it. The docstring of `run` explains each option. An option that can be a
+    plain value or a small class, such as `backend`, is always the class here.
 
     Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
     argument.
@@ -166,31 +254,48 @@ class WorkerSpec(GroupSpec, Generic[T]):
     fn: Callable[..., T]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
-    max_restarts: int | None = None
-    restart_policy: RestartPolicy | None = None
+    max_restarts: int | RestartPolicy = 0
     keep_going: bool = False
     rendezvous: Rendezvous | None = None
-    stop_after: float | None = None
 
     def __post_init__(self) -> None:
         check_call(self.fn, self.args, self.kwargs)
         super().__post_init__()
-        if self.stop_after is not None:
-            check_seconds("stop_after", self.stop_after, at_least="more than 0")
-        object.__setattr__(self, "args", tuple(self.args))
-        object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+        self._set("args", tuple(self.args))
+        self._set("kwargs", dict(self.kwargs or {}))
         check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)
-        policy = _resolve_policy(self.max_restarts, self.restart_policy, self.backend, keep_going=self.keep_going)
-        _check_rendezvous(self.rendezvous, policy)
-        object.__setattr__(self, "restart_policy", policy)
-        object.__setattr__(self, "max_restarts", policy.max_restarts)
-        object.__setattr__(self, "keep_going", policy.keep_going)
+        check_flag("keep_going", self.keep_going)
+        self._set("max_restarts", as_restart_policy(self.max_restarts))
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        if self.policy.scope == "group":
+            _check_rendezvous(self.rendezvous)
+            return
+        what = "keep_going=True" if self.keep_going else "RestartPolicy(scope='worker')"
+        if self.torch_backend.name is not None:
+            raise ValueError(
+                f"{what} is for ranks that do not communicate, but backend={self.torch_backend.name!r} makes a process "
+                "group, in which ranks wait for each other, and which a restarted rank cannot join; leave out one of the two"
+            )
+        if self.rendezvous is not None:
+            raise ValueError(f"{what} works on one machine only; on several nodes all ranks are restarted together")
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy."""
-        assert self.restart_policy is not None  # __post_init__ sets it
-        return self.restart_policy
+        """The option `max_restarts` as a RestartPolicy. With `keep_going`, only the failed rank is restarted."""
+        assert isinstance(self.max_restarts, RestartPolicy)  # see __post_init__
+        return replace(self.max_restarts, scope="worker") if self.keep_going else self.max_restarts
+
+    @property
+    def keeps_going(self) -> bool:
+        """The option `keep_going`."""
+        return self.keep_going
+
+    @property
+    def role(self) -> str:
+        """The role of the ranks in a job of several nodes."""
+        return "default" if self.rendezvous is None else self.rendezvous.role
 
     @property
     def is_multi_node(self) -> bool:
@@ -213,34 +318,14 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
     check_signature(fn, name_of(fn), checked_args, checked_kwargs, advice)
 
 
-def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
-    """Return the RestartPolicy of a run, which combines the options `max_restarts`, `restart_policy` and `keep_going`."""
-    check_flag("keep_going", keep_going)
-    if policy is None:
-        number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
-        policy = RestartPolicy(number, scope="worker", keep_going=True) if keep_going else RestartPolicy(number)
-        max_restarts = None
-    if not isinstance(policy, RestartPolicy):
-        raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r}")
-    if max_restarts not in (None, policy.max_restarts):
-        raise ValueError(
-            f"max_restarts={max_restarts!r} and restart_policy={policy!r} both set the number of restarts; set it "
-            f"in the policy only: RestartPolicy({max_restarts!r}, ...)"
-        )
-    if policy.scope == "worker" and backend is not None and (keep_going or policy.keep_going):
-        raise ValueError(
-            f"keep_going=True is for ranks that do not communicate, but backend={backend!r} makes a process group, in which "
-            "ranks wait for each other; leave out one of the two"
-        )
-    if policy.scope == "worker" and backend is not None:
-        raise ValueError(
-            f"restart_policy has scope='worker', but backend={backend!r} makes a process group, which a restarted"
-            " rank cannot join; use scope='group'"
-        )
-    return replace(policy, keep_going=True) if keep_going and not policy.keep_going else policy
+def as_restart_policy(max_restarts: object) -> RestartPolicy:
+    """Return the RestartPolicy that an option `max_restarts` means."""
+    if isinstance(max_restarts, RestartPolicy):
+        return max_restarts
+    return RestartPolicy(check_count("max_restarts", max_restarts, at_least=0))
 
 
-def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
+def _check_rendezvous(rendezvous: object) -> None:
     if rendezvous is None:
         return
     if not isinstance(rendezvous, Rendezvous):
@@ -250,30 +335,19 @@ def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
         )
     if find_spec("torch") is None:
         raise ValueError("rendezvous needs torch, which is not installed here: pip install torch")
-    if policy.scope == "worker":
-        raise ValueError(
-            "restart_policy has scope='worker', or keep_going=True is set: both work on one machine only; on several nodes"
-            " all ranks are restarted together: use scope='group'"
-        )
 
 
-def _as_observers(on_event: object) -> tuple[Observer, ...]:
-    if on_event is None:
+def _as_observers(name: str, value: object) -> tuple[Callable[[Any], object], ...]:
+    if value is None:
         return ()
-    observers = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else None
+    observers = (value,) if callable(value) else tuple(value) if isinstance(value, Iterable) else None
     if observers is None or not all(callable(observer) and not isinstance(observer, type) for observer in observers):
-        raise TypeError(f"on_event must be a function that takes an Event, or several of them, not {on_event!r:.200}")
+        raise TypeError(f"{name} must be a function that takes an Event, or several of them, not {value!r:.200}")
     for observer in filter(is_async, observers):
         raise TypeError(
-            f"on_event must be an ordinary function; {name_of(observer)!r} is async def, and mpwatch would not await it"
+            f"{name} must be an ordinary function; {name_of(observer)!r} is async def, and mpwatch would not await it"
         )
     return observers
-
-
-def name_of(fn: object) -> str:
-    """Return the name of a callable for messages."""
-    name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
-    return str(name or type(fn).__qualname__)
 
 
 def _check_fn(fn: object) -> None:
@@ -303,30 +377,6 @@ def _check_kwargs(kwargs: object) -> Mapping[str, Any]:
     return kwargs
 
 
-def _check_backend(backend: object) -> None:
-    if backend is None:
-        return
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a string or None, not {backend!r}")
-    if not backend:
-        raise ValueError("backend must name a backend of torch.distributed, such as 'gloo', 'nccl' or 'auto', not ''")
-    if "torch" not in sys.modules and find_spec("torch") is None:
-        raise ValueError(f"backend={backend!r} needs torch, which is not installed here: pip install torch")
-
-
-def _check_has_backend(backend: str | None, timeout: float) -> None:
-    if backend is None:
-        raise ValueError(
-            f"backend_timeout={timeout:g} is the limit of the process group that `backend` makes, and backend is None; pass "
-            "a backend, or pass timeout= to your own init_process_group"
-        )
-
-
-def _check_not_in_both(stop_signals: Collection[int], forward_signals: Collection[int]) -> None:
-    for number in set(stop_signals) & set(forward_signals):
-        raise ValueError(f"stop_signals and forward_signals both have {name_signal(number)}; leave it out of one of the two")
-
-
 def _check_preload(preload: object) -> tuple[str, ...]:
     if (
         isinstance(preload, Sequence)
@@ -335,36 +385,6 @@ def _check_preload(preload: object) -> tuple[str, ...]:
     ):
         return tuple(preload)
     raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
-
-
-def _check_bind(bind: object) -> None:
-    if bind is None:
-        return
-    expected = "'cores', 'numa', a function from Worker to the numbers of CPUs, or None"
-    if isinstance(bind, str):
-        if bind not in ("cores", "numa"):
-            raise ValueError(f"bind must be {expected}, not {bind!r:.200}")
-    elif not callable(bind) or isinstance(bind, type):
-        raise TypeError(f"bind must be {expected}, not {bind!r:.200}")
-    elif is_async(bind):
-        raise TypeError(f"bind must be an ordinary function; {name_of(bind)!r} is async def, and mpwatch would not await it")
-    if not can_set_affinity():
-        raise ValueError(
-            f"bind={bind!r:.200} needs os.sched_setaffinity, which this system does not have; leave bind out. "
-            f"This machine has {format_cpus(get_allowed_cpus())}"
-        )
-
-
-def _check_visible_devices(visible_devices: object) -> None:
-    if visible_devices is None or visible_devices == "own":
-        return
-    error = ValueError if isinstance(visible_devices, str) else TypeError
-    raise error(f"visible_devices must be 'own' or None, not {visible_devices!r:.200}")
-
-
-def _check_env(env: object) -> None:
-    if env is not None and not callable(env):
-        check_env_mapping("env", env)
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:

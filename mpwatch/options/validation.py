@@ -41,6 +41,13 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
+def check_word(name: str, value: object, words: Collection[str]) -> None:
+    """Check that a value is None or one of these words."""
+    if value is not None and value not in words:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{name} must be {', '.join(map(repr, words))} or None, not {value!r:.200}")
+
+
 def check_env_mapping(what: str, env: object) -> None:
     """Check that a value maps names of environment variables to strings.
 
@@ -73,6 +80,12 @@ def check_seconds(name: str, value: object, at_least: str) -> None:
     seconds = _float(value)
     if not math.isfinite(seconds) or seconds < 0 or (value == 0 and at_least == "more than 0"):
         raise ValueError(f"{name} must be a number of seconds, {at_least}, not {value!r}")
+
+
+def check_optional_seconds(name: str, value: object) -> None:
+    """Check that a value is None, or a number of seconds greater than 0."""
+    if value is not None:
+        check_seconds(name, value, at_least="more than 0")
 
 
 def _float(number: Real) -> float:
@@ -158,3 +171,9 @@ def is_async(fn: object) -> bool:
         return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
     return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))
+
+
+def name_of(fn: object) -> str:
+    """Return the name of a callable for messages."""
+    name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
+    return str(name or type(fn).__qualname__)

@@ -36,7 +36,7 @@ class Worker:
 
     Attributes:
         rank: global rank, from 0 to world_size - 1.
-        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use. With visible_devices="own", the
+        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use. With Placement(gpus="own"), the
             index of the GPU is 0.
         world_size: number of ranks, on all machines.
         local_world_size: number of ranks on this machine.

@@ -142,8 +142,8 @@ class RunData(Generic[T]):
         stopped_at: the step at which `should_stop` returned True after a request to stop. It is None if `should_stop`
             returned True on no rank. With scope="worker", each rank has its own step, and this is the highest of these
             steps.
-        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600". It is empty
-            if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
+        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "StopPolicy(after=3600)". It is
+            empty if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
             `stop_cause`, but `stopped_at` is None.
         dropped_values: the ranks whose return values were dropped because another rank failed. `keep_going` would have kept
             these values. A rank that returned None does not count. It is always empty for a call of a WorkerGroup.

@@ -244,7 +244,7 @@ def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[in
         unfinished: the ranks that had not returned.
     """
     ranks = format_ranks(unfinished)
-    return f"a stop was requested ({cause}), and {ranks} had not returned within stop_timeout={stop_timeout:g} s"
+    return f"a stop was requested ({cause}), and {ranks} had not returned within StopPolicy(timeout={stop_timeout:g})"
 
 
 def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
@@ -257,7 +257,7 @@ def format_overdue_ranks(stop_timeout: float, places: Mapping[int, str]) -> str:
     ranks_by_place: dict[str, list[int]] = {}
     for rank, place in places.items():
         ranks_by_place.setdefault(place, []).append(rank)
-    text = f"{format_ranks(places)} had not returned within stop_timeout={stop_timeout:g} s"
+    text = f"{format_ranks(places)} had not returned within StopPolicy(timeout={stop_timeout:g})"
     if len(ranks_by_place) == 1:
         return text + next(iter(ranks_by_place))
     groups = [f"{format_ranks(ranks)}{place}" for place, ranks in ranks_by_place.items()]

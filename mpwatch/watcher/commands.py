@@ -10,7 +10,6 @@
     StacksRequest     its `stacks`; any thread may wait for its `is_answered`
     StartLostRanks    none
     StopAfter         none
-    ForwardSignal     none
     Suspend           `are_ranks_stopped`. Then the watcher thread waits for its `is_over`
     RestartCommand    none; this command is itself the answer to `request_decision` of the watcher thread
     TerminalRestore   none
@@ -111,15 +110,6 @@ class TerminalModes:
     """The modes as `termios.tcgetattr` returns them. None if there is nothing to restore."""
 
 
-@dataclass(frozen=True, eq=False)
-class ForwardSignal:
-    """A command to send a signal to the ranks that are running their function. See signal_forwarding.py."""
-
-    signum: int
-    call: PendingCall | None
-    """The call of a WorkerGroup whose ranks get the signal. If it is None, all ranks get the signal."""
-
-
 def _make_locked() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
@@ -165,7 +155,6 @@ Command = (
     | RestartCommand
     | StartLostRanks
     | StopAfter
-    | ForwardSignal
     | Suspend
     | DelayedAction
 )

@@ -51,7 +51,6 @@ from mpwatch.watcher.commands import (
     CommandQueue,
     DebuggerSocket,
     DelayedAction,
-    ForwardSignal,
     RestartCommand,
     StacksRequest,
     StartLostRanks,
@@ -81,7 +80,6 @@ from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.restarts.restart_group import RestartGroup, state_of_all
-from mpwatch.watcher.signal_forwarding import forward_signal
 from mpwatch.watcher.stop_agreements import StepsHeldCallback, StopAgreements
 from mpwatch.watcher.suspension import suspend_processes
 from mpwatch.wire.messages import Message, MessageKind
@@ -134,7 +132,7 @@ class EventLoop:
         on_steps_held: StepsHeldCallback | None,
     ) -> None:
         self._keep_ranks = keep_ranks
-        self._keep_going = spec.policy.keep_going
+        self._keep_going = spec.keeps_going
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
         # The ranks of such a WorkerGroup do not communicate, so a lost rank ends only its own call.
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
@@ -145,7 +143,7 @@ class EventLoop:
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
         self._unfinished_groups = list(self._groups)
         self._pool = ProcessPool(deferred_log, output, spec)
-        self._capture_locals = spec.capture_locals
+        self._capture_locals = spec.debug == "locals"
         self._commands = commands
         self._direct_calls = direct_calls
         self._has_ended_call = False  # since idle ranks were offered for the last time
@@ -170,7 +168,7 @@ class EventLoop:
         self._stop_agreements = StopAgreements(
             self._pool, event_bus, deferred_log, call_at=self._call_at, on_steps_held=on_steps_held
         )
-        self._stall_after = spec.stall_after
+        self._stall_after = spec.torch_backend.stall_after
         self._on_stall = on_stall
         monitor = None if keep_ranks else self._make_monitor(None)
         self._monitors = {group: monitor or self._make_monitor(group) for group in self._groups}
@@ -348,8 +346,6 @@ class EventLoop:
                     self._stop_agreements.agree(group, command.step, command.cause)
             elif isinstance(command, Suspend):
                 self._suspend_commands.append(command)
-            elif isinstance(command, ForwardSignal):
-                forward_signal(command, self._unfinished_groups, self._pool.handles, self._deferred_log)
             elif isinstance(command, DelayedAction):
                 self._call_at(command.due_at, command.action)
             else:
@@ -359,7 +355,7 @@ class EventLoop:
 
     def _make_start(self, call: PendingCall) -> CallEvent:
         if (seconds := call.stop_after) is not None:
-            event = CallEvent(call, m.StopRequested(f"stop_after={seconds:g}"))
+            event = CallEvent(call, m.StopRequested(f"StopPolicy(after={seconds:g})"))
             self._call_at(call.started_at + seconds, partial(self._commands.post, event))
         return CallEvent(call, m.StartCall(call.started_at, call.timeout))
 
@@ -826,10 +822,11 @@ class EventLoop:
 
         The warning shows where in the code each of these ranks is.
         """
-        assert self._spec.stop_timeout is not None
+        timeout = self._spec.stop_policy.timeout
+        assert timeout is not None
         for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
             self._take_stacks(handle)
-        self._stop_agreements.log_overdue_ranks(group, self._spec.stop_timeout)
+        self._stop_agreements.log_overdue_ranks(group, timeout)
 
     def _end_lost_ranks(self, group: RestartGroup) -> None:
         """Remove a group of independent ranks that have ended, and answer their call, if any. Other ranks stay alive."""

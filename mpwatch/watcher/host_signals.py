@@ -7,22 +7,21 @@ During a run, no handler except the handler of SIGINT raises an exception in the
 - SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the run at once, and the program's own handler gets the
   signal when the run is over. At the prompt of a debugger, however, SIGINT raises KeyboardInterrupt at once. If user code
   (an observer, `retry_if`, `env`) is running in the caller's thread, a second SIGINT raises KeyboardInterrupt at once.
-- A signal of the option `stop_signals` asks the ranks to save their state and return, and does not reach the program's own
-  handler. If a signal in `stop_signals` comes twice, or if the ranks do not return within `stop_timeout`, mpwatch stops the
-  run and defers the signal. When a signal of `stop_signals` stops the run, SIGINT acts like Ctrl-C, and every other signal
+- A signal of the option `stop` asks the ranks to save their state and return, and does not reach the program's own
+  handler. If such a signal comes twice, or if the ranks do not return within the limit of StopPolicy, mpwatch stops the
+  run and defers the signal. When such a signal stops the run, SIGINT acts like Ctrl-C, and every other signal
   acts like SIGTERM.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if the calling program has no handler for SIGQUIT.
   SIGQUIT asks for the stacks even if the calling program ignores SIGQUIT. A shell without job control starts background
   programs (`&`) with SIGQUIT ignored.
 - SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the calling program, if the program neither handles nor
   ignores this signal. See suspension.py.
-- The signals of the option `forward_signals` are forwarded to the ranks, and the program's own handler is called at once.
 - When a signal comes that mpwatch does not use, the program's own handler is called at once. If the calling program's signal
   handler raises an exception, mpwatch stops the run in the same way as after SIGTERM. When the run is over, mpwatch raises
   the exception of the signal handler.
 
 mpwatch does not replace signal handlers that C code has installed. A signal that the calling program ignores stays ignored,
-except SIGQUIT and the signals of `stop_signals` and `forward_signals`. For a call outside the main thread, mpwatch changes
+except SIGQUIT and the signals of `stop`. For a call outside the main thread, mpwatch changes
 no signal handler, because Python runs signal handlers only in the main thread. program_end.py interrupts such a call when
 Ctrl-C ends the program.
 
@@ -49,7 +48,7 @@ from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, name_signal, set_handler
-from mpwatch.watcher.commands import CallEvent, CommandQueue, ForwardSignal, StacksRequest
+from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
 from mpwatch.watcher.pending_call import PendingCall
@@ -69,8 +68,7 @@ class HostSignals:
         commands: the command queue to the watcher thread.
         is_run: True for a run, and False for a WorkerGroup.
         suspension: suspends the calling program.
-        stop_signals: signals that ask the ranks to save their state and return. See `check_signal_options`.
-        forward_signals: signals to forward to the ranks.
+        stop_signals: signals that ask the ranks to save their state and return. See `check_stop_signals`.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class HostSignals:
         is_run: bool,
         suspension: ProgramSuspension,
         stop_signals: Collection[int],
-        forward_signals: Collection[int],
     ) -> None:
         self._stop_signals = stop_signals
         self._received_stop_signals: set[int] = set()
@@ -104,7 +101,6 @@ class HostSignals:
         self.pid = os.getpid()
         self.suspension = suspension
         self._is_run = is_run
-        self._forward_signals = forward_signals
         self.ends_with_program = is_run and threading.current_thread().daemon
         self._is_ended_by_program = False
         self._unposted: list[Interrupted | StopRequested] = []
@@ -126,15 +122,12 @@ class HostSignals:
         handlers = list_python_handlers()
         without_handler = run_until_handler_raises(partial(find_signals_without_handler, handlers))
         stopping = self._find_host_handlers(self._stop_signals, handlers)
-        forwarded = self._find_host_handlers(self._forward_signals, handlers)
-        self._host_handlers = stopping | forwarded | handlers | without_handler
+        self._host_handlers = stopping | handlers | without_handler
         for signum in self._host_handlers:
             if signum in stopping:
                 set_handler(signum, self._receive_stop_signal)
             elif signum in DEFERRED_SIGNALS:
                 set_handler(signum, self._defer_signal)
-            elif signum in forwarded:
-                set_handler(signum, self._forward_signal)
             elif signum in without_handler:
                 set_handler(signum, self._request_suspension if signum == signal.SIGTSTP else self._request_stacks)
             else:
@@ -244,7 +237,7 @@ class HostSignals:
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)
-        ours = (self._defer_signal, *requests, self._forward_signal, self._call_host_handler)
+        ours = (self._defer_signal, *requests, self._call_host_handler)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
@@ -288,7 +281,7 @@ class HostSignals:
     def _forward_wakeups(self) -> None:
         """Write the numbers of received signals to the program's wake-up descriptor.
 
-        Leave out deferred signals and the signals of `stop_signals`.
+        Leave out deferred signals and the signals of `stop`.
         """
         consumed = {*self.received, *self._stop_signals}
         forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
@@ -312,7 +305,7 @@ class HostSignals:
         signal.raise_signal(signum)
 
     def _receive_stop_signal(self, signum: int, _: object) -> None:
-        """Request a stop. This method is the handler of each signal in `stop_signals`."""
+        """Request a stop. This method is the handler of each signal of the option `stop`."""
         is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
         if os.getpid() != self.pid or signum in self._received_stop_signals or is_for_prompt:
             self._defer_signal(signum, None)
@@ -342,16 +335,6 @@ class HostSignals:
         """Request a suspension of the program. This method is the handler of SIGTSTP."""
         if os.getpid() == self.pid:
             self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
-            return
-        self.restore()
-        signal.raise_signal(signum)
-
-    def _forward_signal(self, signum: int, frame: object) -> None:
-        """Forward a signal to the ranks. This method is the handler of each signal in `forward_signals`."""
-        if os.getpid() == self.pid:
-            self._commands.post(ForwardSignal(signum, self.call))
-            if callable(self._host_handlers[signum]):
-                self._call_host_handler(signum, frame)
             return
         self.restore()
         signal.raise_signal(signum)

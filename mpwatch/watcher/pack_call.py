@@ -6,7 +6,7 @@ from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.per_rank import find_per_rank, format_argument
-from mpwatch.options.spec import name_of
+from mpwatch.options.validation import name_of
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.wire.pickling import unpicklable
 from mpwatch.wire.pickling.call_payload import Call, Payload, pack, probe

@@ -43,7 +43,7 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
-from mpwatch.watcher.signal_options import check_signal_options
+from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
@@ -68,7 +68,7 @@ class PersistentRanks:
     def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
         self._spec = spec
         self._make_view = make_view
-        self._event_bus = EventBus(uuid.uuid4().hex, spec.observers, keep_events=False)
+        self._event_bus = EventBus(uuid.uuid4().hex, spec, keep_events=False)
         self._watcher_thread: WatcherThread | None = None
         self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
         self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart the ranks
@@ -119,7 +119,7 @@ class PersistentRanks:
         """
         watcher_thread = self._watcher_thread
         is_joined = watcher_thread is not None and self._joined == (watcher_thread, self._process_group_version)
-        return self._spec.backend is not None and not is_joined
+        return self._spec.torch_backend.name is not None and not is_joined
 
     def call(
         self,
@@ -146,7 +146,7 @@ class PersistentRanks:
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
-            check_signal_options(self._spec)
+            check_stop_signals(self._spec)
         started_at = time.monotonic()
         may_reach_ranks = False
 
@@ -157,8 +157,10 @@ class PersistentRanks:
             return blocking_call
 
         spec, version = self._spec, self._process_group_version
-        backend = spec.backend if ranks is None else None  # some ranks alone can neither make nor destroy a process group
-        payload = pack_call(Call(fn, args, kwargs, backend, version, backend_timeout=spec.backend_timeout))
+        backend = (
+            spec.torch_backend.name if ranks is None else None
+        )  # some ranks alone can neither make nor destroy a process group
+        payload = pack_call(Call(fn, args, kwargs, backend, version, backend_timeout=spec.torch_backend.timeout))
         has_succeeded = False
         try:
             answer = None
@@ -168,7 +170,7 @@ class PersistentRanks:
                 if not pending_call.ranks_to_restart:
                     break
                 self._restart_lost_ranks(watcher_thread, pending_call.ranks_to_restart)
-            if answer is None and ranks is not None and spec.backend is not None:
+            if answer is None and ranks is not None and spec.torch_backend.name is not None:
                 return None
             if answer is None:
                 answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks=ranks), begin)

@@ -61,7 +61,7 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.running_calls import add_call
-from mpwatch.watcher.signal_options import check_signal_options
+from mpwatch.watcher.signal_options import check_stop_signals
 from mpwatch.watcher.suspension import ProgramSuspension
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
@@ -91,8 +91,8 @@ def run_single_node(
     at the end of the run. The calling program's handler can raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
-    check_signal_options(spec)
-    controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
+    check_stop_signals(spec)
+    controller = RunController(spec, EventBus(uuid.uuid4().hex, spec, keep_events=True))
     try:
         with ExitStack() as resources:
             watcher_thread, pending_call = run_until_handler_raises(partial(_prepare, spec, controller, payload, resources))
@@ -114,7 +114,9 @@ def run_single_node(
 
 def pack_spec(spec: WorkerSpec[Any]) -> Payload:
     """Pickle the function and the arguments of a run. Raises LaunchError."""
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
+    call = Call(
+        spec.fn, tuple(spec.args), spec.kwargs or {}, spec.torch_backend.name, backend_timeout=spec.torch_backend.timeout
+    )
     return pack_call(call)
 
 
@@ -130,7 +132,7 @@ def _prepare(
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
     watcher_thread.prepare()
     watcher_thread.output.use_current_streams()
-    pending_call = PendingCall(payload, controller.started_at, spec.timeout, spec.stop_after)
+    pending_call = PendingCall(payload, controller.started_at, spec.timeout, spec.stop_policy.after)
     controller.begin(pending_call)
     return watcher_thread, pending_call
 
@@ -166,7 +168,6 @@ class BlockingCall:
             is_run=not watcher_thread.keeps_ranks,
             suspension=ProgramSuspension(watcher_thread.commands, watcher_thread.is_running),
             stop_signals=watcher_thread.stop_signals,
-            forward_signals=watcher_thread.forward_signals,
         )
         self._pending_call: PendingCall | None = None
         self._is_posted = False
@@ -292,7 +293,7 @@ class BlockingCall:
         creates `_progress_driver` only after the 2 ms.
         """
         thread = self.watcher_thread
-        has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
+        has_signals = self._is_in_main_thread and bool(thread.stop_signals)
         return thread.is_running() and not has_signals and not thread.wants_progress
 
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:

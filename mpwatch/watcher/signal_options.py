@@ -1,4 +1,4 @@
-"""Checks whether mpwatch can install its handlers for the signals in the options `stop_signals` and `forward_signals`.
+"""Checks whether mpwatch can install its handlers for the signals in the option `stop`.
 
 This module runs in the caller's thread.
 """
@@ -14,33 +14,30 @@ from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import get_handler, name_signal
 
 IN_MAIN_THREAD_ONLY = (
-    "{name} needs a run in the main thread, because Python runs signal handlers in the main thread only; call mpwatch.run "
-    "there, or leave {name} out"
+    "the signals of stop= need a run in the main thread, because Python runs signal handlers in the main thread only; call "
+    "mpwatch.run there, or leave the signals out and call request_stop() of the handle in a handler of your own"
 )
-STOP_ADVICE = " and call request_stop() of the handle in a handler of your own"
 
 
-def check_signal_options(spec: GroupSpec) -> None:
-    """Check that this thread can install handlers for the signals in the options, and can restore the old handlers.
+def check_stop_signals(spec: GroupSpec) -> None:
+    """Check that this thread can install handlers for the signals of the option `stop`, and can restore the old handlers.
 
     Raises ValueError.
     """
-    for name, signals in _list_options(spec).items():
-        if signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError(IN_MAIN_THREAD_ONLY.format(name=name))
-        for signum in set(signals) - find_handlers(signals).keys():
-            raise ValueError(
-                f"{name} may not have {name_signal(signum)} now: C code of this program handles it, as after "
-                "faulthandler.register, and mpwatch could not restore that handler; unregister it, or leave the signal out"
-            )
+    signals = spec.stop_policy.signals
+    if threading.current_thread() is not threading.main_thread():
+        refuse_signals(spec)
+    for signum in set(signals) - find_handlers(signals).keys():
+        raise ValueError(
+            f"stop may not have {name_signal(signum)} now: C code of this program handles it, as after "
+            "faulthandler.register, and mpwatch could not restore that handler; unregister it, or leave the signal out"
+        )
 
 
 def refuse_signals(spec: GroupSpec) -> None:
-    """Raise ValueError if a run in the background has the option `stop_signals` or `forward_signals`."""
-    for name, signals in _list_options(spec).items():
-        if signals:
-            advice = STOP_ADVICE if name == "stop_signals" else ""
-            raise ValueError(IN_MAIN_THREAD_ONLY.format(name=name) + advice)
+    """Raise ValueError if a run in the background has signals in the option `stop`."""
+    if spec.stop_policy.signals:
+        raise ValueError(IN_MAIN_THREAD_ONLY)
 
 
 def find_handlers(signals: Collection[int]) -> dict[int, Any]:
@@ -55,7 +52,3 @@ def find_handlers(signals: Collection[int]) -> dict[int, Any]:
         if state is not None and state.catches(signum):
             del handlers[signum]
     return handlers
-
-
-def _list_options(spec: GroupSpec) -> dict[str, Collection[int]]:
-    return {"stop_signals": spec.stop_signals, "forward_signals": spec.forward_signals}

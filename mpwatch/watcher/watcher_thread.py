@@ -99,12 +99,11 @@ class WatcherThread:
         self._event_bus = event_bus
         self._restart_count = restart_count
         self.keeps_ranks = keep_ranks
-        self.forward_signals = tuple(spec.forward_signals)
         self._on_outcome_change = on_outcome_change
         self._on_stall = on_stall
         self._on_stop = on_stop
         self._on_steps_held = on_steps_held
-        self.stop_signals = tuple(spec.stop_signals)
+        self.stop_signals = tuple(spec.stop_policy.signals)
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
@@ -180,7 +179,7 @@ class WatcherThread:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
             self._thread = None
-            if self.keeps_ranks or self._spec.policy.has_decisions or self._spec.is_multi_node:
+            if self.keeps_ranks or self._spec.has_decisions or self._spec.is_multi_node:
                 self.is_finished = True
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             self._run()

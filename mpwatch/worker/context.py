@@ -132,10 +132,10 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
 def should_stop(step: int) -> bool:
     """Return whether this rank should save its state and return now, before it does this step.
 
-    A stop is requested by a signal in `stop_signals`, by `request_stop()`, or by `stop_after`. Before a stop is requested,
-    `should_stop` returns False. After a stop request, the ranks agree on one step: the first step that no rank has begun. At
-    the agreed step, `should_stop` returns True on all ranks. So all ranks can save the same state, and no rank waits in a
-    collective for a rank that has stopped:
+    A stop is requested by a signal of the option `stop`, by `request_stop()`, or by `StopPolicy(after=...)`. Before a stop
+    is requested, `should_stop` returns False. After a stop request, the ranks agree on one step: the first step that no rank
+    has begun. At the agreed step, `should_stop` returns True on all ranks. So all ranks can save the same state, and no rank
+    waits in a collective for a rank that has stopped:
 
         for step in range(first_step, steps):
             if mpwatch.should_stop(step):

@@ -18,7 +18,7 @@ multiprocessing Connection:
                         ("ready",) or ("refused", reason)                       the first message on a new socket
                         ("inspect",)                                            the user wants to look at this rank
 
-With the option `post_mortem`, a rank has an inspector, which is a thread with a separate socket. The inspector shows the
+With debug="post_mortem", a rank has an inspector, which is a thread with a separate socket. The inspector shows the
 main thread's stack to the user, even while the main thread runs or waits in C code.
 
 If user code has passed `stdin` or `stdout` to a Pdb object, this module leaves the object unchanged. If a subclass of Pdb

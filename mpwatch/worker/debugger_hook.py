@@ -64,7 +64,7 @@ def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None
 
 
 def open_post_mortem(error: Exception) -> bool:
-    """If the option `post_mortem` is set, show a prompt of pdb where the exception was raised.
+    """If debug="post_mortem" is set, show a prompt of pdb where the exception was raised.
 
     Return whether `post_mortem` is set.
     """

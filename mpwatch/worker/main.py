@@ -6,7 +6,7 @@
         _run_call       unpickle the call, run the function, pickle its return value
         _send_value     RETURNED
         _send_failure   FAILING, CALLED_COLLECTIVES if there is a process group, then RAISED or LOAD_FAILED, then DETAILS
-        _send_locals    LOCALS, if the option `capture_locals` is set
+        _send_locals    LOCALS, with debug="locals"
       exit              restore signals, destroy the torch process group, send EXIT_BLOCKED if threads or processes remain
 
 Guarantees:
@@ -386,7 +386,7 @@ class _LoadError(Exception):
 
 
 class _DebuggedError(Exception):
-    """With the option `post_mortem`, a `_DebuggedError` replaces an exception of the user's function.
+    """With debug="post_mortem", a `_DebuggedError` replaces an exception of the user's function.
 
     `raised_at` is the time when the function failed, not the time when the user left the prompt of pdb.
     """

@@ -69,7 +69,7 @@ def call_run(history, folder):
         len(history.plans),
         args=(history, folder),
         grace_period=history.grace_period,
-        restart_policy=policy,
+        max_restarts=policy,
     )
 
 

@@ -402,7 +402,7 @@ def test_a_job_that_cannot_start_python_is_an_error(slurm, tmp_path):
     [
         ({"nodes": 0}, ValueError, "^nodes must be"),
         ({"max_requeues": -1}, ValueError, "max_requeues must be 0 or more, not -1"),
-        ({"stop_signals": [signal.SIGUSR2]}, TypeError, "a job on a cluster has no option 'stop_signals'"),
+        ({"stop": [signal.SIGUSR2]}, ValueError, "stop has signals, but the nodes get no signals"),
         ({"epochs": 3}, TypeError, "epochs"),
         ({"grace_period": "long"}, TypeError, "grace_period must be a number of seconds, not 'long'"),
         ({"args": (1, 2, 3)}, TypeError, "argument"),
@@ -424,7 +424,7 @@ def test_a_bad_executor_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"stop_signals": [signal.SIGUSR2]}, TypeError, "a Job has no option 'stop_signals'"),
+        ({"stop": [signal.SIGUSR2]}, TypeError, "a Job has no option 'stop'"),
         ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
         ({"min_nodes": -1}, ValueError, "nnodes"),
         ({"epochs": 3}, TypeError, "epochs"),

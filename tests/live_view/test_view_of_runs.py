@@ -99,7 +99,7 @@ def test_a_failure(view, event):
 def test_a_restart(view, event, scope):
     recorder = view(RecordingView(reported_steps(5, 5), event.set))
     policy = mpwatch.RestartPolicy(2, scope=scope, delay=0)
-    mpwatch.run(reporting_functions.die_once_after_event, 2, args=(event,), restart_policy=policy)
+    mpwatch.run(reporting_functions.die_once_after_event, 2, args=(event,), max_restarts=policy)
     last = recorder.ends[-1]
     assert [status.state for status in last] == [WorkerState.SUCCEEDED] * 2
     assert [(status.restart_count, status.report.step) for status in last] == [(1, 6), (1, 6)]
@@ -271,7 +271,7 @@ def test_a_returned_rank_is_not_shown_as_failed_during_the_restart_delay(view, e
         attempt_functions.rank_0_returns_before_rank_1_fails,
         2,
         args=(event,),
-        restart_policy=mpwatch.RestartPolicy(1, delay=0.2),
+        max_restarts=mpwatch.RestartPolicy(1, delay=0.2),
     )
     states = recorder.states()
     assert ("SUCCEEDED", "FAILED") in states

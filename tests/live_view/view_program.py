@@ -10,7 +10,6 @@ from live_view import reporting_functions
 from mpwatch.live_view import line_display, live, terminal
 
 
-@mpwatch.events.wants_progress
 class SuspendWhenDrawn:
     """An observer: it suspends this program once, while the live view is in the terminal."""
 
@@ -30,7 +29,7 @@ if options.pop("hurry", False):  # draw as often as possible
     terminal.PERIOD = line_display.LineDisplay.period = live.WAITING_PERIOD = live.FIRST_PERIOD = 0.0
     live.MAX_CPU_SHARE = 1.0
 if options.pop("suspends_itself", False):
-    options["on_event"] = SuspendWhenDrawn()
+    options["on_event"] = options["on_progress"] = SuspendWhenDrawn()
     terminal.PAUSE_SECONDS = 10.0  # on a busy machine the emulator of the tests reads slowly
 print("before")
 result = mpwatch.run(getattr(reporting_functions, function), int(nprocs), args=(fifo, *args), grace_period=5, **options)

@@ -110,7 +110,7 @@ def test_each_node_binds_its_own_ranks(job):
     """Both nodes are on this machine, so each of them splits all CPUs."""
     allowed = tasks.get_cpus()
     ranks = min(2, len(allowed))
-    job.start_several(2, tasks.get_cpus, ranks, bind="cores")
+    job.start_several(2, tasks.get_cpus, ranks, placement="cores")
     for outcome in job.outcomes():
         assert sorted(cpu for cpus in outcome.values.values() for cpu in cpus) == allowed
         assert len(outcome.values) == ranks
@@ -118,9 +118,9 @@ def test_each_node_binds_its_own_ranks(job):
 
 def test_a_node_with_too_few_cpus_ends_the_job(job):
     too_many = len(tasks.get_cpus()) + 1
-    healthy, failing = job.start(tasks.follow_order), job.start(tasks.follow_order, too_many, bind="cores")
-    assert f"bind='cores' needs a CPU for each of the {too_many} ranks" in failing.outcome().text
-    assert "bind='cores' needs a CPU" in healthy.outcome().text
+    healthy, failing = job.start(tasks.follow_order), job.start(tasks.follow_order, too_many, placement="cores")
+    assert f"Placement: cpus='cores' needs a CPU for each of the {too_many} ranks" in failing.outcome().text
+    assert "Placement: cpus='cores' needs a CPU" in healthy.outcome().text
 
 
 def test_rank_0_can_be_reached_at_the_master_address(job):

@@ -4,9 +4,10 @@ import signal
 
 import pytest
 
+from mpwatch import StopPolicy
 from nodes.harness import AT_ONCE, NODE_TIMEOUT
 
-USR1 = {"stop_signals": [signal.SIGUSR1]}
+USR1 = {"stop": [signal.SIGUSR1]}
 
 
 def check_stopped(job, stop_cause, size):
@@ -68,7 +69,7 @@ def test_a_request_before_the_nodes_have_met_ends_the_run(job):
 
 @pytest.mark.parametrize("receiver", [0, 1])
 def test_a_request_before_a_restart_ends_the_job(job, receiver):
-    job.start_several(2, **USR1, restart_policy={"max_restarts": 3, "delay": 600.0, "max_delay": 600.0})
+    job.start_several(2, **USR1, max_restarts={"max_restarts": 3, "delay": 600.0, "max_delay": 600.0})
     world = job.await_world(2)
     world[0].order("exit", 3)
     job.await_end(world)
@@ -113,7 +114,7 @@ def test_the_job_is_not_restarted_if_a_node_is_killed_after_the_request(job):
 
 
 def test_each_node_has_a_limit_for_its_ranks(job):
-    job.start_several(2, **USR1, stop_timeout=0.2)
+    job.start_several(2, stop=StopPolicy([signal.SIGUSR1], timeout=0.2))
     job.await_world(2).order("ignore_stop")
     receiver, other = job.nodes
     receiver.send(signal.SIGUSR1)

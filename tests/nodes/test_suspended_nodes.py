@@ -1,4 +1,4 @@
-"""Signals to one node of a job that concern its own ranks: Ctrl-Z (SIGTSTP), and those of `forward_signals`."""
+"""Ctrl-Z (SIGTSTP) in one node of a job, which concerns its own ranks."""
 
 import signal
 
@@ -61,17 +61,3 @@ def test_a_node_that_is_suspended_for_longer_is_lost(job, suspend, number):
     assert outcome.text.startswith(f"node {number} ({suspended.hostname}) with rank {number} was lost: its ")
     store.kill()
     store.exit_status()
-
-
-def test_a_signal_is_forwarded_to_the_ranks_of_one_node(job, eventually):
-    nodes = job.start_several(2, forward_signals=[signal.SIGUSR2])
-    world = job.await_world(2)
-    world.order("return_at_signal", signal.SIGUSR2)
-    eventually(lambda: all(read_process_state(process.pid).catches(signal.SIGUSR2) for process in world))
-    nodes[0].send(signal.SIGUSR2)
-    job.await_end(world.of(nodes[0]))
-    assert world.of(nodes[1]).ended_at is None
-    nodes[1].send(signal.SIGUSR2)
-    outcomes = job.outcomes()
-    assert_success(outcomes)
-    assert [value for outcome in outcomes for value in outcome.values.values()] == [signal.SIGUSR2] * 2

@@ -66,15 +66,15 @@ def test_a_group_over_two_cells(kernel):
 
 def test_post_mortem(kernel):
     answers = ["p secret", "rank 0", "u", "p secret", "rank 1", "q"]
-    text = kernel.converse("mpwatch.run(fail, 2, args=(event,), post_mortem=True)", answers)
+    text = kernel.converse("mpwatch.run(fail, 2, args=(event,), debug='post_mortem')", answers)
     assert "(rank 1) (Pdb) p secret\n'secret of rank 1'\n" in text
     assert "(rank 0) (Pdb) p secret\n'secret of rank 0'\n" in text
     assert "rank 1 failed first: ValueError: boo (Cell In[" in text
 
 
 def test_a_notebook_without_a_user_has_no_prompt():
-    calls = ("mpwatch.run(train, 2, args=([1], 1))", "mpwatch.run(fail, 2, args=(event,), post_mortem=True)")
+    calls = ("mpwatch.run(train, 2, args=([1], 1))", "mpwatch.run(fail, 2, args=(event,), debug='post_mortem')")
     (_, stopped, failed), _ = run_cells([DEFINITIONS, *calls])
     assert "breakpoint() can open no prompt: this notebook is executed without a user" in str(stopped)
     texts = [output["text"] for output in failed if output["output_type"] == "stream"]
-    assert "".join(texts).count("post_mortem=True can open no prompt: this notebook is executed without a user") == 1
+    assert "".join(texts).count("debug='post_mortem' can open no prompt: this notebook is executed without a user") == 1

@@ -8,7 +8,7 @@ def train():
     secret = 42
     raise ValueError("boo")
 
-mpwatch.run(train, 2, capture_locals=True)
+mpwatch.run(train, 2, debug='locals')
 %debug
 p secret
 u
@@ -26,5 +26,5 @@ def test_debug_opens_where_the_rank_raised(tmp_path):
     assert "mpwatch/errors.py" not in report
     assert '----> 3     raise ValueError("boo")' in debugger
     assert "ipdb> 42\n" in debugger
-    assert "mpwatch.run(train, 2, capture_locals=True)" in debugger.partition("ipdb> 42\n")[2]
+    assert "mpwatch.run(train, 2, debug='locals')" in debugger.partition("ipdb> 42\n")[2]
     assert "ipdb> True\n" in debugger

@@ -107,27 +107,13 @@ def test_causes(retry_if, causes):
         ({"max_restarts": -1}, ValueError, "max_restarts must be at least 0, not -1"),
         ({"max_restarts": 1.0}, TypeError, r"max_restarts must be an int, not 1\.0"),
         ({"max_restarts": True}, TypeError, "max_restarts must be an int, not True"),
-        ({"restart_policy": 3}, TypeError, "restart_policy must be a RestartPolicy, not 3"),
+        ({"max_restarts": {"max_restarts": 3}}, TypeError, r"max_restarts must be an int, not {'max_restarts': 3}"),
         (
-            {"restart_policy": {"max_restarts": 3}},
-            TypeError,
-            r"restart_policy must be a RestartPolicy, not {'max_restarts': 3}",
-        ),
-        (
-            {"max_restarts": 1, "restart_policy": RestartPolicy(2)},
+            {"max_restarts": RestartPolicy(scope="worker"), "backend": "gloo"},
             ValueError,
-            r"max_restarts=1 and restart_policy=.* both set the number of restarts",
+            r"RestartPolicy\(scope='worker'\) is for ranks that do not communicate, but backend='gloo' makes a process group",
         ),
-        (
-            {"max_restarts": 0, "restart_policy": RestartPolicy(2)},
-            ValueError,
-            r"set it in the policy only: RestartPolicy\(0, \.\.\.\)",
-        ),
-        (
-            {"restart_policy": RestartPolicy(scope="worker"), "backend": "gloo"},
-            ValueError,
-            "restart_policy has scope='worker', but backend='gloo' makes a process group, .* use scope='group'",
-        ),
+        ({"keep_going": True, "backend": "gloo"}, ValueError, "keep_going=True is for ranks that do not communicate"),
         ({"on_event": 3}, TypeError, "on_event must be a function that takes an Event, or several of them, not 3"),
         ({"on_event": [print, 3]}, TypeError, r"on_event must be a function .* not \[<built-in function print>, 3\]"),
         ({"on_event": "log"}, TypeError, "on_event must be a function .* not 'log'"),
@@ -145,7 +131,7 @@ def test_bad_options(options, error, text):
 def test_max_restarts_is_short_for_a_policy():
     assert WorkerSpec(fn=fn, nprocs=2).policy == RestartPolicy(0)
     assert WorkerSpec(fn=fn, nprocs=2, max_restarts=4).policy == RestartPolicy(4)
-    assert WorkerSpec(fn=fn, nprocs=2, restart_policy=RestartPolicy(4, delay=1.0)).policy == RestartPolicy(4, delay=1.0)
+    assert WorkerSpec(fn=fn, nprocs=2, max_restarts=RestartPolicy(4, delay=1.0)).policy == RestartPolicy(4, delay=1.0)
 
 
 def test_observers_are_one_or_several():
@@ -156,6 +142,4 @@ def test_observers_are_one_or_several():
 
 def test_a_spec_with_max_restarts_can_be_replaced():
     spec = WorkerSpec(fn=fn, nprocs=2, max_restarts=2)
-    assert (spec.max_restarts, spec.policy) == (2, RestartPolicy(2))
-    assert replace(spec, nprocs=3).policy == RestartPolicy(2)
-    assert WorkerSpec(fn=fn, nprocs=2, restart_policy=RestartPolicy(5)).max_restarts == 5
+    assert spec.max_restarts == spec.policy == replace(spec, nprocs=3).policy == RestartPolicy(2)

@@ -2,15 +2,18 @@
 
 import asyncio
 import functools
+import inspect
 import math
 import os
 import signal
+from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 
 import mpwatch
 from mpwatch import WorkerSpec
-from mpwatch.options.spec import NOT_FORWARDED
+from mpwatch.options.validation import RESERVED_SIGNALS
 from mpwatch.os_support.signals import name_signal
 
 
@@ -38,7 +41,6 @@ class AsyncCallable:
         ({"nprocs": -1}, ValueError, "nprocs must be at least 1, .* not -1"),
         ({"nprocs": True}, TypeError, "nprocs must be an int, .* not True"),
         ({"nprocs": 2.5}, TypeError, "nprocs must be an int, .* not 2.5"),
-        ({"nprocs": None}, TypeError, "nprocs must be an int, .* not None"),
         ({"nprocs": "many"}, ValueError, "nprocs .* not 'many'"),
         ({"nprocs": "gpu"}, ValueError, "nprocs='gpu', but torch sees no GPU here"),
         ({"fn": 3}, TypeError, "fn must be callable, not 3"),
@@ -52,7 +54,7 @@ class AsyncCallable:
         ({"args": {1, 2}}, TypeError, "args must be a sequence"),
         ({"kwargs": [1]}, TypeError, r"kwargs must be a mapping .* not \[1\]"),
         ({"kwargs": {1: 2}}, TypeError, "kwargs must have strings as keys, not 1"),
-        ({"backend": 3}, TypeError, "backend must be a string or None, not 3"),
+        ({"backend": 3}, TypeError, "backend must be a string, a Backend or None, not 3"),
         ({"backend": ""}, ValueError, "backend must name a backend"),
         ({"env": "A=1"}, TypeError, "env must be a mapping .* not 'A=1'"),
         ({"env": {"A": 1}}, TypeError, "env must map strings to strings, not 'A' to 1"),
@@ -61,7 +63,6 @@ class AsyncCallable:
         ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK='1'"),
         ({"env": {"MASTER_PORT": "http"}}, ValueError, "must give MASTER_PORT as a TCP port, not 'http'"),
         ({"env": {"A": "\ud800"}}, ValueError, "cannot be encoded: 'A'"),
-        ({"role": "a\nb"}, ValueError, "role must be a name"),
         ({"timeout": -1}, ValueError, "timeout must be a number of seconds, more than 0, not -1"),
         ({"timeout": 0}, ValueError, "timeout .* not 0"),
         ({"timeout": math.inf}, ValueError, "timeout .* not inf"),
@@ -69,29 +70,24 @@ class AsyncCallable:
         ({"grace_period": math.nan}, ValueError, "grace_period .* not nan"),
         ({"grace_period": -0.1}, ValueError, "grace_period .* 0 or more, not -0.1"),
         ({"grace_period": None}, TypeError, "grace_period must be a number of seconds, not None"),
-        ({"role": 1}, TypeError, "role must be a string, not 1"),
-        ({"role": ""}, ValueError, "role must be a name, not ''"),
-        ({"bind": "core"}, ValueError, "bind must be 'cores', 'numa', a function .* or None, not 'core'"),
-        ({"bind": {0, 1}}, TypeError, "bind must be 'cores', 'numa', a function from Worker .* not {0, 1}"),
-        ({"bind": True}, TypeError, "bind must be .* not True"),
-        ({"bind": set}, TypeError, "bind must be .* not <class 'set'>"),
-        ({"bind": coroutine}, TypeError, "bind must be an ordinary function; 'coroutine' is async def"),
-        ({"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or None, not 'all'"),
-        ({"visible_devices": [0]}, TypeError, r"visible_devices must be 'own' or None, not \[0\]"),
-        ({"forward_signals": signal.SIGUSR1}, TypeError, r"forward_signals must be a tuple .*\(signal.SIGUSR1,\), not <Sig"),
-        ({"forward_signals": None}, TypeError, "forward_signals must be a tuple of signals, .* not None"),
-        ({"forward_signals": "SIGUSR1"}, TypeError, "forward_signals must be a tuple of signals, .* not 'SIGUSR1'"),
-        ({"forward_signals": ["SIGUSR1"]}, TypeError, "forward_signals must have signals, such as .* not 'SIGUSR1'"),
-        ({"forward_signals": (True,)}, TypeError, "forward_signals must have signals, .* not True"),
-        ({"forward_signals": (0,)}, ValueError, "forward_signals may not have 0: no signal .* has this number"),
-        ({"forward_signals": (999,)}, ValueError, "forward_signals may not have 999"),
+        ({"placement": "core"}, ValueError, "Placement: cpus must be 'cores', 'numa', a function .* or None, not 'core'"),
+        ({"placement": {0, 1}}, TypeError, "Placement: cpus must be 'cores', 'numa', a function from Worker .* not {0, 1}"),
+        ({"placement": True}, TypeError, "Placement: cpus must be .* not True"),
+        ({"placement": set}, TypeError, "Placement: cpus must be .* not <class 'set'>"),
+        ({"placement": coroutine}, TypeError, "Placement: cpus must be an ordinary function; 'coroutine' is async def"),
+        ({"debug": "all"}, ValueError, "debug must be 'locals', 'post_mortem' or None, not 'all'"),
+        ({"debug": True}, TypeError, "debug must be 'locals', .* not True"),
+        ({"stop": signal.SIGUSR1}, TypeError, r"stop must be a tuple .*\(signal.SIGUSR1,\), not <Sig"),
+        ({"stop": "SIGUSR1"}, TypeError, "stop must be a tuple of signals, .* not 'SIGUSR1'"),
+        ({"stop": ["SIGUSR1"]}, TypeError, "stop must have signals, such as .* not 'SIGUSR1'"),
+        ({"stop": (True,)}, TypeError, "stop must have signals, .* not True"),
+        ({"stop": (0,)}, ValueError, "stop may not have 0: no signal .* has this number"),
+        ({"stop": (999,)}, ValueError, "stop may not have 999"),
+        ({"max_restarts": "3"}, TypeError, "max_restarts must be an int, not '3'"),
+        ({"on_progress": 3}, TypeError, "on_progress must be a function that takes an Event"),
         *(
-            (
-                {"forward_signals": {number}},
-                ValueError,
-                f"forward_signals may not have {name_signal(number)}: .*; leave it out",
-            )
-            for number in NOT_FORWARDED
+            ({"stop": {number}}, ValueError, f"stop may not have {name_signal(number)}: .*; leave it out")
+            for number in RESERVED_SIGNALS
         ),
     ],
 )
@@ -103,8 +99,51 @@ def test_an_invalid_option_is_named(options, error, text):
 
 
 def test_signals_may_be_numbers_and_are_listed_once():
-    spec = WorkerSpec(fn=fn, nprocs=1, forward_signals=[signal.SIGUSR2, int(signal.SIGUSR2), signal.SIGRTMIN])
-    assert spec.forward_signals == (signal.SIGUSR2, signal.SIGRTMIN)
+    spec = WorkerSpec(fn=fn, nprocs=1, stop=[signal.SIGUSR2, int(signal.SIGUSR2), signal.SIGRTMIN])
+    assert spec.stop.signals == (signal.SIGUSR2, signal.SIGRTMIN)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"after": 0}, ValueError, "StopPolicy: after must be a number of seconds, more than 0"),
+        ({"after": "1"}, TypeError, "StopPolicy: after must be a number of seconds"),
+        ({"timeout": -1}, ValueError, "StopPolicy: timeout must be a number of seconds, more than 0"),
+    ],
+)
+def test_an_invalid_limit_of_a_stop_is_named(options, error, text):
+    with pytest.raises(error, match=text):
+        mpwatch.StopPolicy(**options)
+
+
+def test_gpus_are_own_or_all():
+    with pytest.raises(ValueError, match="Placement: gpus must be 'own' or None, not 'all'"):
+        mpwatch.Placement(gpus="all")
+
+
+def test_the_number_of_ranks_has_no_default():
+    for function in (mpwatch.run, mpwatch.submit, mpwatch.main):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__}\(\) needs nprocs: a number of ranks, 'gpu', 'cpu' or 'auto'"
+        ):
+            function(fn)
+
+
+def test_a_spec_is_a_whole_call():
+    spec = WorkerSpec(fn=fn, nprocs=2, args=(1,))
+    for function in (mpwatch.run, mpwatch.submit, mpwatch.main):
+        with pytest.raises(TypeError, match=r"use dataclasses.replace\(spec, ...\) to change nprocs, timeout"):
+            function(spec, 3, timeout=3.0)
+
+
+def test_the_typed_options_are_those_of_run():
+    parameters = inspect.signature(mpwatch.run).parameters
+    assert len(parameters) <= 20
+    assert {"fn", "nprocs", *get_type_hints(mpwatch.RunOptions)} == set(parameters)
+    spec = WorkerSpec(fn=fn, nprocs=1)
+    assert {field.name for field in fields(spec) if field.init} == set(parameters) - {"check"}
+    defaults = {field.name: field.default for field in fields(spec)}
+    assert all(parameters[name].default == defaults[name] for name in set(parameters) - {"fn", "nprocs", "check"})
 
 
 def test_the_return_value_of_env_is_checked():
@@ -119,10 +158,10 @@ def test_binding_needs_a_system_that_can_do_it(monkeypatch, bind):
     cpus = os.cpu_count()
     monkeypatch.delattr(os, "sched_setaffinity")
     available = "This machine has CPU 0" if cpus == 1 else f"This machine has CPUs 0-{cpus - 1}"
-    with pytest.raises(ValueError, match=f"bind=.* needs os.sched_setaffinity.*; leave bind out. {available}"):
-        mpwatch.run(fn, 1, bind=bind)
-    with pytest.raises(ValueError, match=r"bind=.* needs os\.sched_setaffinity"):
-        mpwatch.WorkerGroup(1, bind=bind)
+    with pytest.raises(ValueError, match=f"cpus=.* needs os.sched_setaffinity.*; leave it out. {available}"):
+        mpwatch.run(fn, 1, placement=bind)
+    with pytest.raises(ValueError, match=r"cpus=.* needs os\.sched_setaffinity"):
+        mpwatch.WorkerGroup(1, placement=bind)
 
 
 def test_check_is_a_bool():

@@ -432,11 +432,14 @@ def test_a_rank_that_has_not_started_is_starting():
 @pytest.mark.parametrize(
     ("places", "text"),
     [
-        ({1: ", at step 20 (a.py:6 in f)"}, "rank 1 had not returned within stop_timeout=4 s, at step 20 (a.py:6 in f)"),
-        ({0: "", 1: ""}, "ranks 0-1 had not returned within stop_timeout=4 s"),
+        (
+            {1: ", at step 20 (a.py:6 in f)"},
+            "rank 1 had not returned within StopPolicy(timeout=4), at step 20 (a.py:6 in f)",
+        ),
+        ({0: "", 1: ""}, "ranks 0-1 had not returned within StopPolicy(timeout=4)"),
         (
             {0: ", at step 1 (a.py:6 in f)", 1: " (a.py:1 in g)", 2: ", at step 1 (a.py:6 in f)"},
-            "ranks 0-2 had not returned within stop_timeout=4 s: ranks 0, 2, at step 1 (a.py:6 in f); rank 1 (a.py:1 in g)",
+            "ranks 0-2 had not returned within StopPolicy(timeout=4): ranks 0, 2, at step 1 (a.py:6 in f); rank 1 (a.py:1 in g)",
         ),
     ],
 )

@@ -256,7 +256,7 @@ results["errors"] = {
     "used": get_error_text(lambda: watched(fit_trainer.strategy)),
     "option": get_error_text(lambda: watched(DDPStrategy(), backend="gloo")),
     "value": get_error_text(lambda: watched(DDPStrategy(), timeout=-1)),
-    "scope": get_error_text(lambda: watched(DDPStrategy(), restart_policy=mpwatch.RestartPolicy(scope="worker"))),
+    "scope": get_error_text(lambda: watched(DDPStrategy(), max_restarts=mpwatch.RestartPolicy(scope="worker"))),
     "logs": get_error_text(lambda: trainer(watched(DDPStrategy(), logs=mpwatch.LogSpec(show=2)))),
     "sending": get_error_text(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
     "nodes": get_error_text(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),

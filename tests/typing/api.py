@@ -30,9 +30,9 @@ assert_type(result, RunResult[list[float]])
 assert_type(result[0], list[float])
 for value in result:
     assert_type(value, list[float])
-assert_type(mpwatch.run(lambda: 3)[0], int)
+assert_type(mpwatch.run(lambda: 3, 2)[0], int)
 assert_type(mpwatch.main(train, 2), RunResult[list[float]])
-stopping = mpwatch.run(train, 2, stop_signals=(signal.SIGUSR1,), stop_after=3600, stop_timeout=60.0)
+stopping = mpwatch.run(train, 2, stop=mpwatch.StopPolicy((signal.SIGUSR1,), after=3600, timeout=60.0))
 assert_type(stopping.stopped_at, int | None)
 assert_type(stopping.stop_cause, str)
 assert_type(mpwatch.should_stop(3), bool)
@@ -42,7 +42,7 @@ assert_type(handle, mpwatch.RunHandle[list[float]])
 assert_type(handle.result(timeout=3.0)[0], list[float])
 assert_type(handle.progress()[0].step, int | None)
 assert_type(handle.workers[0].rank, int)
-with mpwatch.submit(train) as stopped:
+with mpwatch.submit(train, 2) as stopped:
     assert_type(stopped.stacks()[0], str)
 
 
@@ -67,20 +67,20 @@ def variables(worker: Worker) -> dict[str, str]:
 
 mpwatch.run(train, "auto", env=variables, check=False)
 mpwatch.run(train, "gpu", env={"A": "b"})
-mpwatch.run(train, progress=True)
-mpwatch.run(train, logs=mpwatch.LogSpec("logs", show=0))
+mpwatch.run(train, 2, progress=True)
+mpwatch.run(train, 2, logs=mpwatch.LogSpec("logs", show=0))
 mpwatch.run(
-    train, logs=mpwatch.LogSpec(Path("logs"), show={"stdout": {0, 1}, "stderr": "all"}, files="none", prefix="{rank} ")
+    train, 2, logs=mpwatch.LogSpec(Path("logs"), show={"stdout": {0, 1}, "stderr": "all"}, files="none", prefix="{rank} ")
 )
 assert_type(result.log_dir, str)
-hung = mpwatch.run(train, heartbeat_timeout=60, check=False)
+hung = mpwatch.run(train, 2, heartbeat_timeout=60, check=False)
 assert_type(hung.progress[0], Progress)
 assert_type(hung.progress[0].step, int | None)
 spec = WorkerSpec(fn=train, nprocs=4)
 assert_type(spec, WorkerSpec[list[float]])
 
 try:
-    mpwatch.run(train)
+    mpwatch.run(train, 2)
 except RunTimeoutError as error:
     assert_type(error.exit_code, int)
 except RunFailedError as error:
@@ -105,7 +105,7 @@ mpwatch.heartbeat()
 mpwatch.report(step=1, total=10, loss=0.5, lr=1)
 
 policy = mpwatch.RestartPolicy(3, scope="worker", delay=1.0, retry_if=(OSError, mpwatch.FailureKind.SIGNAL), reset_after=60)
-story = mpwatch.run(train, restart_policy=policy, on_event=[print, events.JsonLines("events.jsonl")])
+story = mpwatch.run(train, 2, max_restarts=policy, on_event=[print, events.JsonLines("events.jsonl")])
 assert_type(story.attempts, tuple[mpwatch.Attempt, ...])
 assert_type(story.events, tuple[mpwatch.Event, ...])
 assert_type(story.restarts, int)
@@ -117,22 +117,19 @@ def observe(event: mpwatch.Event) -> None:
         assert_type(event.failure, ProcessFailure)
 
 
-mpwatch.run(train, max_restarts=3, on_event=observe)
+mpwatch.run(train, 2, max_restarts=3, on_event=observe)
 
 
-@events.wants_progress
-def observe_progress(event: mpwatch.Event) -> None:
-    if isinstance(event, events.Progressed):
-        assert_type(event.step, int | None)
-        assert_type(event.metrics, Mapping[str, float])
+def observe_progress(event: events.Progressed) -> None:
+    assert_type(event.step, int | None)
+    assert_type(event.metrics, Mapping[str, float])
 
 
-mpwatch.run(train, on_event=observe_progress)
-farm = mpwatch.run(train, keep_going=True, check=False)
+mpwatch.run(train, 2, on_progress=observe_progress)
+farm = mpwatch.run(train, 2, keep_going=True, check=False)
 assert_type(farm.return_values, Mapping[int, list[float]])
 assert_type(farm.dropped_values, tuple[int, ...])
-mpwatch.RestartPolicy(2, scope="worker", keep_going=True)
-mpwatch.run(train, keep_going="yes")  # type: ignore[arg-type]
+mpwatch.run(train, 2, keep_going="yes")  # type: ignore[call-overload]
 mpwatch.RestartPolicy(retry_if=lambda failure: failure.kind is not mpwatch.FailureKind.OOM)
 mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]
 
@@ -141,18 +138,18 @@ def choose_cpus(worker: Worker) -> set[int]:
     return {2 * worker.local_rank, 2 * worker.local_rank + 1}
 
 
-mpwatch.run(train, bind="cores", visible_devices="own")
-mpwatch.run(train, bind=choose_cpus)
-mpwatch.run(train, bind=lambda worker: range(worker.local_rank, 8))
-mpwatch.WorkerGroup(2, bind="numa", visible_devices="own")
-mpwatch.run(train, bind="sockets")  # type: ignore[arg-type]
-mpwatch.run(train, bind={0, 1})  # type: ignore[arg-type]
-mpwatch.run(train, visible_devices="all")  # type: ignore[arg-type]
+mpwatch.run(train, 2, placement=mpwatch.Placement("cores", gpus="own"))
+mpwatch.run(train, 2, placement=choose_cpus)
+mpwatch.run(train, 2, placement=lambda worker: range(worker.local_rank, 8))
+mpwatch.WorkerGroup(2, placement=mpwatch.Placement("numa", gpus="own"))
+mpwatch.run(train, 2, placement="sockets")  # type: ignore[call-overload]
+mpwatch.run(train, 2, placement={0, 1})  # type: ignore[call-overload]
+mpwatch.run(train, 2, placement=mpwatch.Placement(gpus="all"))  # type: ignore[arg-type]
 
-mpwatch.run(train, nprocs=2.5)  # type: ignore[arg-type]
-mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
-mpwatch.run(train, "many")  # type: ignore[arg-type]
-mpwatch.run(train, progress="bar")  # type: ignore[arg-type]
+mpwatch.run(train, nprocs=2.5)  # type: ignore[call-overload]
+mpwatch.run(train, 2, (0.1,))  # type: ignore[call-overload]
+mpwatch.run(train, "many")  # type: ignore[call-overload]
+mpwatch.run(train, 2, progress="bar")  # type: ignore[call-overload]
 mpwatch.report(loss="low")  # type: ignore[arg-type]
 
 items = [Path("a"), Path("b")]
@@ -164,14 +161,14 @@ def count_letters(path: Path) -> int:
 
 for letters in mpwatch.map(count_letters, items, 2, chunksize=3, buffersize=10, env={"A": "b"}):
     assert_type(letters, int)
-for index, letters in mpwatch.map(count_letters, iter(items), ordered=False):
+for index, letters in mpwatch.map(count_letters, iter(items), 2, ordered=False):
     assert_type((index, letters), tuple[int, int])
 for outcome in mpwatch.map(count_letters, items, "auto", keep_going=True, max_restarts=2):
     assert_type(outcome, int | mpwatch.ItemFailure)
     if isinstance(outcome, mpwatch.ItemFailure):
         assert_type(outcome.failure, ProcessFailure)
-for pair in mpwatch.map(count_letters, items, ordered=False, keep_going=True):
+for pair in mpwatch.map(count_letters, items, 2, ordered=False, keep_going=True):
     assert_type(pair, tuple[int, int | mpwatch.ItemFailure])
-mpwatch.map(count_letters, [1, 2])  # type: ignore[arg-type]
+mpwatch.map(count_letters, [1, 2], 2)  # type: ignore[arg-type]
 mpwatch.WorkerGroup(2, scope="worker")
 mpwatch.WorkerGroup(2, scope="rank")  # type: ignore[arg-type]

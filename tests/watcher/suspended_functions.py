@@ -84,7 +84,7 @@ def run_that_suspends_itself(gate, event):
 def run_with_a_restart(gate, failing, options):
     policy = mpwatch.RestartPolicy(1, **options)
     observer = partial(announce, "restarting")
-    result = mpwatch.run(fail_once_then_spin, 2, args=(gate, failing), restart_policy=policy, on_event=observer)
+    result = mpwatch.run(fail_once_then_spin, 2, args=(gate, failing), max_restarts=policy, on_event=observer)
     print(*result, flush=True)
 
 

@@ -34,7 +34,7 @@ def fail_in_rank_1(_):
 
 
 if __name__ == "__main__":
-    with mpwatch.WorkerGroup(4, backend="gloo", post_mortem=True) as group:
+    with mpwatch.WorkerGroup(4, backend="gloo", debug="post_mortem") as group:
         print("values:", list(group.run(train, args=(10,))), flush=True)
         print("values:", list(group.run(train_with_torchs_breakpoint, args=(1,))), flush=True)
         try:

@@ -33,17 +33,17 @@ def _without_variables(monkeypatch):
 
 
 def test_thread_pools_follow_the_cpus_of_the_rank():
-    assert mpwatch.run(get_thread_counts, 1, bind=lambda _: ALLOWED[:1])[0] == (1, {1})
+    assert mpwatch.run(get_thread_counts, 1, placement=lambda _: ALLOWED[:1])[0] == (1, {1})
 
 
 @pytest.mark.slow
 def test_thread_pools_follow_variables_of_the_user():
-    assert mpwatch.run(get_thread_counts, 1, bind="cores", env={"OMP_NUM_THREADS": "2"})[0][0] == 2
+    assert mpwatch.run(get_thread_counts, 1, placement="cores", env={"OMP_NUM_THREADS": "2"})[0][0] == 2
 
 
 @pytest.mark.slow
 def test_torch_compiles_with_the_cpus_of_the_rank():
     share = max(1, len(ALLOWED) // 2)
     assert list(mpwatch.run(get_compile_threads, 2)) == [min(32, share)] * 2
-    assert list(mpwatch.run(get_compile_threads, 1, bind=lambda _: ALLOWED[:1])) == [1]
-    assert list(mpwatch.run(get_compile_threads, 1, bind="cores", env={"TORCHINDUCTOR_COMPILE_THREADS": "3"})) == [3]
+    assert list(mpwatch.run(get_compile_threads, 1, placement=lambda _: ALLOWED[:1])) == [1]
+    assert list(mpwatch.run(get_compile_threads, 1, placement="cores", env={"TORCHINDUCTOR_COMPILE_THREADS": "3"})) == [3]

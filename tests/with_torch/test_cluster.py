@@ -110,7 +110,7 @@ def test_nodes_end_by_themselves_if_a_third_ctrl_c_interrupts_the_wait_for_them(
 
 
 def test_all_nodes_stop_at_the_same_step():
-    result = cluster.run(cluster.ThreadEngine(), wait_for_stop, 1, nodes=2, stop_after=2.0)
+    result = cluster.run(cluster.ThreadEngine(), wait_for_stop, 1, nodes=2, stop=mpwatch.StopPolicy(after=2.0))
     assert list(result) == [result.stopped_at] * 2
 
 
@@ -126,7 +126,7 @@ def test_a_stop_before_the_ranks_are_started_is_named():
     with pytest.raises(
         mpwatch.RunFailedError, match="the run was stopped: a stop was requested, before its ranks were started"
     ):
-        cluster.run(cluster.ThreadEngine(), functions.rank, 1, nodes=2, stop_after=0.001)
+        cluster.run(cluster.ThreadEngine(), functions.rank, 1, nodes=2, stop=mpwatch.StopPolicy(after=0.001))
 
 
 class LosingEngine(cluster.ThreadEngine):
@@ -280,17 +280,11 @@ def test_an_observer_that_raises_is_dropped_and_the_others_go_on(caplog):
     assert sum("receives no more events" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_only_observers_that_want_progress_receive_it():
-    steps, kinds = [], set()
-
-    @mpwatch.events.wants_progress
-    def observe_progress(event):
-        if isinstance(event, mpwatch.events.Progressed):
-            steps.append(event.step)
-
-    observers = [observe_progress, lambda event: kinds.add(type(event))]
-    cluster.run(cluster.ThreadEngine(), report_and_print, 1, nodes=1, args=(1,), on_event=observers)
-    assert steps == [1]
+def test_only_on_progress_receives_progress():
+    reports, kinds = [], set()
+    options = {"on_progress": reports.append, "on_event": lambda event: kinds.add(type(event))}
+    cluster.run(cluster.ThreadEngine(), report_and_print, 1, nodes=1, args=(1,), **options)
+    assert [report.step for report in reports] == [1]
     assert mpwatch.events.RunEnded in kinds
     assert mpwatch.events.Progressed not in kinds
 

@@ -151,7 +151,7 @@ def test_collectives_of_different_ranks_at_the_same_time():
 
 
 def test_a_call_that_lacks_a_rank_in_a_collective_names_it(caplog, eventually):
-    with WorkerGroup(3, backend="gloo", stall_after=0.5) as group:
+    with WorkerGroup(3, backend=mpwatch.Backend("gloo", stall_after=0.5)) as group:
         group.run(sum_over_ranks)
         waiting = group.submit(sum_over_ranks, ranks=[0, 1])
         eventually(lambda: "rank 2 has not joined all_reduce #2" in caplog.text, 60)

@@ -40,7 +40,14 @@ OTHERS = r"ranks? \d[\d, -]*"  # on a busy machine some ranks may not answer in 
 
 def run(fault, nprocs, **options):
     with pytest.raises(mpwatch.RunFailedError) as failed:
-        mpwatch.run(faults.run_fault, nprocs, args=(fault,), backend="gloo", stall_after=2.0, grace_period=0.5, **options)
+        mpwatch.run(
+            faults.run_fault,
+            nprocs,
+            args=(fault,),
+            backend=mpwatch.Backend("gloo", stall_after=2.0),
+            grace_period=0.5,
+            **options,
+        )
     return failed.value
 
 
@@ -91,7 +98,9 @@ def test_ranks_that_differ_in_the_root_are_named():
 def test_ranks_that_wait_in_different_groups_are_named(caplog):
     """This may be legal: a call may be asynchronous. So the run goes on until its timeout."""
     with pytest.raises(mpwatch.RunTimeoutError) as failed:
-        mpwatch.run(faults.run_fault, 3, args=(faults.other_group,), backend="gloo", stall_after=1.0, timeout=20.0)
+        mpwatch.run(
+            faults.run_fault, 3, args=(faults.other_group,), backend=mpwatch.Backend("gloo", stall_after=1.0), timeout=20.0
+        )
     text = r"rank 1 waits in all_reduce #1 \(float32\[16\], group 1\) at planted_faults.*, but ranks 0, 2 wait for it in all_reduce"
     assert re.search(text, str(failed.value)), str(failed.value)
     assert re.search(text, caplog.text), caplog.text
@@ -106,7 +115,7 @@ def test_two_ranks_are_both_named():
 
 
 def test_a_late_rank_is_named_in_a_warning(caplog):
-    result = mpwatch.run(faults.load_slowly, 3, args=(3.0,), backend="gloo", stall_after=1.0)
+    result = mpwatch.run(faults.load_slowly, 3, args=(3.0,), backend=mpwatch.Backend("gloo", stall_after=1.0))
     assert list(result) == [0, 1, 2]
     texts = [record.getMessage() for record in caplog.records]  # on a busy machine others may be late for other collectives
     (text,) = [text for text in texts if "rank 1 has not joined all_reduce #2" in text]
@@ -124,7 +133,7 @@ def test_a_late_rank_is_named_in_a_warning(caplog):
     ],
 )
 def test_the_late_ranks_of_a_sound_program_are_named(program, nprocs, late, tmp_path, caplog):
-    result = mpwatch.run(program, nprocs, args=(str(tmp_path), 3.0), stall_after=1.0)
+    result = mpwatch.run(program, nprocs, args=(str(tmp_path), 3.0), backend=mpwatch.Backend(stall_after=1.0))
     assert list(result) == [1.0] * nprocs
     texts = [record.getMessage() for record in caplog.records]
     assert {int(rank) for text in texts for rank in re.findall(r"rank (\d) has not joined all_reduce #", text)} == late
@@ -141,14 +150,14 @@ def test_nobody_is_blamed_if_ranks_differ_in_what_the_recorder_does_not_know():
 
 @pytest.mark.slow
 def test_no_warning_without_the_option(caplog):
-    with mpwatch.WorkerGroup(2, backend="gloo", stall_after=None) as group:
+    with mpwatch.WorkerGroup(2, backend=mpwatch.Backend("gloo", stall_after=None)) as group:
         assert list(group.run(faults.load_slowly, (1.5,))) == [0, 1]
     assert not caplog.records
 
 
 @pytest.mark.slow
 def test_a_group_ends_a_call_that_cannot_end():
-    with mpwatch.WorkerGroup(3, backend="gloo", stall_after=2.0, grace_period=0.5) as group:
+    with mpwatch.WorkerGroup(3, backend=mpwatch.Backend("gloo", stall_after=2.0), grace_period=0.5) as group:
         for _ in range(2):
             with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 called broadcast #3 with"):
                 group.run(faults.run_fault, (faults.other_operation,))
@@ -159,7 +168,7 @@ def test_a_group_ends_a_call_that_cannot_end():
 @pytest.mark.timeout(1800)
 def test_sound_training_with_delays_raises_no_alarm(caplog):
     """No delay is longer than half of `stall_after`."""
-    with mpwatch.WorkerGroup(4, backend="gloo", stall_after=0.6) as group:
+    with mpwatch.WorkerGroup(4, backend=mpwatch.Backend("gloo", stall_after=0.6)) as group:
         for seed in range(choose(10, 500)):
             assert list(group.run(faults.train_with_delays, (seed, 0.3))) == [[4, 4, 4, 4]] * 4
     assert not caplog.records

@@ -27,7 +27,7 @@ def test_training_that_stops_at_any_instant_goes_on_to_the_same_result(instants)
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rng = random.Random(instants)
     try:
-        with WorkerGroup(4, backend="gloo", preload=["torch"], stop_signals=[signal.SIGUSR1], timeout=100) as group:
+        with WorkerGroup(4, backend="gloo", preload=["torch"], stop=[signal.SIGUSR1], timeout=100) as group:
             new = [(0, 0.0)] * 4
             undisturbed = list(train(group, new))
             states, done = new, 0

@@ -36,7 +36,7 @@ S = TypeVar("S")
 LIGHTNING_OPTIONS = {"fn", "nprocs", "args", "kwargs", "backend"}  # Lightning's Trainer and strategy set these
 # With `rendezvous`, only one of several nodes would have the state of rank 0. Lightning sets the device of each rank by the
 # rank's number, so each rank has to see all devices.
-UNSUPPORTED_OPTIONS = {"rendezvous", "visible_devices"}
+UNSUPPORTED_OPTIONS = {"rendezvous", "preload"}
 OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
 # DataParallelStrategy has a single process. XLA starts the processes of the other strategies.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
@@ -84,7 +84,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
             `mpwatch.integrations.ray.run` with more options. mpwatch passes the Trainer's num_nodes as the option `nodes`.
             None means `mpwatch.run`, on this machine.
         options: options of `mpwatch.run`, such as timeout, grace_period, logs, on_event and max_restarts. Lightning sets fn,
-            nprocs, args, kwargs and backend. `check`, `rendezvous` and `visible_devices` are not supported.
+            nprocs, args, kwargs and backend. `check`, `rendezvous` and `Placement(gpus=...)` are not supported.
 
     Raises:
         TypeError: the strategy has another class, or an option does not exist.
@@ -128,8 +128,8 @@ def _check_options(options: dict[str, Any]) -> None:
     spec = mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=1, **{**options, "logs": None})
     if spec.policy.scope == "worker":
         raise ValueError(
-            "restart_policy has scope='worker', but a rank that is replaced cannot join Lightning's process group; "
-            "use scope='group'"
+            "RestartPolicy has scope='worker', or keep_going=True is set, but a rank that is replaced cannot join "
+            "Lightning's process group; use scope='group'"
         )
 
 

@@ -19,7 +19,7 @@ Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else
 class StopTogether(Callback):  # type: ignore[misc]  # Any
     """Makes the Trainer stop at the same step in all ranks when a stop of the run is requested. See `mpwatch.should_stop`.
 
-    Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
+    Example: `Trainer(strategy=watched(DDPStrategy(), stop=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
     To continue the training later, pass the path of the saved checkpoint to `fit`: `trainer.fit(..., ckpt_path="a.ckpt")`.
     The callback passes `trainer.global_step` as the step to `mpwatch.should_stop`. If the current epoch has a validation,
     Lightning runs the validation before the Trainer stops. The Trainer does not stop before `min_steps` and `min_epochs` are

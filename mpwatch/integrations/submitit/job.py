@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import submitit
 from submitit.helpers import DelayedSubmission
@@ -41,27 +41,27 @@ class Job:
             of the job.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
-        options: other options of `mpwatch.run`, except `rendezvous` and `stop_signals`.
+        options: other options of `mpwatch.run`, except `rendezvous` and `stop`.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        nprocs: Any = "auto",
+        nprocs: int | Literal["auto", "cpu", "gpu"],
         *,
         min_nodes: int | None = None,
         port: int | None = None,
         join_timeout: float = 600.0,
         node_timeout: float = 15.0,
-        **options: Any,
+        **options: Unpack[mpwatch.RunOptions],
     ) -> None:
-        for name in {"rendezvous", "stop_signals"} & options.keys():
+        for name in {"rendezvous", "stop"} & options.keys():
             raise TypeError(f"a Job has no option {name!r}: it follows from what submitit says in each task")
         self._fn = fn
         self._nprocs = nprocs
         self._min_nodes = min_nodes
         self._port = port
-        self._options = {"progress": False, **options}
+        self._options: dict[str, Any] = {"progress": False, **options}
         self._rendezvous: dict[str, Any] = {
             "join_timeout": join_timeout,
             "node_timeout": node_timeout,
@@ -80,7 +80,7 @@ class Job:
         error: mpwatch.RunFailedError | None = None
         with _ignore_sigterm():
             try:
-                result = mpwatch.run(self._fn, self._nprocs, rendezvous=rendezvous, stop_signals=(number,), **self._options)
+                result = mpwatch.run(self._fn, self._nprocs, rendezvous=rendezvous, stop=(number,), **self._options)
             except mpwatch.RunFailedError as caught:
                 result, error = caught.result, caught
         was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED

@@ -4,7 +4,7 @@ import functools
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 import submitit
 
@@ -20,12 +20,12 @@ END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost
 def run(
     executor: submitit.Executor,
     fn: Callable[..., T],
-    nprocs: Any = "auto",
+    nprocs: int | Literal["auto", "cpu", "gpu"],
     *,
     nodes: int | tuple[int, int],
     max_requeues: int = 3,
     address: str | None = None,
-    **options: Any,
+    **options: Unpack[cluster.JobOptions],
 ) -> mpwatch.RunResult[T]:
     """Run a function on the ranks of several nodes of a cluster, and return the results of all ranks.
 
@@ -36,7 +36,7 @@ def run(
     Args:
         executor: an AutoExecutor, SlurmExecutor or LocalExecutor of submitit.
         fn: see `mpwatch.run`.
-        nprocs: number of ranks of each node.
+        nprocs: number of ranks of each node, as for `mpwatch.run`.
         nodes: the number of nodes, or the minimum and the maximum number. SLURM starts the minimum number together.
         max_requeues: how many times `run` submits the job again after SLURM has sent the signal of submitit. `fn` must
             continue from the data that it has saved. If SLURM sends the signal again after `max_requeues` new submissions,

@@ -205,7 +205,7 @@ class DebuggerConsole:
                 connection.close()
                 if purpose == "post_mortem" and not self._has_warned:
                     self._has_warned = True
-                    self._deferred_log.warning("post_mortem=True can open no prompt: %s", reason)
+                    self._deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
                 continue
             if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
                 earlier.connection.close()
@@ -297,7 +297,7 @@ class DebuggerConsole:
         stack = self._take_stacks().get(rank, "no answer")
         if "\n" not in stack:
             return f"rank {rank} is not at a prompt ({stack})"
-        hint = "with post_mortem=True this command shows its variables"
+        hint = "with debug='post_mortem' this command shows its variables"
         return f"rank {rank} is not at a prompt; {hint}\n{Stacks({rank: stack})}"
 
     def _ask_all(self, line: str) -> None:

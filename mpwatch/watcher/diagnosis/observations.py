@@ -36,7 +36,7 @@ class RankObservations:
     details: bytes = b""
     """The pickled parts of a reported exception."""
     local_variables: bytes = b""
-    """The texts of local variables, with the option `capture_locals`."""
+    """The texts of local variables, with debug="locals"."""
     died_at: float | None = None
     exit_code: int | None = None
     """The exit code as in multiprocessing: negative after a signal, and None if the exit code is unknown."""

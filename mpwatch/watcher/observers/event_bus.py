@@ -30,18 +30,19 @@ class EventBus:
 
     Args:
         run_id: the run_id of the events.
-        observers: functions that receive each event.
+        spec: the options. Its observers receive the events.
         keep_events: whether to keep all events, for the result.
     """
 
-    def __init__(self, run_id: str, observers: Iterable[Observer], *, keep_events: bool) -> None:
+    def __init__(self, run_id: str, spec: GroupSpec, *, keep_events: bool) -> None:
         self.run_id = run_id
         self.started_at = time.monotonic()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # that were dispatched, if they are kept
         self.wake: Callable[[], object] = lambda: None  # makes the caller's thread call `dispatch`; WatcherThread sets it
         self.state = WorkerState.UNKNOWN  # of all ranks together, as of the last StateChanged
         self._log = LogEvents()
-        self._observers: list[Observer] = [self._log, *observers]
+        self._observers: list[Observer] = [self._log, *spec.observers]
+        self._progress_observers: list[Callable[[Any], object]] = [*spec.progress_observers]
         self._keep_events = keep_events
         self._queue: deque[Event] = deque()  # events that have not been dispatched
         self._wall_clock = time.time() - self.started_at
@@ -75,7 +76,7 @@ class EventBus:
 
     def _is_observed(self, kind: type[Event]) -> bool:
         if kind is Progressed:
-            return any(map(receives_progress, self._observers))
+            return bool(self._progress_observers)
         return len(self._observers) > 1 or self._log.wants(kind)
 
     def publish_run_started(self, spec: GroupSpec, *, fn: str) -> None:
@@ -149,15 +150,14 @@ class EventBus:
 
     def _notify(self, event: Event) -> None:
         interrupt: BaseException | None = None
-        for observer in self._observers:
-            if isinstance(event, Progressed) and not receives_progress(observer):
-                continue
+        observers: list[Any] = self._progress_observers if isinstance(event, Progressed) else self._observers
+        for observer in tuple(observers):
             try:
                 observer(event)
             except ENDS_RUN as error:  # the other observers receive the event first
                 interrupt = error
             except BaseException as error:  # noqa: BLE001  an observer must not end the run, not even by sys.exit()
-                self._observers = [other for other in self._observers if other is not observer]
+                observers[:] = [other for other in observers if other is not observer]
                 text = "the observer %r failed at the event %r; it receives no more events"
                 log_now(logging.ERROR, text, observer, event.name, error=error)
         try:
@@ -169,8 +169,3 @@ class EventBus:
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:
     return max((worker.restart_count for worker in workers), default=0)
-
-
-def receives_progress(observer: Observer) -> bool:
-    """Return whether the observer is marked with `wants_progress`, and so receives Progressed events."""
-    return getattr(observer, "wants_progress", False) is True

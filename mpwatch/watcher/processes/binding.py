@@ -1,8 +1,8 @@
-"""Chooses the CPUs of each rank of this machine, for the option `bind`. This module reads no file. Runs in the watcher.
+"""Chooses the CPUs of each rank of this machine, for the option `placement`. This module reads no file. Runs in the watcher.
 
     read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
 
-The values "cores" and "numa" of `bind` are similar to modes of `torch.numa.binding`, which torchrun uses. The value "numa"
+The values "cores" and "numa" of `Placement.cpus` are similar to modes of `torch.numa.binding`, which torchrun uses. "numa"
 does what torch's mode "node" does. However, if the NUMA node of a GPU is unknown, torch binds the rank to node 0, but
 mpwatch treats the rank like a rank without a GPU (`choose_nodes`). The value "cores" divides whole cores among the ranks, as
 torch's mode "exclusive" does. The mode "exclusive" needs a GPU, but the value "cores" also works without a GPU, and divides
@@ -55,7 +55,7 @@ def bind_rank(
     """
     if callable(bind):
         allowed = frozenset(cpu for core in cores for cpu in core.cpus)
-        cpus = check_cpus(f"what bind() returned for rank {worker.rank}", bind(worker), allowed)
+        cpus = check_cpus(f"what the function in placement returned for rank {worker.rank}", bind(worker), allowed)
         return _make_binding(cores, [cpus], 0)
     if bind == "cores":
         return _make_binding(cores, split_cores(cores, worker.local_world_size), worker.local_rank)
@@ -75,8 +75,9 @@ def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
     single_cpus = [core._replace(cpus=(cpu,)) for core in cores for cpu in core.cpus]
     if len(single_cpus) < ranks:
         raise ValueError(
-            f"bind='cores' needs a CPU for each of the {ranks} ranks of this machine, but this process may use only "
-            f"{format_cpus(core.cpus[0] for core in single_cpus)}; use nprocs={len(single_cpus)} at most, or leave bind out"
+            f"Placement: cpus='cores' needs a CPU for each of the {ranks} ranks of this machine, but this process may use "
+            "only "
+            f"{format_cpus(core.cpus[0] for core in single_cpus)}; use nprocs={len(single_cpus)} at most, or leave cpus out"
         )
     units = single_cpus if len(cores) < ranks else cores
     parts: list[set[int]] = [set() for _ in range(ranks)]

@@ -88,7 +88,7 @@ class ProcessPool:
         self.deferred_log = deferred_log
         self._output = output
         self._spec = spec
-        self._ignored_signals = tuple(set(spec.stop_signals) - {signal.SIGINT, signal.SIGTERM})
+        self._ignored_signals = tuple(set(spec.stop_policy.signals) - {signal.SIGINT, signal.SIGTERM})
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
@@ -103,7 +103,7 @@ class ProcessPool:
             try:
                 self.selector = stack.enter_context(Selector())
                 self._slots_fd = stack.enter_context(open_anonymous_file("mpwatch-slots")).fileno()
-                with _block_signals(self._spec.stop_signals):  # the guardian keeps them blocked
+                with _block_signals(self._spec.stop_policy.signals):  # the guardian keeps them blocked
                     self.guardian = stack.enter_context(closing(Guardian(self.deferred_log)))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
@@ -147,8 +147,8 @@ class ProcessPool:
                 slot,
                 stderr,
                 is_captured=stdio.is_captured,
-                capture_locals=self._spec.capture_locals,
-                post_mortem=self._spec.post_mortem,
+                capture_locals=self._spec.debug == "locals",
+                post_mortem=self._spec.debug == "post_mortem",
                 preload=tuple(self._spec.preload),
                 ignored_signals=self._ignored_signals,
             )

@@ -8,7 +8,7 @@ part.
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. mpwatch also sets NODE_RANK to the value of GROUP_RANK.
 3. The user's `env` option.
-4. A variable that limits the rank to its own GPU, for example CUDA_VISIBLE_DEVICES=1. With visible_devices="own", mpwatch
+4. A variable that limits the rank to its own GPU, for example CUDA_VISIBLE_DEVICES=1. With Placement(gpus="own"), mpwatch
    sets this variable, unless the user's `env` already limits the rank to one GPU or no GPU.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. In some runs, mpwatch does not set
@@ -97,7 +97,7 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
 
 
 def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
-    """Return a RankSetup for each Worker, with the whole environment of its rank and the CPUs from the option `bind`.
+    """Return a RankSetup for each Worker, with the whole environment of its rank and the CPUs from the option `placement`.
 
     In the returned RankSetups, MASTER_ADDR and MASTER_PORT from the user's `env` replace the Worker's `master_addr` and
     `master_port`.
@@ -108,13 +108,13 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
         root: the folder that has `dev`, `proc` and `sys`.
 
     Raises:
-        TypeError, ValueError: the user's `env` or `bind` function returns a wrong value, or there are too few CPUs or GPUs.
+        TypeError, ValueError: the user's `env` or `cpus` function returns a wrong value, or there are too few CPUs or GPUs.
         Exception: any exception of the user's functions.
     """
-    accelerators = find_torch_accelerators()
-    needs_devices = spec.visible_devices is not None or spec.bind == "numa"
+    cpus, accelerators = spec.cpus_and_gpus.cpus, find_torch_accelerators()
+    needs_devices = spec.cpus_and_gpus.gpus is not None or cpus == "numa"
     builds = read_torch_builds() if needs_devices else set()
-    cores = [] if spec.bind is None else read_cores(get_allowed_cpus(), root)
+    cores = [] if cpus is None else read_cores(get_allowed_cpus(), root)
     setups = []
     for worker in workers:
         extra = spec.extra_env_of(worker)
@@ -127,9 +127,9 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
             gpu_nodes = find_gpu_nodes(devices, worker.local_world_size)
             # The user's `env` may choose the one device of each rank, such as the same one for all.
             is_chosen = len(devices.entries) <= 1 and not DEVICE_VARIABLES.isdisjoint(extra)
-            if spec.visible_devices == "own" and not is_chosen:
+            if spec.cpus_and_gpus.gpus == "own" and not is_chosen:
                 env |= select_own_device(devices, known, env)
-        binding = None if spec.bind is None else bind_rank(spec.bind, known, cores, gpu_nodes)
+        binding = None if cpus is None else bind_rank(cpus, known, cores, gpu_nodes)
         _add_defaults(env, known, binding, accelerators)
         setups.append(RankSetup(known, env, None if binding is None else binding.cpus))
     return setups

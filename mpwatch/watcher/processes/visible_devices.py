@@ -73,7 +73,7 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
         ValueError: there are fewer GPUs than ranks on this machine, or the number of GPUs is unknown.
     """
     ranks, count = worker.local_world_size, len(devices.entries)
-    need = f"visible_devices='own' needs {format_count(ranks, 'GPU')}, one for each rank of this machine"
+    need = f"Placement(gpus='own') needs {format_count(ranks, 'GPU')}, one for each rank of this machine"
     settings = ", ".join(f"{name}={env[name]!r}" for name in sorted(DEVICE_VARIABLES) if name in env)
     if devices.are_unknown:
         name = devices.variables[0]
@@ -82,7 +82,7 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
     if count < ranks:
         number = f"there {'is' if count == 1 else 'are'} only {format_count(count, 'GPU')}" if count else "there is no GPU"
         found = f" (the environment has {settings})" if settings else ""
-        advice = f"use nprocs={count} at most, or leave visible_devices out" if count else "leave visible_devices out"
+        advice = f"use nprocs={count} at most, or leave gpus out" if count else "leave gpus out"
         raise ValueError(f"{need}, but {number} that the ranks can see{found}; {advice}")
     return dict.fromkeys(devices.variables, devices.entries[worker.local_rank])
 

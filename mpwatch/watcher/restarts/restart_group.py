@@ -66,9 +66,9 @@ class RestartGroup:
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
-            stop_timeout=spec.stop_timeout,
+            stop_timeout=spec.stop_policy.timeout,
             keep_ranks=keep_ranks,
-            decide_after=DECIDE_AFTER_ON_NODES if spec.is_multi_node else DECIDE_AFTER if spec.policy.has_decisions else (),
+            decide_after=DECIDE_AFTER_ON_NODES if spec.is_multi_node else DECIDE_AFTER if spec.has_decisions else (),
         )
         self._begin_generation()
 
@@ -153,7 +153,7 @@ class RestartGroup:
             signum=machine.signum,
             interrupt_cause=machine.interrupt_cause,
             stop_cause="" if self.call is None or self.call.stop_request is None else self.call.stop_request.cause,
-            stop_timeout=spec.stop_timeout if machine.is_stop_overdue else None,
+            stop_timeout=spec.stop_policy.timeout if machine.is_stop_overdue else None,
             helpers_oom=helpers_oom,
             collective_verdict=collective_verdict,
             log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",

@@ -97,10 +97,10 @@ class RunController(Generic[T]):
         else:
             decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
-            self._run_has_failed = not self._spec.policy.keep_going
+            self._run_has_failed = not self._spec.keeps_going
             self._no_restart_reason = self._no_restart_reason or decision.no_restart_reason
             commands.post(DoNotRestart(group_id, generation=observations.attempt))
-            if self._spec.policy.keep_going:
+            if self._spec.keeps_going:
                 what = format_verdict(result) if result.root_cause is None else str(result.root_cause)
                 log_now(logging.WARNING, "%s; no other rank is stopped, because of keep_going=True", what)
             return
@@ -184,7 +184,7 @@ class RunController(Generic[T]):
             ):
                 stop_reason = self._find_stop_reason()
                 self._no_restart_reason = self._no_restart_reason or stop_reason or "this process received a signal"
-        keep_going = self._spec.policy.keep_going
+        keep_going = self._spec.keeps_going
         merged = merge_results(list(self._last_attempts.values()), self._restartable_groups, keep_going=keep_going)
         have_all_returned = all(
             observations.stop_reason is StopReason.SUCCEEDED for observations in self._pending_call.observations
@@ -206,7 +206,7 @@ class RunController(Generic[T]):
 
         Return () if keep_going=True is set, or if this run does not allow keep_going=True.
         """
-        if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
+        if self._spec.keeps_going or self._spec.torch_backend.name is not None or self._spec.is_multi_node:
             return ()
         return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
 

@@ -8,7 +8,7 @@ graph, and each exception is a node of this graph. `ExceptionEncoder` encodes al
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
-    locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
+    locals     for each node: the texts of its frames' local variables, with debug="locals" (local_variables.py).
 
 The message `plain` is sent first. To make `plain`, the encoder calls `__str__` of each exception, and reads its `__notes__`.
 No other code of the exception's class runs. If `__str__` or `__notes__` raises an exception, the encoder catches the

@@ -1,4 +1,4 @@
-"""Converts the local variables in a traceback to text, for the option `capture_locals`. This module runs in the rank.
+"""Converts the local variables in a traceback to text, for debug="locals". This module runs in the rank.
 
 A daemon thread makes the texts, because `repr` runs code of the variable's class and can hang. The rank waits at most
 LIMIT_SECONDS for the texts of all local variables. If the text of a variable is not ready in time, the rank sends the

@@ -16,7 +16,7 @@ lines and columns. A stub contains only one statement, a `raise` statement. `bui
 exception that the stub raises. The frame of the stub looks like the rank's frame.
 
 The frame of the stub has the local variables that are stored in the `Frame`. If one of these variables is
-`__tracebackhide__`, pytest and IPython hide the frame. With the option `capture_locals`, the frame has the rank's local
+`__tracebackhide__`, pytest and IPython hide the frame. With debug="locals", the frame has the rank's local
 variables as text (local_variables.py).
 """
 

@@ -111,7 +111,7 @@ def test_a_rank_that_waits_has_a_stack_and_no_prompt():
         program.wait_for_prompt()
         while not (rows := program.ask("rank 0"))[1].startswith("rank 0: in wait (debugged_program.py:"):
             pass
-        assert rows[0] == "rank 0 is not at a prompt; with post_mortem=True this command shows its variables"
+        assert rows[0] == "rank 0 is not at a prompt; with debug='post_mortem' this command shows its variables"
         assert any(row.endswith(" in wait_for_peer") for row in rows)
         assert rows[-1] == "(rank 1) (Pdb)"
         assert program.ask("ranks")[1].startswith("rank 1: at a prompt (debugged_program.py:")
@@ -319,7 +319,7 @@ def test_the_limits_stand_still_while_a_prompt_is_open():
 
 
 def test_a_post_mortem_prompt_shows_the_variables_of_all_ranks():
-    with debugged("raise_in_one", [1], post_mortem=True) as program:
+    with debugged("raise_in_one", [1], debug="post_mortem") as program:
         assert program.wait_for_prompt() == "(rank 1) (Pdb)"
         assert "the rank has raised ValueError: secret of rank 1" in program.rows()
         assert program.ask("p secret")[0] == "'secret of rank 1'"
@@ -335,7 +335,7 @@ def test_a_post_mortem_prompt_shows_the_variables_of_all_ranks():
 
 @pytest.mark.parametrize("answers", [["q"], ["rank 0", "q"]], ids=["one prompt", "the later failure first"])
 def test_the_rank_that_raised_first_is_blamed_whatever_the_user_looks_at(answers):
-    with debugged("raise_one_after_another", [1], post_mortem=True) as program:
+    with debugged("raise_one_after_another", [1], debug="post_mortem") as program:
         program.wait_for_prompt()
         program.wait_for_ranks("rank 0", "rank 1")
         for answer in answers[:-1]:
@@ -347,7 +347,7 @@ def test_the_rank_that_raised_first_is_blamed_whatever_the_user_looks_at(answers
 
 @pytest.mark.slow
 def test_a_rank_that_ends_during_a_post_mortem_is_not_blamed():
-    with debugged("exit_while_another_has_raised", [1], post_mortem=True) as program:
+    with debugged("exit_while_another_has_raised", [1], debug="post_mortem") as program:
         assert program.wait_for_prompt() == "(rank 1) (Pdb)"
         assert program.end() == 0
     rows = program.rows()
@@ -401,7 +401,9 @@ def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
 def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect():
     done = python(str(FILE), "raise_in_one", "[0, 1]", '{"post_mortem": true}', program="")
     assert "failed first: ValueError: secret of rank" in done.stdout
-    warning = "post_mortem=True can open no prompt: the program that started the run has neither a terminal on stdin nor a"
+    warning = (
+        "debug='post_mortem' can open no prompt: the program that started the run has neither a terminal on stdin nor a"
+    )
     assert done.stderr.count(warning) == 1, done.stderr
 
 

@@ -227,7 +227,7 @@ def test_the_reason_names_all_ranks_that_do_not_return_after_a_stop_was_requeste
     limits = {"stop_reason": stop_reason, "signum": signum, "stop_cause": "SIGTERM", "stop_timeout": 4.0}
     attempts = [make_observations(LOADS, **limits), make_observations(rank_that_returned(), LOADS, **limits)]
     attempts[1] = replace(attempts[1], ranks={1: attempts[1].ranks[1]})
-    text = "a stop was requested (SIGTERM), and ranks 0-1 had not returned within stop_timeout=4 s"
+    text = "a stop was requested (SIGTERM), and ranks 0-1 had not returned within StopPolicy(timeout=4)"
     assert merge_results([(attempt, diagnose(attempt)) for attempt in attempts]).reason == text
 
 

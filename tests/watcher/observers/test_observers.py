@@ -237,7 +237,7 @@ def test_an_observer_may_call_run():
 
 
 def test_a_result_with_its_events_can_be_pickled():
-    result = mpwatch.run(attempt_functions.raises_by_itself, 2, args=(1,), restart_policy=RestartPolicy(scope="worker"))
+    result = mpwatch.run(attempt_functions.raises_by_itself, 2, args=(1,), max_restarts=RestartPolicy(scope="worker"))
     again = pickle.loads(pickle.dumps(result))
     assert names_of(again.events) == names_of(result.events)
     assert [attempt.ranks for attempt in again.attempts] == [attempt.ranks for attempt in result.attempts]

@@ -1,11 +1,9 @@
-"""Progressed: the reports of the ranks while they run, for observers that ask for them."""
+"""Progressed: the reports of the ranks while they run, for the functions of the option `on_progress`."""
 
 import threading
 
-import pytest
-
 import mpwatch
-from mpwatch.events import JsonLines, Progressed, wants_progress
+from mpwatch.events import Progressed
 from support.process_state import SPAWN
 from support.programs import TESTS, python
 
@@ -23,9 +21,7 @@ def report_often():
 
 
 class Recorder:
-    """An observer that asks for progress, and lets the ranks go on when it has seen a step of both of them."""
-
-    wants_progress = True
+    """Lets the ranks go on when it has seen a step of both of them."""
 
     def __init__(self, go_on):
         self.seen = []
@@ -33,21 +29,20 @@ class Recorder:
         self._go_on = go_on
 
     def __call__(self, event):
-        if isinstance(event, Progressed):
-            self.threads.add(threading.current_thread())
-            self.seen.append((event.ranks, event.step, event.total, dict(event.metrics)))
-            if sum(step == event.step for _, step, _, _ in self.seen) == 2:
-                self._go_on[event.step - 1].set()
+        self.threads.add(threading.current_thread())
+        self.seen.append((event.ranks, event.step, event.total, dict(event.metrics)))
+        if sum(step == event.step for _, step, _, _ in self.seen) == 2:
+            self._go_on[event.step - 1].set()
 
 
 def expected(ranks):
     return sorted(((number,), step, 3, {"loss": step / 4}) for number in ranks for step in (1, 2, 3))
 
 
-def test_an_observer_that_asks_for_it_sees_each_report_while_the_ranks_run():
+def test_on_progress_sees_each_report_while_the_ranks_run():
     go_on = [SPAWN.Event() for _ in range(3)]
     recorder, others = Recorder(go_on), []
-    result = mpwatch.run(report_steps, 2, args=(go_on,), on_event=[recorder, others.append])
+    result = mpwatch.run(report_steps, 2, args=(go_on,), on_progress=recorder, on_event=others.append)
     assert sorted(recorder.seen, key=str) == sorted(expected([0, 1]), key=str)
     assert recorder.threads == {threading.current_thread()}
     for events in (others, result.events):
@@ -56,7 +51,7 @@ def test_an_observer_that_asks_for_it_sees_each_report_while_the_ranks_run():
 
 
 def test_calls_of_a_group_have_them_too():
-    with mpwatch.WorkerGroup(3, on_event=(recorder := Recorder([]))) as group:
+    with mpwatch.WorkerGroup(3, on_progress=(recorder := Recorder([]))) as group:
         for ranks in ([0, 2], [1, 2]):
             recorder._go_on[:] = [SPAWN.Event() for _ in range(3)]
             recorder.seen.clear()
@@ -66,45 +61,20 @@ def test_calls_of_a_group_have_them_too():
 
 def test_the_last_report_of_a_short_call_is_not_lost():
     seen = []
-
-    @wants_progress
-    def observe(event):
-        seen.append(event)
-
-    mpwatch.run(report_often, 2, on_event=observe)
-    steps = [event.step for event in seen if isinstance(event, Progressed)]
+    mpwatch.run(report_often, 2, on_progress=seen.append)
+    steps = [event.step for event in seen]
     assert steps.count(999) == 2
     assert len(steps) < 20
-    (event, *_) = (event for event in seen if isinstance(event, Progressed))
-    assert event.to_dict()["event"] == "progressed"
+    assert all(isinstance(event, Progressed) for event in seen)
+    assert seen[0].to_dict()["event"] == "progressed"
 
 
 def test_no_report_of_short_calls_on_idle_ranks_is_lost():
-    steps = []
-
-    @wants_progress
-    def observe(event):
-        if isinstance(event, Progressed):
-            steps.append(event.step)
-
-    with mpwatch.WorkerGroup(1, on_event=observe) as group:
+    seen = []
+    with mpwatch.WorkerGroup(1, on_progress=seen.append) as group:
         for step in range(5):
             group.run(mpwatch.report, kwargs={"step": step})
-    assert steps == [0, 1, 2, 3, 4]
-
-
-def test_a_decorated_function_stays_the_same_function(tmp_path):
-    @wants_progress
-    def observe(event):
-        pass
-
-    assert observe.wants_progress is True
-    assert wants_progress(JsonLines(tmp_path / "events.jsonl")).wants_progress is True
-
-
-def test_what_cannot_be_marked_is_named():
-    with pytest.raises(TypeError, match=r"wants_progress\(\) cannot mark <built-in method append of list"):
-        wants_progress([].append)
+    assert [event.step for event in seen] == [0, 1, 2, 3, 4]
 
 
 def test_the_example_shows_one_bar_for_all_ranks():

@@ -194,7 +194,7 @@ def test_each_attempt_has_its_own_files(tmp_path):
 
 def test_a_rank_restarted_alone_has_its_own_files(tmp_path, capfd):
     policy = RestartPolicy(1, scope="worker")
-    result = mpwatch.run(printing_functions.fail_in_first_generation, 2, logs=LogSpec(tmp_path), restart_policy=policy)
+    result = mpwatch.run(printing_functions.fail_in_first_generation, 2, logs=LogSpec(tmp_path), max_restarts=policy)
     assert {key for key in files_of(result.log_dir) if key[2] == "stdout"} == {
         ("attempt_0", 0, "stdout"),
         ("attempt_0", 1, "stdout"),
@@ -206,7 +206,7 @@ def test_a_rank_restarted_alone_has_its_own_files(tmp_path, capfd):
 def test_a_line_stays_whole_while_another_rank_is_restarted(capfd):
     policy = RestartPolicy(1, scope="worker")
     args = (SPAWN.Barrier(2),)
-    mpwatch.run(printing_functions.print_half_a_line_during_restart, 2, args=args, logs=LogSpec(), restart_policy=policy)
+    mpwatch.run(printing_functions.print_half_a_line_during_restart, 2, args=args, logs=LogSpec(), max_restarts=policy)
     assert capfd.readouterr().out == "[0] begun, and ended\n"
 
 

@@ -82,8 +82,8 @@ def test_without_sysfs_the_cpus_are_split_evenly(machine):
 
 def test_fewer_cpus_than_ranks(machine):
     text = (
-        r"bind='cores' needs a CPU for each of the 3 ranks of this machine, but this process may use only CPUs 0, 4; "
-        "use nprocs=2 at most, or leave bind out"
+        r"Placement: cpus='cores' needs a CPU for each of the 3 ranks of this machine, but this process may use only CPUs 0, 4; "
+        "use nprocs=2 at most, or leave cpus out"
     )
     with pytest.raises(ValueError, match=text):
         split(machine, {0, 4}, 3)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mpwatch import WorkerSpec
+from mpwatch import Placement, WorkerSpec
 from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
 from mpwatch.watcher.processes.visible_devices import DEVICE_VARIABLES, find_gpu_nodes, find_visible_devices
 from support.simulated_machine import SimulatedMachine
@@ -49,7 +49,7 @@ def build(machine, ranks=2, local_ranks=None, **options):
 
 def device_variables(machine, ranks=2, **options):
     """Return the variables of devices in the environment of each rank."""
-    setups = build(machine, ranks, visible_devices="own", **options)
+    setups = build(machine, ranks, placement=Placement(gpus="own"), **options)
     return [{name: setup.env[name] for name in DEVICE_VARIABLES if name in setup.env} for setup in setups]
 
 
@@ -58,7 +58,7 @@ def test_each_rank_sees_the_gpu_of_its_number(machine, torch_build):
     machine.add_nvidia_gpus([0] * 8)
     assert device_variables(machine, 8) == [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(8)]
     assert device_variables(machine, 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-    setups = build(machine, 8, visible_devices="own")
+    setups = build(machine, 8, placement=Placement(gpus="own"))
     assert [setup.env["LOCAL_RANK"] for setup in setups] == [str(rank) for rank in range(8)]
 
 
@@ -137,9 +137,9 @@ def test_fewer_gpus_than_ranks(machine, torch_build, monkeypatch, value, found):
     machine.add_nvidia_gpus([0, 0])
     if value is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    text = rf"visible_devices='own' needs 3 GPUs, one for each rank of this machine, but {found}"
+    text = rf"Placement(gpus='own') needs 3 GPUs, one for each rank of this machine, but {found}"
     with pytest.raises(ValueError, match=text):
-        build(machine, 3, visible_devices="own")
+        build(machine, 3, placement=Placement(gpus="own"))
 
 
 @pytest.mark.parametrize("value", [None, "0,1"])
@@ -149,7 +149,7 @@ def test_no_gpu_at_all(machine, torch_build, monkeypatch, kind, value):
     if value is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     with pytest.raises(ValueError, match="but there is no GPU that the ranks can see"):
-        build(machine, visible_devices="own")
+        build(machine, placement=Placement(gpus="own"))
 
 
 def test_gpus_that_cannot_be_counted(machine, torch_build, monkeypatch):
@@ -159,7 +159,7 @@ def test_gpus_that_cannot_be_counted(machine, torch_build, monkeypatch):
     with pytest.raises(
         ValueError, match=r"mpwatch cannot count the GPUs here; set CUDA_VISIBLE_DEVICES to a list such as '0,1'"
     ):
-        build(machine, visible_devices="own")
+        build(machine, placement=Placement(gpus="own"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert device_variables(machine) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
@@ -209,7 +209,7 @@ def test_rocr_lists_fewer_gpus_than_ranks(machine, torch_build, monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1")
     text = r"only 1 GPU .*\(the environment has HIP_VISIBLE_DEVICES='0,1', ROCR_VISIBLE_DEVICES='1'\)"
     with pytest.raises(ValueError, match=text):
-        build(machine, visible_devices="own")
+        build(machine, placement=Placement(gpus="own"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_intel_gpus_that_the_caller_does_not_list(machine, torch_build, monkeypa
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=found):
-        build(machine, visible_devices="own")
+        build(machine, placement=Placement(gpus="own"))
 
 
 # ---- the NUMA nodes of GPUs
@@ -317,13 +317,13 @@ def cpus_of(setups):
 
 def test_ranks_are_bound_to_the_numa_nodes_of_their_gpus(two_nodes, monkeypatch):
     first, others = ALLOWED[:1], ALLOWED[1:]
-    assert cpus_of(build(two_nodes, 4, bind="numa")) == [others, others, first, first]
-    assert cpus_of(build(two_nodes, 4, bind="numa", visible_devices="own")) == [others, others, first, first]
-    assert cpus_of(build(two_nodes, 4, [2], bind="numa", visible_devices="own")) == [first]  # it is restarted alone
+    assert cpus_of(build(two_nodes, 4, placement="numa")) == [others, others, first, first]
+    assert cpus_of(build(two_nodes, 4, placement=Placement("numa", gpus="own"))) == [others, others, first, first]
+    assert cpus_of(build(two_nodes, 4, [2], placement=Placement("numa", gpus="own"))) == [first]  # it is restarted alone
     one_for_each = {"env": lambda worker: {"CUDA_VISIBLE_DEVICES": str(3 - worker.local_rank)}}
-    assert cpus_of(build(two_nodes, 4, bind="numa", **one_for_each)) == [first, first, others, others]
+    assert cpus_of(build(two_nodes, 4, placement="numa", **one_for_each)) == [first, first, others, others]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
-    assert cpus_of(build(two_nodes, 2, bind="numa", visible_devices="own")) == [first, others]
+    assert cpus_of(build(two_nodes, 2, placement=Placement("numa", gpus="own"))) == [first, others]
 
 
 def threads_of(setups):
@@ -345,9 +345,9 @@ def quota(monkeypatch):
 def test_threads_follow_the_cpus_of_the_rank(two_nodes, quota):
     count = len(ALLOWED)
     share = max(1, (count - 1) // 2)  # two ranks share a NUMA node
-    assert threads_of(build(two_nodes, 4, bind="numa")) == [(share, share)] * 2 + [(1, 1)] * 2
-    assert threads_of(build(two_nodes, 1, bind="cores")) == [(count, count)]
-    assert threads_of(build(two_nodes, 2, bind=lambda worker: ALLOWED)) == [(count, count)] * 2
+    assert threads_of(build(two_nodes, 4, placement="numa")) == [(share, share)] * 2 + [(1, 1)] * 2
+    assert threads_of(build(two_nodes, 1, placement="cores")) == [(count, count)]
+    assert threads_of(build(two_nodes, 2, placement=lambda worker: ALLOWED)) == [(count, count)] * 2
     assert threads_of(build(two_nodes, 2)) == [(count // 2, count // 2)] * 2  # as without `bind`
 
 
@@ -355,22 +355,22 @@ def test_threads_are_on_cores_and_compilers_on_cpus(machine, quota):
     machine.add_cpu(ALLOWED[0], siblings=",".join(map(str, ALLOWED)))
     for cpu in ALLOWED[1:]:
         machine.add_cpu(cpu, siblings=",".join(map(str, ALLOWED)))
-    assert threads_of(build(machine, 1, bind="cores")) == [(1, len(ALLOWED))]
+    assert threads_of(build(machine, 1, placement="cores")) == [(1, len(ALLOWED))]
 
 
 def test_a_quota_limits_threads(two_nodes, quota):
     quota(1)
-    assert threads_of(build(two_nodes, 1, bind="cores")) == [(1, 1)]
+    assert threads_of(build(two_nodes, 1, placement="cores")) == [(1, 1)]
     quota(3)
-    assert threads_of(build(two_nodes, 2, bind=lambda worker: ALLOWED)) == [(1, 1)] * 2
+    assert threads_of(build(two_nodes, 2, placement=lambda worker: ALLOWED)) == [(1, 1)] * 2
 
 
 def test_values_of_the_user_are_kept(two_nodes, monkeypatch):
     env = {"OMP_NUM_THREADS": "9", "TORCHINDUCTOR_COMPILE_THREADS": "8"}
-    assert threads_of(build(two_nodes, bind="numa", env=env)) == [(9, 8)] * 2
+    assert threads_of(build(two_nodes, placement="numa", env=env)) == [(9, 8)] * 2
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert threads_of(build(two_nodes, bind="cores")) == threads_of(build(two_nodes)) == [(9, 8)] * 2
+    assert threads_of(build(two_nodes, placement="cores")) == threads_of(build(two_nodes)) == [(9, 8)] * 2
 
 
 def test_at_most_32_compilers(machine, monkeypatch, quota):

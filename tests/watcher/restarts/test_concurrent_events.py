@@ -36,7 +36,7 @@ def test_a_rank_that_is_being_stopped_when_another_ends_the_run_is_not_restarted
             attempt_functions.fails_while_another_is_stopped,
             2,
             args=(is_pickling, may_exit),
-            restart_policy=policy,
+            max_restarts=policy,
             on_event=observe,
             env=env,
         )
@@ -52,7 +52,7 @@ def test_a_rank_that_is_being_stopped_when_another_ends_the_run_is_not_restarted
 
 def test_attempts_of_stopped_ranks_are_not_in_the_report():
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(attempt_functions.fails, 3, args=(99, 1), restart_policy=RestartPolicy(1, scope="worker"))
+        mpwatch.run(attempt_functions.fails, 3, args=(99, 1), max_restarts=RestartPolicy(1, scope="worker"))
     assert [attempt.state for attempt in caught.value.result.attempts].count(WorkerState.STOPPED) == 2
     lines = [line for line in str(caught.value).splitlines() if line.startswith("    ")]
     assert len(lines) == 2
@@ -108,7 +108,7 @@ def test_an_exception_in_the_caller_during_a_later_attempt_counts_the_restarts(s
                 attempt_functions.raises_then_waits,
                 2,
                 args=failures,
-                restart_policy=RestartPolicy(9, scope=scope),
+                max_restarts=RestartPolicy(9, scope=scope),
                 on_event=observe,
             )
     finally:
@@ -144,7 +144,7 @@ def test_a_slow_observer_does_not_hold_up_a_restart(delay):
             waits.append(has_restarted.wait(60))
 
     policy = RestartPolicy(1, delay=delay, jitter=0)
-    mpwatch.run(attempt_functions.raises_then_sets, 1, args=(has_restarted,), restart_policy=policy, on_event=observe)
+    mpwatch.run(attempt_functions.raises_then_sets, 1, args=(has_restarted,), max_restarts=policy, on_event=observe)
     assert waits == [True]
 
 
@@ -158,7 +158,7 @@ def test_a_delay_of_a_year_can_be_interrupted():
 
     policy = RestartPolicy(1, delay=3e7, max_delay=3e7)
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(attempt_functions.always_raises, 1, restart_policy=policy, on_event=observe)
+        mpwatch.run(attempt_functions.always_raises, 1, max_restarts=policy, on_event=observe)
     interrupt.join()
 
 

@@ -16,7 +16,7 @@ from watcher.restarts import attempt_functions
 from watcher.watcher_program import Program, alive, guardian_of
 
 FIRST_TIME = "mpwatch.current_worker().restart_count == 0"
-RESTARTED = "mpwatch.run(work, 2, grace_period=5, restart_policy=mpwatch.RestartPolicy(1, scope={scope!r}))"
+RESTARTED = "mpwatch.run(work, 2, grace_period=5, max_restarts=mpwatch.RestartPolicy(1, scope={scope!r}))"
 
 
 def test_ranks_that_ignore_sigterm_are_killed_before_they_are_restarted():
@@ -34,20 +34,20 @@ def test_ranks_that_ignore_sigterm_are_killed_before_they_are_restarted():
 def test_reset_after_resets_the_restarts_of_healthy_ranks():
     barriers = [SPAWN.Barrier(2) for _ in range(5)]
     policy = RestartPolicy(1, reset_after=1e-9)
-    result = mpwatch.run(attempt_functions.fails, 2, args=(4, 1, barriers), restart_policy=policy)
+    result = mpwatch.run(attempt_functions.fails, 2, args=(4, 1, barriers), max_restarts=policy)
     assert [attempt for attempt, *_ in result] == [4, 4]
     assert [event.restarts_left for event in result.events if event.name == "restarting"] == [0] * 4
 
 
 def test_reset_after_resets_the_restarts_of_a_single_healthy_rank():
     policy = RestartPolicy(1, scope="worker", reset_after=1e-9)
-    assert list(mpwatch.run(attempt_functions.raises_by_itself, 2, args=(3,), restart_policy=policy)) == [3, 4]
+    assert list(mpwatch.run(attempt_functions.raises_by_itself, 2, args=(3,), max_restarts=policy)) == [3, 4]
 
 
 def test_a_rank_that_never_started_was_not_healthy():
     policy = RestartPolicy(1, reset_after=1e-9, retry_if=mpwatch.FailureKind.START)
     with pytest.raises(mpwatch.RunFailedError, match=r"all restarts are used up \(max_restarts=1\)"):
-        mpwatch.run(attempt_functions.attempt, 2, restart_policy=policy, env={"PYTHONHOME": "/nonexistent"})
+        mpwatch.run(attempt_functions.attempt, 2, max_restarts=policy, env={"PYTHONHOME": "/nonexistent"})
 
 
 def test_each_restart_is_a_warning_in_the_log(caplog):
@@ -89,7 +89,7 @@ from watcher import exception_at_any_bytecode
 from watcher.restarts import attempt_functions
 def restarted():
     policy = mpwatch.RestartPolicy(1, scope={scope!r}, retry_if=lambda failure: True)
-    mpwatch.run(attempt_functions.raises_by_itself, 1, args=(1,), restart_policy=policy, env=lambda worker: {{}}, on_event=id)
+    mpwatch.run(attempt_functions.raises_by_itself, 1, args=(1,), max_restarts=policy, env=lambda worker: {{}}, on_event=id)
 exception_at_any_bytecode.main(restarted, 1, 401)
 """
 

@@ -48,7 +48,7 @@ def interrupt():
 def test_ctrl_c_during_the_delay_ends_the_run_at_once(scope):
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(attempt_functions.always_raises, 2, restart_policy=delay_restart(scope), on_event=at_restart(interrupt))
+        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=delay_restart(scope), on_event=at_restart(interrupt))
     assert time.monotonic() - start < 60
     failed = caught.value.__cause__
     assert isinstance(failed, mpwatch.RunFailedError)
@@ -68,7 +68,7 @@ def test_ctrl_c_during_retry_if_ends_the_run():
         return True
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(attempt_functions.always_raises, 2, restart_policy=RestartPolicy(retry_if=retry_if))
+        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=RestartPolicy(retry_if=retry_if))
     assert len(done) == 1
     assert "rank" in str(caught.value.__cause__)
     assert len(of_kind(WorkerStarted, caught.value.__cause__.result.events)) == 2
@@ -85,7 +85,7 @@ def test_a_second_ctrl_c_ends_retry_if():
         steps.append(failure)
 
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(attempt_functions.always_raises, 2, restart_policy=RestartPolicy(retry_if=retry_if))
+        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=RestartPolicy(retry_if=retry_if))
     assert len(steps) == 1
 
 
@@ -118,7 +118,7 @@ def test_a_host_that_ignores_the_interrupt_gets_the_failure():
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         with pytest.raises(mpwatch.RunFailedError, match="this process received a signal"):
-            mpwatch.run(attempt_functions.always_raises, 2, restart_policy=delay_restart(), on_event=at_restart(interrupt))
+            mpwatch.run(attempt_functions.always_raises, 2, max_restarts=delay_restart(), on_event=at_restart(interrupt))
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -133,7 +133,7 @@ def test_what_a_handler_of_the_host_raises_during_the_delay_is_raised():
             mpwatch.run(
                 attempt_functions.always_raises,
                 2,
-                restart_policy=delay_restart(),
+                max_restarts=delay_restart(),
                 on_event=at_restart(lambda: signal.raise_signal(signal.SIGUSR1)),
             )
     finally:
@@ -150,7 +150,7 @@ def test_a_signal_during_the_delay_reaches_its_handler(number):
         "    if event.name == 'restarting': os.kill(os.getpid(), int(sys.argv[1]))\n"
         "    if event.name == 'run_ended': print(event.state.name, event.restarts, flush=True)\n"
         "policy = mpwatch.RestartPolicy(9, delay=1000, max_delay=1000)\n"
-        "mpwatch.run(attempt_functions.always_raises, 2, restart_policy=policy, on_event=observe)\n"
+        "mpwatch.run(attempt_functions.always_raises, 2, max_restarts=policy, on_event=observe)\n"
     )
     done = python("-c", program, str(int(number)), check=False, env=ENV)
     assert (done.returncode, done.stdout) == (-number, "FAILED 0\n")
@@ -189,7 +189,7 @@ def test_a_failure_while_ranks_are_restarted(tmp_path, how):
         return {"PYTHONPATH": f"{tmp_path}:{path}"} if (worker.restart_count, worker.rank) == (1, 0) else {}
 
     policy = RestartPolicy(3, retry_if=[ValueError, FailureKind.START])
-    result = mpwatch.run(attempt_functions.fails, 2, args=(1, 1), restart_policy=policy, env=env)
+    result = mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=policy, env=env)
     assert [attempt for attempt, *_ in result] == [2, 2]
     assert [attempt.root_cause and attempt.root_cause.kind for attempt in result.attempts] == [
         FailureKind.EXCEPTION,
@@ -199,7 +199,8 @@ def test_a_failure_while_ranks_are_restarted(tmp_path, how):
     assert result.attempts[1].root_cause.rank == 0
 
 
-def test_an_interpreter_that_is_suspended_at_a_restart(tmp_path):
+def test_an_interpreter_that_is_suspended_at_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPWATCH_START_TIMEOUT", "2")
     (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
 
     def env(worker):
@@ -207,7 +208,7 @@ def test_an_interpreter_that_is_suspended_at_a_restart(tmp_path):
         return {"PYTHONPATH": f"{tmp_path}:{path}"} if (worker.restart_count, worker.rank) == (1, 0) else {}
 
     with pytest.raises(mpwatch.RunFailedError, match="rank 0 never started: its interpreter was not ready after 2 s"):
-        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=3, env=env, start_timeout=2.0)
+        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=3, env=env)
 
 
 # --- ranks that cannot be started
@@ -230,7 +231,7 @@ def test_a_restart_that_fails_for_lack_of_descriptors():
                     attempt_functions.fails,
                     16,
                     args=(1, 1),
-                    restart_policy=RestartPolicy(retry_if=retry_if),
+                    max_restarts=RestartPolicy(retry_if=retry_if),
                     on_event=events.append,
                 )
         finally:
@@ -250,7 +251,7 @@ def test_an_environment_that_is_too_large_at_the_restart(scope):
             attempt_functions.fails,
             3,
             args=(1, 1),
-            restart_policy=RestartPolicy(scope=scope),
+            max_restarts=RestartPolicy(scope=scope),
             env=lambda worker: {"LARGE": "x" * (1 << 20)} if worker.restart_count else {},
             on_event=events.append,
         )

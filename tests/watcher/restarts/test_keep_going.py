@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -86,9 +87,11 @@ def test_each_rank_is_restarted_before_it_has_failed_for_good():
         if isinstance(event, Restarting):
             restarted.append(event.ranks)
 
-    policy = RestartPolicy(2, scope="worker", keep_going=True, delay=0.0)
+    policy = RestartPolicy(2, delay=0.0)
     observers = [observe, set_after(9, WorkerFailed, end)]
-    result = mpwatch.run(fail_on_odd_ranks, 6, args=(end,), restart_policy=policy, on_event=observers, check=False)
+    result = mpwatch.run(
+        fail_on_odd_ranks, 6, args=(end,), max_restarts=policy, keep_going=True, on_event=observers, check=False
+    )
     assert sorted(restarted) == [(1,), (1,), (3,), (3,), (5,), (5,)]
     assert (result.state, result.restarts) == (WorkerState.FAILED, 6)
     assert dict(result.return_values) == {0: 0, 2: 20, 4: 40}
@@ -96,9 +99,8 @@ def test_each_rank_is_restarted_before_it_has_failed_for_good():
 
 def test_max_restarts_and_keep_going_restart_single_ranks():
     spec = mpwatch.WorkerSpec(fn=get_rank, nprocs=2, max_restarts=3, keep_going=True)
-    assert spec.restart_policy == RestartPolicy(3, scope="worker", keep_going=True)
-    spec = mpwatch.WorkerSpec(fn=get_rank, nprocs=2, restart_policy=RestartPolicy(1, scope="worker"), keep_going=True)
-    assert spec.restart_policy == RestartPolicy(1, scope="worker", keep_going=True)
+    assert spec.policy == RestartPolicy(3, scope="worker")
+    assert replace(spec, keep_going=False).policy == RestartPolicy(3)
 
 
 def test_a_timeout_keeps_what_was_returned_by_then():
@@ -143,15 +145,9 @@ def test_values_that_nothing_could_have_kept_are_not_named():
     ("options", "error", "text"),
     [
         ({"keep_going": 1}, TypeError, "keep_going must be True or False, not 1"),
-        ({"keep_going": True, "restart_policy": RestartPolicy(1)}, ValueError, r"keep_going=True needs scope='worker'"),
         ({"keep_going": True, "backend": "gloo"}, ValueError, "backend='gloo' makes a process group, in which ranks wait"),
     ],
 )
 def test_options_that_do_not_fit(options, error, text):
     with pytest.raises(error, match=text):
         mpwatch.run(get_rank, 2, **options)
-
-
-def test_a_policy_of_all_ranks_cannot_keep_going():
-    with pytest.raises(ValueError, match=r"keep_going=True needs scope='worker'"):
-        RestartPolicy(1, keep_going=True)

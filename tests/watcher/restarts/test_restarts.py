@@ -111,7 +111,7 @@ def test_a_restarted_rank_and_its_helpers_are_gone_before_its_restart(tmp_path, 
         return attempt_functions.attempt()
 
     policy = RestartPolicy(attempts, scope="worker")
-    assert list(mpwatch.run(starts_a_helper_then_exits, 1, args=(tmp_path,), restart_policy=policy)) == [2]
+    assert list(mpwatch.run(starts_a_helper_then_exits, 1, args=(tmp_path,), max_restarts=policy)) == [2]
     assert seen == [(False, False)] * 2
 
 
@@ -249,7 +249,7 @@ def test_retry_if_is_called_in_the_callers_thread_for_each_failure():
         return failure.kind is not FailureKind.EXCEPTION
 
     error = failed(
-        attempt_functions.ends, 1, args=("kill", "exit", "raise"), restart_policy=RestartPolicy(9, retry_if=retry_if)
+        attempt_functions.ends, 1, args=("kill", "exit", "raise"), max_restarts=RestartPolicy(9, retry_if=retry_if)
     )
     here = threading.current_thread()
     assert calls == [(here, FailureKind.SIGNAL), (here, FailureKind.EXIT), (here, FailureKind.EXCEPTION)]
@@ -268,7 +268,7 @@ def test_what_retry_if_raises_is_raised(scope, error):
             attempt_functions.fails,
             3,
             args=(1, 1),
-            restart_policy=RestartPolicy(scope=scope, retry_if=retry_if),
+            max_restarts=RestartPolicy(scope=scope, retry_if=retry_if),
             on_event=events.append,
         )
     notes = getattr(caught.value, "__notes__", ())
@@ -289,7 +289,7 @@ def test_what_env_raises_at_a_restart_is_raised(scope):
         return {}
 
     with pytest.raises(LookupError, match="no room for rank") as caught:
-        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), restart_policy=RestartPolicy(scope=scope), env=env)
+        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=RestartPolicy(scope=scope), env=env)
     assert "rank 1 failed first" in caught.value.__notes__[0]
 
 
@@ -305,7 +305,7 @@ def test_what_env_returns_at_a_restart_is_checked():
 
 def test_no_progress_ends_the_run():
     policy = RestartPolicy(9, max_no_progress=2)
-    error = failed(attempt_functions.reports, 1, args=(3, 5, 4, 5, 5), restart_policy=policy)
+    error = failed(attempt_functions.reports, 1, args=(3, 5, 4, 5, 5), max_restarts=policy)
     assert len(error.result.attempts) == 4
     assert error.result.not_restarted == "no step beyond 5 was reported after 2 restarts in a row (max_no_progress=2)"
 
@@ -318,7 +318,7 @@ def test_failed_starts_are_restarted_only_with_retry_if():
     error = failed(attempt_functions.describe_self, 2, max_restarts=2, env=broken_env)
     assert (error.result.restarts, error.root_cause.kind) == (0, FailureKind.START)
     error = failed(
-        attempt_functions.describe_self, 2, restart_policy=RestartPolicy(2, retry_if={FailureKind.START}), env=broken_env
+        attempt_functions.describe_self, 2, max_restarts=RestartPolicy(2, retry_if={FailureKind.START}), env=broken_env
     )
     assert [attempt.root_cause.kind for attempt in error.result.attempts] == [FailureKind.START] * 3
     assert str(error).count("never started: its interpreter ended with exit code 1") >= 4
@@ -328,19 +328,20 @@ def test_ranks_that_start_in_the_third_attempt():
     def env(worker):
         return {"PYTHONHOME": "/nonexistent"} if worker.restart_count < 2 and worker.rank == 1 else {}
 
-    result = mpwatch.run(attempt_functions.attempt, 2, restart_policy=RestartPolicy(2, retry_if=FailureKind.START), env=env)
+    result = mpwatch.run(attempt_functions.attempt, 2, max_restarts=RestartPolicy(2, retry_if=FailureKind.START), env=env)
     assert list(result) == [2, 2]
     assert [set(attempt.failures) for attempt in result.attempts] == [{1}, {1}, set()]
 
 
-def test_the_error_names_a_rank_that_is_not_ready_after_a_restart(tmp_path):
+def test_the_error_names_a_rank_that_is_not_ready_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPWATCH_START_TIMEOUT", "3")
     (tmp_path / "sitecustomize.py").write_text("import signal\nwhile True: signal.pause()\n")
 
     def env(worker):
         path = os.environ.get("PYTHONPATH", "")
         return {"PYTHONPATH": f"{tmp_path}:{path}"} if worker.restart_count and worker.rank == 1 else {}
 
-    error = failed(attempt_functions.fails, 2, args=(1, 0), max_restarts=5, env=env, start_timeout=3.0)
+    error = failed(attempt_functions.fails, 2, args=(1, 0), max_restarts=5, env=env)
     root = error.root_cause
     assert (root.rank, root.kind, error.result.restarts) == (1, FailureKind.START, 1)
     assert str(error).startswith("rank 1 never started: ")
@@ -352,9 +353,7 @@ def test_the_error_names_a_rank_that_is_not_ready_after_a_restart(tmp_path):
 
 
 def test_restarts_come_after_their_delays():
-    events = mpwatch.run(
-        attempt_functions.fails, 1, args=(3, 0), restart_policy=RestartPolicy(3, delay=0.02, jitter=0)
-    ).events
+    events = mpwatch.run(attempt_functions.fails, 1, args=(3, 0), max_restarts=RestartPolicy(3, delay=0.02, jitter=0)).events
     restartings, starts = of_kind(Restarting, events), of_kind(WorkerStarted, events)
     assert [event.delay for event in restartings] == [0.02, 0.04, 0.08]
     assert [event.restarts_left for event in restartings] == [2, 1, 0]
@@ -371,7 +370,7 @@ def test_the_timeout_is_for_all_attempts_together():
 
 
 def test_no_restart_if_the_delay_is_longer_than_what_is_left_of_the_timeout():
-    error = failed(attempt_functions.always_raises, 2, timeout=30, restart_policy=RestartPolicy(delay=30, jitter=0))
+    error = failed(attempt_functions.always_raises, 2, timeout=30, max_restarts=RestartPolicy(delay=30, jitter=0))
     assert not isinstance(error, mpwatch.RunTimeoutError)
     assert (error.result.restarts, "`timeout` leaves " in error.result.not_restarted) == (0, True)
 
@@ -401,7 +400,7 @@ def test_many_restarts_leak_nothing():
     """The check after each test finds any other leak."""
     seen = []
     policy = RestartPolicy(process_state.RUNS, retry_if=measure_this_process(seen))
-    result = mpwatch.run(attempt_functions.fails, 2, args=(process_state.RUNS, 1), restart_policy=policy)
+    result = mpwatch.run(attempt_functions.fails, 2, args=(process_state.RUNS, 1), max_restarts=policy)
     assert [attempt for attempt, *_ in result] == [process_state.RUNS] * 2
     assert len({tuple(sample[:-1]) for sample in seen}) == 1
     assert seen[-1][-1] - seen[20][-1] < 4
@@ -412,7 +411,7 @@ def test_many_restarts_leak_nothing():
 def test_restarts_of_single_ranks_leak_nothing():
     seen = []
     policy = RestartPolicy(41, scope="worker", retry_if=measure_this_process(seen))
-    result = mpwatch.run(attempt_functions.raises_by_itself, 2, args=(40,), restart_policy=policy)
+    result = mpwatch.run(attempt_functions.raises_by_itself, 2, args=(40,), max_restarts=policy)
     assert (list(result), result.restarts) == ([40, 41], 81)
     for n in range(
         len(seen[0]) - 1

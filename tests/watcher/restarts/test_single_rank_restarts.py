@@ -40,7 +40,7 @@ def test_only_the_failed_rank_is_restarted(nprocs, barrier):
         attempt_functions.runs_until_one_was_restarted,
         nprocs,
         args=(barrier, end),
-        restart_policy=restart_single(),
+        max_restarts=restart_single(),
         on_event=observe,
     )
     assert [attempt for attempt, *_ in result] == [0, 1, 0]
@@ -67,7 +67,7 @@ def test_while_a_rank_is_restarted_the_group_is_unhealthy(nprocs, barrier):
         attempt_functions.runs_until_one_was_restarted,
         nprocs,
         args=(barrier, end),
-        restart_policy=restart_single(),
+        max_restarts=restart_single(),
         on_event=observe,
     )
     states = [event.after.name for event in of_kind(StateChanged, result.events)]
@@ -75,7 +75,7 @@ def test_while_a_rank_is_restarted_the_group_is_unhealthy(nprocs, barrier):
 
 
 def test_each_rank_has_its_own_restarts():
-    result = mpwatch.run(attempt_functions.raises_by_itself, 4, args=(1,), restart_policy=restart_single(4))
+    result = mpwatch.run(attempt_functions.raises_by_itself, 4, args=(1,), max_restarts=restart_single(4))
     assert list(result) == [1, 2, 3, 4]
     assert (result.restarts, len(result.attempts)) == (10, 14)
     left = {(event.ranks[0], event.attempt): event.restarts_left for event in of_kind(Restarting, result.events)}
@@ -84,7 +84,7 @@ def test_each_rank_has_its_own_restarts():
 
 def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(attempt_functions.fails, 3, args=(99, 1), restart_policy=restart_single(2))
+        mpwatch.run(attempt_functions.fails, 3, args=(99, 1), max_restarts=restart_single(2))
     error, result = caught.value, caught.value.result
     assert str(error).startswith("rank 1 failed first: ValueError: attempt 2 ")
     assert "  restarted 2 times, then no more: all restarts are used up (max_restarts=2)" in str(error)
@@ -107,7 +107,7 @@ def test_env_is_called_for_the_restarted_rank_only():
         calls.append((worker.rank, worker.restart_count))
         return {}
 
-    mpwatch.run(attempt_functions.raises_by_itself, 2, args=(0,), restart_policy=restart_single(), env=env)
+    mpwatch.run(attempt_functions.raises_by_itself, 2, args=(0,), max_restarts=restart_single(), env=env)
     assert calls == [(0, 0), (1, 0), (1, 1)]
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_rest
             attempt_functions.fails_while_another_awaits_its_restart,
             3,
             args=(has_failed,),
-            restart_policy=restart_single(delay=LONG, max_delay=LONG, retry_if=ValueError),
+            max_restarts=restart_single(delay=LONG, max_delay=LONG, retry_if=ValueError),
             on_event=at_first(Restarting, has_failed.set, ranks=(0,)),
         )
     error, result = caught.value, caught.value.result
@@ -131,7 +131,7 @@ def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_rest
 
 def test_restarts_do_not_extend_the_timeout():
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 2, timeout=4.0, restart_policy=restart_single())
+        mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 2, timeout=4.0, max_restarts=restart_single())
     error = caught.value
     assert str(error).startswith("the run did not end within timeout=4 s: ranks 0-1 had not returned")
     assert (error.root_cause, set(error.failures), error.exit_code) == (None, {0, 1}, 124)
@@ -144,7 +144,7 @@ def test_ctrl_c_while_one_rank_awaits_its_restart_and_others_run():
             attempt_functions.fails,
             3,
             args=(1, 1),
-            restart_policy=restart_single(delay=LONG, max_delay=LONG),
+            max_restarts=restart_single(delay=LONG, max_delay=LONG),
             on_event=at_first(Restarting, lambda: signal.raise_signal(signal.SIGINT)),
         )
     failed = caught.value.__cause__
@@ -159,7 +159,7 @@ def test_ctrl_c_after_a_rank_was_restarted_stops_all_ranks():
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 3, restart_policy=restart_single(), on_event=observe)
+        mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 3, max_restarts=restart_single(), on_event=observe)
     assert caught.value.__cause__ is None
 
 
@@ -169,7 +169,7 @@ def test_a_group_of_one_gets_a_new_port():
         attempt_functions.fails,
         1,
         args=(2, 0),
-        restart_policy=restart_single(),
+        max_restarts=restart_single(),
         env=lambda worker: ports.append(worker.master_port) or {},
     )
     assert len(set(ports)) == 3

@@ -137,12 +137,12 @@ def fail(secret):
 
 
 def format_with_locals(error):
-    return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+    return "".join(traceback.TracebackException.from_exception(error, debug="locals").format())
 
 
 def test_the_callers_traceback_shows_the_variables_of_the_rank():
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(fail, 1, args=("s3cret",), capture_locals=True)
+        mpwatch.run(fail, 1, args=("s3cret",), debug="locals")
     cause = caught.value.__cause__
     assert format_with_locals(cause).endswith("    folder = {'a': 1}\n    secret = 's3cret'\nValueError: {'a': 1}\n")
     assert "secret     = 's3cret'" in str(pytest.ExceptionInfo.from_exception(cause).getrepr(showlocals=True))
@@ -167,7 +167,7 @@ def double(x):
 
 
 def test_a_rank_with_a_hanging_repr_stays_in_its_group():
-    with mpwatch.WorkerGroup(2, capture_locals=True) as group:
+    with mpwatch.WorkerGroup(2, debug="locals") as group:
         started_at = time.monotonic()
         with pytest.raises(mpwatch.RunFailedError) as caught:
             group.run(fail_with_hanging_repr)
@@ -182,4 +182,4 @@ def test_the_text_of_a_variable_is_its_repr():
 
 def test_a_wrong_option_is_named():
     with pytest.raises(TypeError, match="capture_locals must be True or False"):
-        mpwatch.run(double, 1, args=(1,), capture_locals="yes")
+        mpwatch.run(double, 1, args=(1,), debug=None)
