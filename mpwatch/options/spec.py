@@ -88,7 +88,7 @@ class CallOptions(NodeOptions, OutputOptions, total=False):
 
 
 class RunOptions(CallOptions, total=False):
-    """All options of `run`."""
+    """All options of `run`, as a TypedDict: `def launch(fn, **options: Unpack[mpwatch.RunOptions])`."""
 
     check: bool
 
