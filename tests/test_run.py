@@ -74,7 +74,7 @@ def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import environment
 
-    seen = mpwatch.run(environment.get, 2, role="trainer", env={"MORE": "yes"})
+    seen = mpwatch.run(environment.get, 2, env={"MORE": "yes"})
     first, second = ({name: env.get(name) for name in [*functions.VARIABLES, "MORE"]} for env in seen)
     assert first.pop("MASTER_PORT").isdigit()
     assert len(first.pop("TORCHELASTIC_RUN_ID")) > 8
@@ -86,7 +86,7 @@ def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
         "GROUP_RANK": "0",
         "NODE_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "trainer",
+        "ROLE_NAME": "default",
         "ROLE_RANK": "0",
         "ROLE_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
@@ -118,10 +118,10 @@ def test_current_worker_describes_the_rank():
         assert mpwatch.current_worker() is worker
         return worker, mpwatch.current_worker().state
 
-    result = mpwatch.run(describe, 2, role="actor")
+    result = mpwatch.run(describe, 2)
     for rank, (worker, state) in enumerate(result):
         assert worker == result.workers[rank]
-        assert (worker.rank, worker.local_rank, worker.world_size, worker.role) == (rank, rank, 2, "actor")
+        assert (worker.rank, worker.local_rank, worker.world_size, worker.role) == (rank, rank, 2, "default")
         assert state == {"seen": True}
     with pytest.raises(RuntimeError, match="outside a rank"):
         mpwatch.current_worker()

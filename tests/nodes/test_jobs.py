@@ -72,9 +72,9 @@ def test_values_for_another_number_of_ranks(job):
 
 def test_nodes_may_differ_in_their_roles(job):
     job.rendezvous["nnodes"] = 3
-    job.start(tasks.get_worker_info, 1, role="trainer")
-    job.start(tasks.get_worker_info, 2, role="reader")
-    job.start(tasks.get_worker_info, 2, role="trainer")
+    job.start(tasks.get_worker_info, 1, rendezvous={"role": "trainer"})
+    job.start(tasks.get_worker_info, 2, rendezvous={"role": "reader"})
+    job.start(tasks.get_worker_info, 2, rendezvous={"role": "trainer"})
     trainer, reader, other = job.outcomes()
     values = values_of([trainer, reader, other])
     assert [value["role_rank"] for value in values if value["role"] == "trainer"] == [0, 1, 2]
@@ -84,7 +84,7 @@ def test_nodes_may_differ_in_their_roles(job):
 
 
 def test_the_environment_of_each_rank_has_its_numbers(job):
-    job.start_several(2, tasks.get_worker_info, 2, role="trainer", max_restarts=1)
+    job.start_several(2, tasks.get_worker_info, 2, rendezvous={"role": "trainer"}, max_restarts=1)
     for value in values_of(job.outcomes()):
         assert value["environment"] == {
             "RANK": str(value["rank"]),

@@ -130,7 +130,8 @@ def test_the_number_of_ranks_has_no_default():
 
 
 def test_a_spec_is_a_whole_call():
-    spec = WorkerSpec(fn=fn, nprocs=2, args=(1,))
+    spec = WorkerSpec(fn=os.getpid, nprocs=2)
+    assert len(set(mpwatch.run(spec))) == len(set(mpwatch.submit(spec).result())) == len(set(mpwatch.main(spec))) == 2
     for function in (mpwatch.run, mpwatch.submit, mpwatch.main):
         with pytest.raises(TypeError, match=r"use dataclasses.replace\(spec, ...\) to change nprocs, timeout"):
             function(spec, 3, timeout=3.0)
@@ -183,7 +184,7 @@ def test_a_spec_is_validated_once_and_frozen():
 
 
 def test_nprocs_auto_is_the_number_of_cpus_without_a_gpu():
-    assert WorkerSpec(fn=fn).nprocs == len(os.sched_getaffinity(0))
+    assert WorkerSpec(fn=fn, nprocs="auto").nprocs == len(os.sched_getaffinity(0))
 
 
 def test_a_sync_function_may_run_a_coroutine():

@@ -99,8 +99,8 @@ def test_precision_no_leaves_the_variable_unchanged(monkeypatch):
 
 
 def test_the_template_is_converted_to_a_prefix_of_logs(capfd):
-    notebook_launcher(print, ("hello",), 2, log_line_prefix_template="[${role_name}${rank}/${local_rank}]: ", role="trainer")
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[trainer0/0]: hello", "[trainer1/1]: hello"]
+    notebook_launcher(print, ("hello",), 2, log_line_prefix_template="[${role_name}${rank}/${local_rank}]: ")
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[default0/0]: hello", "[default1/1]: hello"]
 
 
 @pytest.mark.parametrize(

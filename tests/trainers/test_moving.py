@@ -265,7 +265,7 @@ class Job:
         return json.loads(self.files[f"attempt_{attempt}/{rank}/stdout.log"])
 
 
-OPTIONS = ("--max-restarts=1", "--role=trainer", "--log-dir=logs", "--tee=3", "--local-ranks-filter=0")
+OPTIONS = ("--max-restarts=1", "--log-dir=logs", "--tee=3", "--local-ranks-filter=0")
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def theirs():
 @pytest.fixture(scope="module")
 def ours():
     logs = 'logs=mpwatch.LogSpec("logs", show=0)'
-    return Job(f'import mpwatch\nmpwatch.main(main, 2, max_restarts=1, role="trainer", {logs})')
+    return Job(f"import mpwatch\nmpwatch.main(main, 2, max_restarts=1, {logs})")
 
 
 @row(
@@ -337,11 +337,6 @@ def test_one_rank_is_shown(theirs, ours):
         assert set(re.findall(r'"RANK": "(\d)"', job.out)) == {"0"}
         assert "of rank 0" in job.err
         assert job.files["attempt_1/1/stderr.log"].startswith("of rank 1\n")
-
-
-@row("`--role=trainer`", '`role="trainer"`')
-def test_the_role(theirs, ours):
-    assert ours.read_report(1)[1]["ROLE_NAME"] == theirs.read_report(1)[1]["ROLE_NAME"] == "trainer"
 
 
 @row("`@record` on `main`", "not needed, and does no harm: the exception comes with its traceback")

@@ -42,7 +42,7 @@ if __name__ == "__main__":
         max_nodes=1,
         nproc_per_node=2,
         run_id="a1b2c3d4e5",
-        role="trainer",
+        role="default",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",

@@ -118,7 +118,7 @@ def test_events_and_metrics_equal_those_of_torch_s_agent(recorded, failures, str
 def test_a_real_run_sends_the_events_of_torch_s_agent(recorded, failures):
     expected = record_torch_agent(failures)
     observe = TorchElasticEvents("test")
-    mpwatch.run(attempt_functions.fails, 2, args=(failures,), max_restarts=1, role="trainer", check=False, on_event=observe)
+    mpwatch.run(attempt_functions.fails, 2, args=(failures,), max_restarts=1, check=False, on_event=observe)
     assert recorded.names == expected.names
     assert [line["metadata"].keys() for line in recorded.events] == [line["metadata"].keys() for line in expected.events]
     assert end_metrics(recorded) == end_metrics(expected)

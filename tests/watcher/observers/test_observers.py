@@ -42,12 +42,12 @@ def make_barriers(attempts):
 
 def test_a_success():
     seen = []
-    result = mpwatch.run(attempt_functions.fails, 2, args=(0, 1, make_barriers(1)), on_event=seen.append, role="trainer")
+    result = mpwatch.run(attempt_functions.fails, 2, args=(0, 1, make_barriers(1)), on_event=seen.append)
     assert tuple(seen) == result.events
     assert names_of(seen) == [*START, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
     first, last = seen[0], seen[-1]
     assert isinstance(first, RunStarted)
-    assert (first.fn, first.role, first.nprocs, first.max_restarts) == ("fails", "trainer", 2, 0)
+    assert (first.fn, first.role, first.nprocs, first.max_restarts) == ("fails", "default", 2, 0)
     assert isinstance(last, RunEnded)
     assert (last.state, last.restarts, last.reason) == (WorkerState.SUCCEEDED, 0, "")
     assert {event.run_id for event in seen} == {result.workers[0].run_id}

@@ -77,8 +77,8 @@ def test_output_of_one_shown_rank_is_unchanged(capfd):
 
 def test_a_custom_prefix(capfd):
     logs = LogSpec(show=1, prefix="{time:%Y}/{role}/{rank}/{local_rank}: ")
-    mpwatch.run(printing_functions.print_text, 2, args=("a\n\nb",), logs=logs, role="reader")
-    assert re.fullmatch(r"(20\d\d/reader/1/1: (a|b|)\n){3}", capfd.readouterr().out)
+    mpwatch.run(printing_functions.print_text, 2, args=("a\n\nb",), logs=logs)
+    assert re.fullmatch(r"(20\d\d/default/1/1: (a|b|)\n){3}", capfd.readouterr().out)
 
 
 def test_no_output_at_all(capfd):

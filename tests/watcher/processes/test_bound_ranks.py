@@ -155,7 +155,9 @@ def test_a_bad_binding_starts_no_rank():
     for start in (partial(mpwatch.run, bound_functions.get_own_affinity), WorkerGroup):
         with pytest.raises(ValueError, match=f"needs a CPU for each of the {too_many} ranks"):
             start(too_many, placement="cores", on_event=started.append)
-        with pytest.raises(TypeError, match=r"what bind\(\) returned for rank 0 must be a set of CPU numbers, not None"):
+        with pytest.raises(
+            TypeError, match=r"what the function in placement returned for rank 0 must be a set of CPU numbers, not None"
+        ):
             start(2, placement=lambda _: None, on_event=started.append)
         with pytest.raises(ZeroDivisionError):
             start(2, placement=lambda _: 1 // 0, on_event=started.append)

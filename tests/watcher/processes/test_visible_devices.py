@@ -125,7 +125,7 @@ def test_no_device_in_env_stays_none(machine, torch_build):
         ("0,0,1", "there is no GPU"),
         (
             "",
-            r"there is no GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES=''\); leave visible_devices",
+            r"there is no GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES=''\); leave gpus",
         ),
         ("-1", "there is no GPU"),
         ("NoDevFiles", "there is no GPU"),

@@ -125,7 +125,7 @@ def test_ctrl_c_stops_all_ranks():
         mpwatch.run(failing.interrupts_its_watcher, 2, keep_going=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"restart_policy": RestartPolicy(0, scope="worker")}])
+@pytest.mark.parametrize("options", [{}, {"max_restarts": RestartPolicy(0, scope="worker")}])
 def test_without_it_the_report_names_the_dropped_values(options):
     end = SPAWN.Event()
     with pytest.raises(mpwatch.RunFailedError) as caught:

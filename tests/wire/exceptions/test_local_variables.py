@@ -178,8 +178,3 @@ def test_a_rank_with_a_hanging_repr_stays_in_its_group():
 
 def test_the_text_of_a_variable_is_its_repr():
     assert repr(LocalText("tensor([1.])")) == "tensor([1.])"
-
-
-def test_a_wrong_option_is_named():
-    with pytest.raises(TypeError, match="capture_locals must be True or False"):
-        mpwatch.run(double, 1, args=(1,), debug=None)
