@@ -157,7 +157,7 @@ def run(
     )
     if isinstance(fn, WorkerSpec):  # the other parameters have their defaults, unless the caller has made a mistake
         defaults = {field.name: field.default for field in fields(WorkerSpec)}
-        options = {name: value for name, value in options.items() if value is not defaults[name]}  # type: ignore[assignment]
+        options = {name: value for name, value in options.items() if value is not defaults[name] and value != defaults[name]}  # type: ignore[assignment]
     result = _run(_make_spec("run", fn, nprocs, options))
     if check:
         raise_if_failed(result)

@@ -269,7 +269,7 @@ def pytest_runtest_call(item):
     shown = match_output(
         result,
         "mark mpwatch: nprocs must be at least 1, *not 0",
-        "mark mpwatch: *unexpected keyword argument 'nproc'*",
+        "mark mpwatch: *missing 1 required positional argument: 'nprocs'*",
         "mark mpwatch: it takes one positional argument, nprocs, but has 2: (2, 3)",
         "mark mpwatch: it has nprocs twice: 2 and 3",
         "mark mpwatch: the plugin sets the option 'logs' itself; omit it",

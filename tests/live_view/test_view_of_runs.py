@@ -1,6 +1,7 @@
 """Views of real runs: which statuses they receive, when, and what happens if a view raises. None of these views draws."""
 
 import logging
+from functools import partial
 
 import pytest
 
@@ -218,7 +219,7 @@ def test_a_view_is_closed_when_an_observer_is_interrupted(view):
 
 @pytest.mark.parametrize("progress", [0, "yes", 1.5])
 def test_the_option_is_checked(progress):
-    for make in (lambda **options: mpwatch.run(functions.rank, 1, **options), mpwatch.WorkerGroup):
+    for make in (lambda **options: mpwatch.run(functions.rank, 1, **options), partial(mpwatch.WorkerGroup, 1)):
         with pytest.raises(TypeError, match="progress must be True, False or None, not"):
             make(progress=progress)
 

@@ -133,7 +133,7 @@ def test_a_spec_is_a_whole_call():
     spec = WorkerSpec(fn=os.getpid, nprocs=2)
     assert len(set(mpwatch.run(spec))) == len(set(mpwatch.submit(spec).result())) == len(set(mpwatch.main(spec))) == 2
     for function in (mpwatch.run, mpwatch.submit, mpwatch.main):
-        with pytest.raises(TypeError, match=r"use dataclasses.replace\(spec, ...\) to change nprocs, timeout"):
+        with pytest.raises(TypeError, match=r"pass dataclasses.replace\(spec, ...\) to change nprocs, timeout"):
             function(spec, 3, timeout=3.0)
 
 

@@ -33,7 +33,7 @@ def failure(rank, kind=FailureKind.EXCEPTION, **more):
 class EventHistory:
     """The events of one run. Each method adds events and takes the seconds from the start of the run to the event."""
 
-    def __init__(self, run_id="a1b2c3d4e5", nprocs=2, fn="train", max_restarts=1, role="trainer", *, is_multi_node=False):
+    def __init__(self, run_id="a1b2c3d4e5", nprocs=2, fn="train", max_restarts=1, role="default", *, is_multi_node=False):
         self.events = []
         self.run_id = run_id
         self.ranks = tuple(range(nprocs))

@@ -242,7 +242,7 @@ def test_the_reason_at_the_end_of_a_traceback_is_in_the_error_of_an_engine():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem': the nodes have no terminal"),
+        ({"debug": "post_mortem"}, ValueError, "debug='post_mortem': the nodes have no terminal"),
         ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
         ({"nodes": 0}, ValueError, "^nodes must be"),
         ({"queue_timeout": 0}, ValueError, "queue_timeout must be a number of seconds, more than 0, not 0"),

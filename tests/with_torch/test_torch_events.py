@@ -43,7 +43,7 @@ class RecordingHandler(logging.Handler, metrics.MetricHandler):
         return [(line["name"].removeprefix(STATUS), line["metadata"]["global_rank"]) for line in self.events]
 
     def metric(self, name):
-        return [value for _, found, value in self.metrics if found == f"workers.trainer.{name}"]
+        return [value for _, found, value in self.metrics if found == f"workers.default.{name}"]
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def normalize(line):
 def end_metrics(recorded):
     """Return the remaining restarts at each end of an attempt, and the metrics of the whole run."""
     found = [
-        (name.removeprefix("workers.trainer."), value) for _, name, value in recorded.metrics if name.startswith("workers.")
+        (name.removeprefix("workers.default."), value) for _, name, value in recorded.metrics if name.startswith("workers.")
     ]
     ends = [pair for pair in pairwise(found) if pair[0][0] == "remaining_restarts" and pair[1][0] in ("failed", "succeeded")]
     return ends, found[found.index(next(item for item in found if item[0] == "flakiness")) :]

@@ -399,7 +399,7 @@ def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
 
 
 def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect():
-    done = python(str(FILE), "raise_in_one", "[0, 1]", '{"post_mortem": true}', program="")
+    done = python(str(FILE), "raise_in_one", "[0, 1]", '{"debug": "post_mortem"}', program="")
     assert "failed first: ValueError: secret of rank" in done.stdout
     warning = (
         "debug='post_mortem' can open no prompt: the program that started the run has neither a terminal on stdin nor a"

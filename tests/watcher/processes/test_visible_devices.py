@@ -137,7 +137,7 @@ def test_fewer_gpus_than_ranks(machine, torch_build, monkeypatch, value, found):
     machine.add_nvidia_gpus([0, 0])
     if value is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    text = rf"Placement(gpus='own') needs 3 GPUs, one for each rank of this machine, but {found}"
+    text = rf"Placement\(gpus='own'\) needs 3 GPUs, one for each rank of this machine, but {found}"
     with pytest.raises(ValueError, match=text):
         build(machine, 3, placement=Placement(gpus="own"))
 

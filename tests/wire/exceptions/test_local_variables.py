@@ -137,7 +137,7 @@ def fail(secret):
 
 
 def format_with_locals(error):
-    return "".join(traceback.TracebackException.from_exception(error, debug="locals").format())
+    return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
 
 
 def test_the_callers_traceback_shows_the_variables_of_the_rank():
