@@ -41,7 +41,7 @@ from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import RunResult
-from mpwatch.run_handle import CallHandle
+from mpwatch.run_handle import RunHandle
 from mpwatch.watcher.diagnosis.diagnose import load_value
 from mpwatch.watcher.end_signals import EndSignals
 from mpwatch.watcher.item_queue import ItemQueue, Task
@@ -248,7 +248,7 @@ class _Feed:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.handle: CallHandle[None] | None = None  # the call of `serve_items`; None: there is none
+        self.handle: RunHandle[None] | None = None  # the call of `serve_items`; None: there is none
         self.called_at = 0.0  # CLOCK_MONOTONIC: when this call was made
         self.channel: socket.socket | None = None
         self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
@@ -281,10 +281,10 @@ class _Feed:
 class _EndedBySignalError(Exception):
     """The exception that `end_by_signal` raises after this process has received a signal that ends the program.
 
-    `handles` contains a CallHandle for each call that `end_by_signal` has interrupted.
+    `handles` contains a RunHandle for each call that `end_by_signal` has interrupted.
     """
 
-    def __init__(self, signum: int, handles: Sequence[CallHandle[Any]]) -> None:
+    def __init__(self, signum: int, handles: Sequence[RunHandle[Any]]) -> None:
         super().__init__(signum)
         self.signum = signum
         self.handles = handles
@@ -297,7 +297,7 @@ class _ItemGroup(WorkerGroup):
             super().__exit__(kind, None if isinstance(error, _EndedBySignalError) else error, trace)
         except BaseException:  # a second Ctrl-C
             for handle in list(self._handles):
-                handle.interrupt()
+                handle._interrupt()
             self.close()
             raise
 
@@ -308,7 +308,7 @@ class _ItemGroup(WorkerGroup):
         """
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
-            handle.interrupt(signum, InterruptCause.SIGNAL)
+            handle._interrupt(signum, InterruptCause.SIGNAL)
         raise _EndedBySignalError(signum, handles)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
@@ -357,7 +357,7 @@ class ItemMap:
         self._early: list[IndexedValue] = []  # outcomes of items that could not be sent
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
-        self._ended: deque[tuple[_Feed, CallHandle[None]]] = deque()
+        self._ended: deque[tuple[_Feed, RunHandle[None]]] = deque()
         self._done_count = self._failed_count = 0
         self._pid = os.getpid()
         self._losses_at_start = 0  # since a rank has loaded the function
@@ -634,7 +634,7 @@ class ItemMap:
         )
         return self._fail(task, failure, result)
 
-    def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
+    def _end(self, feed: _Feed, handle: RunHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`, and return the new values and ItemFailures."""
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1

@@ -60,7 +60,7 @@ from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
 
 INTERRUPT_REASONS = {
-    InterruptCause.STOP: "its program called stop()",
+    InterruptCause.STOP: "its program called terminate()",
     InterruptCause.PROGRAM_END: "its program ended",
     InterruptCause.STOP_REQUEST: "a stop was requested there before its ranks were started",
 }

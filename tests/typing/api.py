@@ -54,9 +54,9 @@ with mpwatch.WorkerGroup(2, preload=["torch"]) as preloaded:
     assert_type(preloaded.run(train, (PerRank([0.1, 0.2]),))[0], list[float])
     assert_type(preloaded.run(train, (0.1,), ranks=[0])[0], list[float])
     call = preloaded.submit(train, (0.1,), ranks=1, timeout=3.0)
-    assert_type(call, mpwatch.CallHandle[list[float]])
+    assert_type(call, mpwatch.RunHandle[list[float]])
     assert_type(call.result()[1], list[float])
-    call.stop()
+    call.terminate()
 assert_type(PerRank([0.1, 0.2]), PerRank[float])
 assert_type(mpwatch.run(train, 2, args=(PerRank([0.1, 0.2]),))[0], list[float])
 
