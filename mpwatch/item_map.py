@@ -71,6 +71,7 @@ NO_MEANING = "it has no meaning here; leave it out"
 OTHER_OPTIONS = {
     "backend": "ranks of map do not communicate",
     "timeout": "use heartbeat_timeout, the limit for an item",
+    "keep_going": "use on_error='yield'",
     "forward_signals": "the calls of map are not made in the main thread, where signals are handled",
     **dict.fromkeys(("stop_signals", "stop_timeout"), "a map goes on when a stop is requested; leave its loop to end it"),
     **dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), NO_MEANING),
@@ -85,7 +86,7 @@ def map(
     nprocs: Nprocs = ...,
     *,
     ordered: Literal[True] = ...,
-    keep_going: Literal[False] = ...,
+    on_error: Literal["raise"] = ...,
     **options: Any,
 ) -> Generator[R, None, None]: ...
 @overload
@@ -95,7 +96,7 @@ def map(
     nprocs: Nprocs = ...,
     *,
     ordered: Literal[True] = ...,
-    keep_going: Literal[True],
+    on_error: Literal["yield"],
     **options: Any,
 ) -> Generator[R | ItemFailure, None, None]: ...
 @overload
@@ -105,7 +106,7 @@ def map(
     nprocs: Nprocs = ...,
     *,
     ordered: Literal[False],
-    keep_going: Literal[False] = ...,
+    on_error: Literal["raise"] = ...,
     **options: Any,
 ) -> Generator[tuple[int, R], None, None]: ...
 @overload
@@ -115,7 +116,7 @@ def map(
     nprocs: Nprocs = ...,
     *,
     ordered: Literal[False],
-    keep_going: Literal[True],
+    on_error: Literal["yield"],
     **options: Any,
 ) -> Generator[tuple[int, R | ItemFailure], None, None]: ...
 
@@ -126,7 +127,7 @@ def map(
     nprocs: Nprocs = "auto",
     *,
     ordered: bool = True,
-    keep_going: bool = False,
+    on_error: Literal["raise", "yield"] = "raise",
     chunksize: int | None = None,
     buffersize: int | None = None,
     max_restarts: int | None = None,
@@ -158,9 +159,9 @@ def map(
         nprocs: number of ranks, as for `mpwatch.run`.
         ordered: True means that the values are yielded in the order of the items. False means that `(index, value)` is
             yielded as soon as there is a value. `index` counts the items from 0.
-        keep_going: True means that an ItemFailure is yielded in place of the value of a failed item. False means that
-            ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and values that were not
-            yielded are dropped.
+        on_error: with "raise", ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and
+            values that were not yielded are dropped. With "yield", an ItemFailure is yielded in place of the value of a
+            failed item.
         chunksize: number of items that are sent to a rank together, 256 at most. None means 1 at first, and later the number
             of items that take about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
         buffersize: with ordered=True, the maximum number of items that are in work, or whose values wait to be yielded. So
@@ -180,7 +181,7 @@ def map(
         The values, or with ordered=False the pairs of index and value.
 
     Raises:
-        ItemFailedError: an item failed, and `keep_going` is not set. `__cause__` is the rank's own exception.
+        ItemFailedError: an item failed, and `on_error` is "raise". `__cause__` is the rank's own exception.
         RunFailedError: the ranks cannot load the function, or die before they have loaded it.
         LaunchError: the ranks could not be started, or an item cannot be pickled.
         TypeError, ValueError: an argument is not valid, or fn does not take one argument.
@@ -195,7 +196,8 @@ def map(
     except TypeError:
         raise TypeError(f"items must be an iterable, not {items!r:.200}") from None
     check_flag("ordered", ordered)
-    check_flag("keep_going", keep_going)
+    if on_error not in ("raise", "yield"):
+        raise ValueError(f"on_error must be 'raise' or 'yield', not {on_error!r}")
     if chunksize is not None:
         chunksize = check_count("chunksize", chunksize, at_least=1)
     if buffersize is not None:
@@ -217,7 +219,7 @@ def map(
         {"nprocs": nprocs, **options},
         buffersize=buffersize,
         ordered=ordered,
-        keep_going=keep_going,
+        on_error=on_error,
     )
     return item_map.run_in_order() if ordered else item_map.run()
 
@@ -333,7 +335,7 @@ class ItemMap:
         options: the options of the WorkerGroup.
         buffersize: see `map`. None means the default.
         ordered: see `map`.
-        keep_going: see `map`.
+        on_error: see `map`.
     """
 
     def __init__(
@@ -345,7 +347,7 @@ class ItemMap:
         *,
         buffersize: int | None,
         ordered: bool,
-        keep_going: bool,
+        on_error: Literal["raise", "yield"],
     ) -> None:
         self._fn = fn
         self._queue = queue
@@ -353,7 +355,7 @@ class ItemMap:
         self._buffersize = buffersize
         self._options = options
         self._ordered = ordered
-        self._keep_going = keep_going
+        self._yields_failures = on_error == "yield"
         self._early: list[IndexedValue] = []  # outcomes of items that could not be sent
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
@@ -505,12 +507,11 @@ class ItemMap:
         """Handle the items in `tasks`, which `_send` was not able to send to a rank in one message.
 
         If there are several items, put the items back into the queue. Later, each of these items is sent in its own message.
-        If there is only one item and `keep_going` is set, the item fails. If there is only one item and `keep_going` is not
-        set, raise `error`.
+        With on_error="yield", a single item fails. With on_error="raise", raise `error` for a single item.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
-        elif self._keep_going:
+        elif self._yields_failures:
             self._early += self._fail_without_call(feed, tasks[0], error)
         else:
             raise error
@@ -684,7 +685,7 @@ class ItemMap:
         reason = decision.no_restart_reason
         item_failure = ItemFailure(index=task.index, item=text, failure=failure, attempts=task.attempts, reason=reason)
         self._failed_count += 1
-        if not self._keep_going:
+        if not self._yields_failures:
             raise ItemFailedError(result, item_failure)
         return [(task.index, item_failure)]
 

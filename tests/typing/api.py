@@ -166,11 +166,11 @@ for letters in mpwatch.map(count_letters, items, 2, chunksize=3, buffersize=10, 
     assert_type(letters, int)
 for index, letters in mpwatch.map(count_letters, iter(items), ordered=False):
     assert_type((index, letters), tuple[int, int])
-for outcome in mpwatch.map(count_letters, items, "auto", keep_going=True, max_restarts=2):
+for outcome in mpwatch.map(count_letters, items, "auto", on_error="yield", max_restarts=2):
     assert_type(outcome, int | mpwatch.ItemFailure)
     if isinstance(outcome, mpwatch.ItemFailure):
         assert_type(outcome.failure, ProcessFailure)
-for pair in mpwatch.map(count_letters, items, ordered=False, keep_going=True):
+for pair in mpwatch.map(count_letters, items, ordered=False, on_error="yield"):
     assert_type(pair, tuple[int, int | mpwatch.ItemFailure])
 mpwatch.map(count_letters, [1, 2])  # type: ignore[arg-type]
 mpwatch.WorkerGroup(2, scope="worker")
