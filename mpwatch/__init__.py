@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from mpwatch.results.item_failure import ItemFailure
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
-    from mpwatch.run_handle import CallHandle, RunHandle
+    from mpwatch.run_handle import RunHandle
     from mpwatch.version import __version__
     from mpwatch.worker.context import current_worker, heartbeat, report, request_stop, should_stop
 
 __all__ = [
     "Attempt",
     "Backend",
-    "CallHandle",
     "Collective",
     "CollectiveState",
     "Event",
@@ -77,7 +76,6 @@ _HOME = {
     "__version__": ".version",
     "Attempt": ".results.model",
     "Backend": ".options.backend",
-    "CallHandle": ".run_handle",
     "Collective": ".results.collective",
     "CollectiveState": ".results.collective",
     "Event": ".events.types",

@@ -24,6 +24,7 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.view_driver import MakeView
 from mpwatch.watcher.run import pack_spec, run_single_node
+from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signal_options import refuse_signals
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def submit(
     to the ranks of submitted runs. A rank that has not exited after `grace_period` gets SIGKILL.
 
     Returns:
-        A RunHandle, which is a `concurrent.futures.Future` of the RunResult. It can also stop the run and look into the run.
+        A RunHandle, which is a `concurrent.futures.Future` of the RunResult. It can also end and inspect the run.
 
     Raises:
         LaunchError: the function or its arguments cannot be pickled.
@@ -229,8 +230,10 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
     refuse_signals(spec)
     check_not_importing()
     payload = pack_spec(spec)
-    handle = RunHandle(lambda on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
-    handle.start()
+    handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
+    add_call(handle._ask_to_stop)
+    handle._enter_queue()
+    handle._decide()  # from now on `cancel` returns False
     return handle
 
 

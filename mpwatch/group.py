@@ -26,7 +26,7 @@ from mpwatch.watcher.persistent_ranks import CLOSED, OnStart, PersistentRanks
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
 if TYPE_CHECKING:
-    from mpwatch.run_handle import CallHandle
+    from mpwatch.run_handle import RunHandle
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -86,7 +86,7 @@ class WorkerGroup:
         self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
-        self._handles: set[CallHandle[Any]] = set()  # of calls of `submit` that are not over
+        self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over
         self._joining_lock = threading.Lock()
         self._joining: Ticket | None = None  # of the call in which all ranks make the process group of `backend`
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
@@ -156,7 +156,7 @@ class WorkerGroup:
         *,
         timeout: float | None = None,
         ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
-    ) -> "CallHandle[T]":
+    ) -> "RunHandle[T]":
         """Add a call to the group's queue, and return at once. A new thread runs the call when its ranks are free.
 
         Do not change the arguments before the call begins, because mpwatch pickles the arguments when the call begins. If
@@ -172,19 +172,19 @@ class WorkerGroup:
             ranks: the rank or the ranks to call. None means all ranks.
 
         Returns:
-            A CallHandle, which is a `concurrent.futures.Future` of the RunResult. It can also stop the call.
+            A RunHandle, which is a `concurrent.futures.Future` of the RunResult. It can also end and inspect the call.
 
         Raises:
             TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
             RuntimeError: the group is closed, or belongs to another process.
         """
-        from mpwatch.run_handle import CallHandle  # imports concurrent.futures
+        from mpwatch.run_handle import RunHandle  # imports concurrent.futures
 
         __tracebackhide__ = True
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
         self._check_process("submit")
         self._check_open()
-        handle: CallHandle[T] = CallHandle(
+        handle: RunHandle[T] = RunHandle(
             partial(self._run_submitted, call),
             self._queue,
             call.ranks,
@@ -193,7 +193,7 @@ class WorkerGroup:
         )
         self._handles.add(handle)
         handle.add_done_callback(self._handles.discard)
-        handle.enter_queue()
+        handle._enter_queue()
         return handle
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class WorkerGroup:
             handle.cancel()
         self._run_exclusively("close", self._all_ranks, lambda _: self._close())
         for handle in handles:
-            handle.wait_for_end()
+            handle._wait_for_end()
 
     def stacks(self) -> Stacks:
         """Return the stacks of all threads of each rank, which show where the rank is now. The ranks go on.
@@ -252,7 +252,7 @@ class WorkerGroup:
             if error is not None:  # nobody waits for the calls any more
                 for handle in list(self._handles):
                     if not handle.cancel():
-                        handle.interrupt()
+                        handle._interrupt()
             self.close()
 
     def __repr__(self) -> str:
@@ -424,7 +424,7 @@ def do_nothing() -> None:
     """
 
 
-def _end_at_exit(handles: "set[CallHandle[Any]]", ranks: PersistentRanks) -> None:
+def _end_at_exit(handles: "set[RunHandle[Any]]", ranks: PersistentRanks) -> None:
     for handle in list(handles):
         handle.cancel()
     ranks.shut_down_at_exit()

@@ -42,7 +42,7 @@ from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import RunResult
-from mpwatch.run_handle import CallHandle
+from mpwatch.run_handle import RunHandle
 from mpwatch.watcher.diagnosis.diagnose import load_value
 from mpwatch.watcher.end_signals import EndSignals
 from mpwatch.watcher.item_queue import ItemQueue, Task
@@ -70,6 +70,7 @@ MAX_LOSSES_AT_START = 3  # for each rank, if no rank has loaded the function mea
 NO_OPTIONS = {  # of WorkerGroup
     "backend": "ranks of map do not communicate",
     "timeout": "use heartbeat_timeout, the limit for an item",
+    "keep_going": "use on_error='yield'",
     "stop": "a map goes on when a stop is requested; leave its loop to end it",
     "scope": "each rank is restarted alone",
     "check": "use on_error",
@@ -77,18 +78,23 @@ NO_OPTIONS = {  # of WorkerGroup
 ONE_ARGUMENT = "An item is one argument: use functools.partial for others, or items that are tuples"
 
 
-class MapOptions(OutputOptions, total=False):
-    """The options of `map`, for type checkers."""
+class RankOptions(OutputOptions, total=False):
+    """The options of `map` that it shares with WorkerGroup."""
 
-    chunksize: int | None
-    buffersize: int | None
-    max_restarts: int | RestartPolicy
     env: Env | None
     heartbeat_timeout: float | None
     grace_period: float
     placement: Placement | Cpus | None
     debug: Literal["locals"] | None
     preload: Sequence[str]
+
+
+class MapOptions(RankOptions, total=False):
+    """The options of `map`, for type checkers."""
+
+    chunksize: int | None
+    buffersize: int | None
+    max_restarts: int | RestartPolicy
 
 
 @overload
@@ -98,7 +104,7 @@ def map(
     nprocs: Nprocs,
     *,
     ordered: Literal[True] = ...,
-    keep_going: Literal[False] = ...,
+    on_error: Literal["raise"] = ...,
     **options: Unpack[MapOptions],
 ) -> Generator[R, None, None]: ...
 @overload
@@ -108,7 +114,7 @@ def map(
     nprocs: Nprocs,
     *,
     ordered: Literal[True] = ...,
-    keep_going: Literal[True],
+    on_error: Literal["yield"],
     **options: Unpack[MapOptions],
 ) -> Generator[R | ItemFailure, None, None]: ...
 @overload
@@ -118,7 +124,7 @@ def map(
     nprocs: Nprocs,
     *,
     ordered: Literal[False],
-    keep_going: Literal[False] = ...,
+    on_error: Literal["raise"] = ...,
     **options: Unpack[MapOptions],
 ) -> Generator[tuple[int, R], None, None]: ...
 @overload
@@ -128,7 +134,7 @@ def map(
     nprocs: Nprocs,
     *,
     ordered: Literal[False],
-    keep_going: Literal[True],
+    on_error: Literal["yield"],
     **options: Unpack[MapOptions],
 ) -> Generator[tuple[int, R | ItemFailure], None, None]: ...
 
@@ -139,11 +145,11 @@ def map(
     nprocs: Nprocs,
     *,
     ordered: bool = True,
-    keep_going: bool = False,
+    on_error: Literal["raise", "yield"] = "raise",
     chunksize: int | None = None,
     buffersize: int | None = None,
     max_restarts: int | RestartPolicy = 0,
-    **options: Unpack[MapOptions],
+    **options: Unpack[RankOptions],
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
@@ -169,9 +175,9 @@ def map(
         nprocs: number of ranks, as for `mpwatch.run`.
         ordered: True means that the values are yielded in the order of the items. False means that `(index, value)` is
             yielded as soon as there is a value. `index` counts the items from 0.
-        keep_going: True means that an ItemFailure is yielded in place of the value of a failed item. False means that
-            ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and values that were not
-            yielded are dropped.
+        on_error: with "raise", ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and
+            values that were not yielded are dropped. With "yield", an ItemFailure is yielded in place of the value of a
+            failed item.
         chunksize: number of items that are sent to a rank together, 256 at most. None means 1 at first, and later the number
             of items that take about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
         buffersize: with ordered=True, the maximum number of items that are in work, or whose values wait to be yielded. So
@@ -190,7 +196,7 @@ def map(
         The values, or with ordered=False the pairs of index and value.
 
     Raises:
-        ItemFailedError: an item failed, and `keep_going` is not set. `__cause__` is the rank's own exception.
+        ItemFailedError: an item failed, and `on_error` is "raise". `__cause__` is the rank's own exception.
         RunFailedError: the ranks cannot load the function, or die before they have loaded it.
         LaunchError: the ranks could not be started, or an item cannot be pickled.
         TypeError, ValueError: an argument is not valid, or fn does not take one argument.
@@ -205,12 +211,13 @@ def map(
     except TypeError:
         raise TypeError(f"items must be an iterable, not {items!r:.200}") from None
     check_flag("ordered", ordered)
-    check_flag("keep_going", keep_going)
+    if on_error not in ("raise", "yield"):
+        raise ValueError(f"on_error must be 'raise' or 'yield', not {on_error!r}")
     if chunksize is not None:
         chunksize = check_count("chunksize", chunksize, at_least=1)
     if buffersize is not None:
         buffersize = check_count("buffersize", buffersize, at_least=1)
-    for name in options.keys() - MapOptions.__annotations__.keys():
+    for name in options.keys() - RankOptions.__annotations__.keys():
         reason = f": {NO_OPTIONS[name]}" if name in NO_OPTIONS else ""
         raise TypeError(f"map() has no option {name!r}{reason}")
     check_word("debug", options.get("debug"), ("locals",))
@@ -227,7 +234,7 @@ def map(
         {"nprocs": nprocs, **options},
         buffersize=buffersize,
         ordered=ordered,
-        keep_going=keep_going,
+        on_error=on_error,
     )
     return item_map.run_in_order() if ordered else item_map.run()
 
@@ -248,7 +255,7 @@ class _Feed:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.handle: CallHandle[None] | None = None  # the call of `serve_items`; None: there is none
+        self.handle: RunHandle[None] | None = None  # the call of `serve_items`; None: there is none
         self.called_at = 0.0  # CLOCK_MONOTONIC: when this call was made
         self.channel: socket.socket | None = None
         self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
@@ -281,10 +288,10 @@ class _Feed:
 class _EndedBySignalError(Exception):
     """The exception that `end_by_signal` raises after this process has received a signal that ends the program.
 
-    `handles` contains a CallHandle for each call that `end_by_signal` has interrupted.
+    `handles` contains a RunHandle for each call that `end_by_signal` has interrupted.
     """
 
-    def __init__(self, signum: int, handles: Sequence[CallHandle[Any]]) -> None:
+    def __init__(self, signum: int, handles: Sequence[RunHandle[Any]]) -> None:
         super().__init__(signum)
         self.signum = signum
         self.handles = handles
@@ -297,7 +304,7 @@ class _ItemGroup(WorkerGroup):
             super().__exit__(kind, None if isinstance(error, _EndedBySignalError) else error, trace)
         except BaseException:  # a second Ctrl-C
             for handle in list(self._handles):
-                handle.interrupt()
+                handle._interrupt()
             self.close()
             raise
 
@@ -308,7 +315,7 @@ class _ItemGroup(WorkerGroup):
         """
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
-            handle.interrupt(signum, InterruptCause.SIGNAL)
+            handle._interrupt(signum, InterruptCause.SIGNAL)
         raise _EndedBySignalError(signum, handles)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
@@ -333,7 +340,7 @@ class ItemMap:
         options: the options of the WorkerGroup.
         buffersize: see `map`. None means the default.
         ordered: see `map`.
-        keep_going: see `map`.
+        on_error: see `map`.
     """
 
     def __init__(
@@ -345,7 +352,7 @@ class ItemMap:
         *,
         buffersize: int | None,
         ordered: bool,
-        keep_going: bool,
+        on_error: Literal["raise", "yield"],
     ) -> None:
         self._fn = fn
         self._queue = queue
@@ -353,11 +360,11 @@ class ItemMap:
         self._buffersize = buffersize
         self._options = options
         self._ordered = ordered
-        self._keep_going = keep_going
+        self._yields_failures = on_error == "yield"
         self._early: list[IndexedValue] = []  # outcomes of items that could not be sent
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
-        self._ended: deque[tuple[_Feed, CallHandle[None]]] = deque()
+        self._ended: deque[tuple[_Feed, RunHandle[None]]] = deque()
         self._done_count = self._failed_count = 0
         self._pid = os.getpid()
         self._losses_at_start = 0  # since a rank has loaded the function
@@ -505,12 +512,11 @@ class ItemMap:
         """Handle the items in `tasks`, which `_send` was not able to send to a rank in one message.
 
         If there are several items, put the items back into the queue. Later, each of these items is sent in its own message.
-        If there is only one item and `keep_going` is set, the item fails. If there is only one item and `keep_going` is not
-        set, raise `error`.
+        With on_error="yield", a single item fails. With on_error="raise", raise `error` for a single item.
         """
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
-        elif self._keep_going:
+        elif self._yields_failures:
             self._early += self._fail_without_call(feed, tasks[0], error)
         else:
             raise error
@@ -634,7 +640,7 @@ class ItemMap:
         )
         return self._fail(task, failure, result)
 
-    def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
+    def _end(self, feed: _Feed, handle: RunHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`, and return the new values and ItemFailures."""
         outcomes = self._read(feed)
         is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
@@ -684,7 +690,7 @@ class ItemMap:
         reason = decision.no_restart_reason
         item_failure = ItemFailure(index=task.index, item=text, failure=failure, attempts=task.attempts, reason=reason)
         self._failed_count += 1
-        if not self._keep_going:
+        if not self._yields_failures:
             raise ItemFailedError(result, item_failure)
         return [(task.index, item_failure)]
 

@@ -13,7 +13,6 @@ entry points of other packages.
 import os
 import pickle
 import threading
-import time
 from datetime import UTC, tzinfo
 from importlib import import_module
 from types import CodeType
@@ -155,20 +154,6 @@ def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> t
     thread = None if timer is None else timer._thread
     handler._stop_heartbeats()
     return thread
-
-
-def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", seconds: float) -> None:
-    """Remove this node from the rendezvous state within `seconds`. The rendezvous stays open for the other nodes.
-
-    This function uses `_op_executor` and `_RendezvousExitOp`, because torch has no public way to leave a rendezvous. If
-    `_op_executor` or `_RendezvousExitOp` is missing, the other nodes wait until the heartbeat of this node expires. torch
-    2.4, 2.6, 2.9 and 2.13 have `_op_executor` and `_RendezvousExitOp`.
-
-    Raises RendezvousTimeoutError if the removal takes longer than `seconds`. If the rendezvous backend raises an exception,
-    this function raises the same exception.
-    """
-    leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
-    handler._op_executor.run(leave, time.monotonic() + seconds)
 
 
 # The flight recorder: worker/collectives.py.

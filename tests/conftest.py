@@ -107,7 +107,7 @@ def _check_nothing_left(_start_resource_tracker, request):
     yield
     # As with any future, the result comes just before the thread of a run ends. torch cannot be interrupted while it connects.
     for thread in threading.enumerate():
-        if thread.name in ("mpwatch run", "mpwatch call", "mpwatch-connect"):
+        if thread.name in ("mpwatch call", "mpwatch-connect"):
             thread.join(15)
     gc.collect()
     after = state()

@@ -37,6 +37,16 @@ def meet_and_wait_for(barrier, event):
     return functions.rank()
 
 
+def report_and_meet(barrier, step):
+    mpwatch.report(step=step)
+    barrier.wait(60)
+
+
+def report_and_wait(barrier):
+    report_and_meet(barrier, 7)
+    time.sleep(1000)
+
+
 def append(value):
     values = mpwatch.current_worker().state.setdefault("values", [])
     values.append(value)
@@ -57,7 +67,7 @@ def group():
     with WorkerGroup(3) as group:
         yield group
         for handle in list(group._handles):  # of a test that has failed
-            handle.stop()
+            handle.terminate()
 
 
 def submit_waiting(group, ranks, function=meet_and_wait):
@@ -131,7 +141,7 @@ def test_many_calls_may_wait(group):
     threads = threading.active_count()
     handles = [group.submit(functions.double, (number,), ranks=0) for number in range(300)]
     assert threading.active_count() == threads
-    first.stop()
+    first.terminate()
     assert [handle.result(60)[0] for handle in handles] == [2 * number for number in range(300)]
 
 
@@ -157,8 +167,8 @@ def test_a_call_that_waits_can_be_cancelled(group):
     assert not first.cancel()
     with pytest.raises(CancelledError):
         second.result(0)
-    second.stop()
-    first.stop()
+    second.terminate()
+    first.terminate()
     assert not first.cancel()
 
 
@@ -169,8 +179,8 @@ def test_stop_interrupts_one_call_and_its_ranks_stay(group):
     other = group.submit(meet_and_wait_for, (barrier, event), ranks=2)
     barrier.wait(60)
     handle = submit_waiting(group, [0, 1])
-    handle.stop()
-    with pytest.raises(RunFailedError, match=r"^the run was stopped: stop\(\) was called"):
+    handle.terminate()
+    with pytest.raises(RunFailedError, match=r"^the run was stopped: terminate\(\) was called"):
         handle.result(0)
     assert not other.done()
     event.set()
@@ -182,14 +192,34 @@ def test_stop_interrupts_one_call_and_its_ranks_stay(group):
 def test_stop_before_the_call_begins(group):
     first = submit_waiting(group, [0])
     second = group.submit(functions.rank)
-    second.stop()
+    second.terminate()
     assert second.cancelled()
-    first.stop()
+    first.terminate()
     for _ in range(10):
         handle = group.submit(time.sleep, (1000,))
-        handle.stop()
+        handle.terminate()
         assert handle.done()
     assert list(group.run(functions.rank)) == [0, 1, 2]
+
+
+def test_a_call_can_be_looked_into(group):
+    group.run(report_and_meet, (SPAWN.Barrier(3), 1))
+    with submit_waiting(group, [0]) as silent, submit_waiting(group, [2, 1], report_and_wait) as handle:
+        waiting = group.submit(functions.rank)
+        assert (waiting.state, waiting.workers, waiting.progress(), waiting.stacks()) == (WorkerState.INIT, (), {}, {})
+        assert waiting.cancel()
+        assert waiting.state is WorkerState.STOPPED
+        assert silent.progress() == {}  # not the report of the earlier call
+        assert {rank: last.step for rank, last in handle.progress().items()} == {1: 7, 2: 7}
+        assert all(0 < last.elapsed < 60 for last in handle.progress().values())
+        assert sorted(handle.stacks()) == [1, 2]
+        assert "in report_and_wait" in handle.stacks()[1]
+        assert handle.state is WorkerState.HEALTHY
+        assert [worker.rank for worker in handle.workers] == [1, 2]
+    assert handle.state is WorkerState.STOPPED
+    assert handle.progress()[1].step == 7
+    assert [worker.rank for worker in handle.workers] == [1, 2]
+    assert handle.stacks() == {}
 
 
 def test_ctrl_c_interrupts_only_the_call_of_the_main_thread(group):
@@ -325,7 +355,7 @@ def test_a_block_that_raises_stops_the_calls():
         running, waiting = submit_waiting(group, [0]), group.submit(functions.rank)
         1 / 0
     assert waiting.cancelled()
-    with pytest.raises(RunFailedError, match=r"stop\(\) was called"):
+    with pytest.raises(RunFailedError, match=r"terminate\(\) was called"):
         running.result(0)
 
 
@@ -346,7 +376,7 @@ def test_the_timeout_begins_with_the_call(group):
     first = submit_waiting(group, [0])
     second = group.submit(functions.rank, ranks=0, timeout=60.0)
     assert not wait([second], 0.2).done
-    first.stop()
+    first.terminate()
     assert list(second.result(60)) == [0]
     with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s"):
         group.submit(time.sleep, (1000,), ranks=0, timeout=0.2).result(60)
@@ -387,12 +417,12 @@ def test_an_observer_may_stop_a_call():
 
     def stop(event):
         if event.name == "call_started" and handles:
-            handles[0].stop()
+            handles[0].terminate()
 
     with WorkerGroup(2, on_event=stop) as group:
         handles.append(submit_waiting(group, [0]))
         assert list(group.run(functions.rank, ranks=1)) == [1]  # its observer does not wait for the other call
-        with pytest.raises(RunFailedError, match=r"stop\(\) was called"):
+        with pytest.raises(RunFailedError, match=r"terminate\(\) was called"):
             handles[0].result(60)
 
 
@@ -407,7 +437,7 @@ def test_a_signal_handler_may_cancel_calls(group):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    first.stop()
+    first.terminate()
     assert list(group.run(functions.rank)) == [0, 1, 2]
 
 

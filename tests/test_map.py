@@ -151,8 +151,8 @@ def test_the_first_failure_is_raised():
         assert (back.item_failure.index, repr(back.__cause__), str(back)) == (7, "ValueError('seven')", str(error))
 
 
-def test_keep_going_yields_the_failure_in_the_place_of_the_value():
-    outcomes = list(mpwatch.map(fn.fail_at_seven, range(20), 2, keep_going=True))
+def test_a_failure_is_yielded_in_the_place_of_the_value():
+    outcomes = list(mpwatch.map(fn.fail_at_seven, range(20), 2, on_error="yield"))
     failure = outcomes.pop(7)
     assert outcomes == [number for number in range(20) if number != 7]
     assert isinstance(failure, ItemFailure)
@@ -164,7 +164,7 @@ def test_keep_going_yields_the_failure_in_the_place_of_the_value():
 def test_a_rank_that_dies_takes_one_item_with_it(chunksize, tmp_path):
     path = tmp_path / "calls"
     items = [(path, number) for number in range(30)]
-    outcomes = list(mpwatch.map(fn.append_line, items, 2, keep_going=True, chunksize=chunksize))
+    outcomes = list(mpwatch.map(fn.append_line, items, 2, on_error="yield", chunksize=chunksize))
     failure = outcomes.pop(7)
     assert outcomes == [number for number in range(30) if number != 7]
     assert (failure.failure.kind, failure.failure.signal) == (FailureKind.SIGNAL, signal.SIGKILL)
@@ -183,7 +183,7 @@ def test_the_warning_of_a_restart_names_the_item(nprocs, begin, tmp_path, caplog
         yield from ((tmp_path / "calls", number) for number in (6, 7))
         yield from itertools.takewhile(lambda _: not list_warnings(), itertools.repeat((tmp_path / "calls", 8), 100_000))
 
-    failure = list(mpwatch.map(fn.append_line, make_items(), nprocs, keep_going=True))[1]
+    failure = list(mpwatch.map(fn.append_line, make_items(), nprocs, on_error="yield"))[1]
     (warning,) = list_warnings()
     assert re.match(begin, warning)
     assert warning.endswith(f": {failure}")
@@ -202,14 +202,14 @@ def test_a_failed_item_is_tried_again(tmp_path, caplog):
 
 
 def test_an_item_that_fails_at_each_attempt():
-    (failure,) = mpwatch.map(fn.fail_at_seven, [7], 1, keep_going=True, max_restarts=RestartPolicy(2, delay=0.01))
+    (failure,) = mpwatch.map(fn.fail_at_seven, [7], 1, on_error="yield", max_restarts=RestartPolicy(2, delay=0.01))
     assert failure.attempts == 3
     assert str(failure).endswith("(3 attempts); all restarts are used up (max_restarts=2)")
 
 
 def test_an_item_that_takes_too_long():
     started_at = time.monotonic()
-    outcomes = list(mpwatch.map(fn.hang_at_one, range(10), 2, keep_going=True, heartbeat_timeout=0.5))
+    outcomes = list(mpwatch.map(fn.hang_at_one, range(10), 2, on_error="yield", heartbeat_timeout=0.5))
     failure = outcomes.pop(1)
     assert outcomes == [0, *range(2, 10)]
     assert failure.failure.kind is FailureKind.HANG
@@ -225,14 +225,14 @@ def test_a_rank_without_items_is_not_late():
 
 
 def test_a_value_that_cannot_be_pickled():
-    outcomes = list(mpwatch.map(fn.make_lock, range(5), 2, keep_going=True))
+    outcomes = list(mpwatch.map(fn.make_lock, range(5), 2, on_error="yield"))
     failure = outcomes.pop(1)
     assert outcomes == [0, 2, 3, 4]
     assert "cannot be sent back: it is of type _thread.lock" in str(failure)
 
 
 def test_a_value_that_cannot_be_rebuilt():
-    outcomes = list(mpwatch.map(fn.make_bad_value, range(5), 2, keep_going=True))
+    outcomes = list(mpwatch.map(fn.make_bad_value, range(5), 2, on_error="yield"))
     failure = outcomes.pop(1)
     assert outcomes == [0, 2, 3, 4]
     assert "1 cannot be rebuilt" in str(failure)
@@ -251,7 +251,7 @@ def test_an_item_that_cannot_be_pickled_is_named(chunksize):
 
 def test_an_item_that_cannot_be_unpickled_fails_alone():
     items = [0, fn.BadItem(1), 2, 3]
-    outcomes = list(mpwatch.map(str, items, 1, keep_going=True, chunksize=4))
+    outcomes = list(mpwatch.map(str, items, 1, on_error="yield", chunksize=4))
     failure = outcomes.pop(1)
     assert outcomes == ["0", "2", "3"]
     assert "ValueError: 1 cannot be rebuilt" in str(failure)
@@ -259,15 +259,15 @@ def test_an_item_that_cannot_be_unpickled_fails_alone():
 
 def test_an_item_that_kills_the_rank_that_unpickles_it_fails_alone():
     items = [0, 1, 2, fn.DeadlyItem(), 4, 5]
-    outcomes = list(mpwatch.map(str, items, 1, keep_going=True, chunksize=6))
+    outcomes = list(mpwatch.map(str, items, 1, on_error="yield", chunksize=6))
     failure = outcomes.pop(3)
     assert outcomes == ["0", "1", "2", "4", "5"]
     assert failure.failure.exit_code == 5
 
 
-def test_with_keep_going_an_item_that_cannot_be_sent_is_a_failure():
+def test_an_item_that_cannot_be_sent_may_be_yielded_as_a_failure():
     items = [0, threading.Lock(), 2, [socket.socket() for _ in range(300)]]
-    outcomes = list(mpwatch.map(fn.is_number, items, 1, keep_going=True, chunksize=4))
+    outcomes = list(mpwatch.map(fn.is_number, items, 1, on_error="yield", chunksize=4))
     assert (outcomes[0], outcomes[2]) == (True, True)
     assert "items[1], a _thread.lock, which cannot be sent" in str(outcomes[1])
     assert re.search(r"items\[3\] has \d+ descriptors, such as sockets", str(outcomes[3]))
@@ -276,15 +276,15 @@ def test_with_keep_going_an_item_that_cannot_be_sent_is_a_failure():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_with_keep_going_all_items_may_be_such_that_they_cannot_be_sent(count):
-    outcomes = list(mpwatch.map(fn.identity, [threading.Lock() for _ in range(count)], 1, keep_going=True))
+def test_all_items_may_be_such_that_they_cannot_be_sent(count):
+    outcomes = list(mpwatch.map(fn.identity, [threading.Lock() for _ in range(count)], 1, on_error="yield"))
     assert [outcome.index for outcome in outcomes] == list(range(count))
 
 
 def test_a_retry_that_waits_for_a_busy_rank_takes_no_cpu_time():
     policy = RestartPolicy(1, delay=0.01, jitter=0.0)
     used = time.process_time()
-    (failure, value) = mpwatch.map(fn.fail_at_zero_or_sleep, [0, 1], 1, keep_going=True, max_restarts=policy)
+    (failure, value) = mpwatch.map(fn.fail_at_zero_or_sleep, [0, 1], 1, on_error="yield", max_restarts=policy)
     assert (failure.attempts, value) == (2, 1)
     assert time.process_time() - used < 0.4
 
@@ -404,11 +404,12 @@ def test_a_program_ends_with_a_half_used_iterator():
         ((fn.square, 3), {}, TypeError, "items must be an iterable, not 3"),
         ((lambda: 1, []), {}, TypeError, "cannot be called with these args"),
         ((fn.square, []), {"ordered": 1}, TypeError, "ordered must be True or False, not 1"),
-        ((fn.square, []), {"keep_going": "yes"}, TypeError, "keep_going must be True or False, not 'yes'"),
+        ((fn.square, []), {"on_error": "skip"}, ValueError, "on_error must be 'raise' or 'yield', not 'skip'"),
         ((fn.square, []), {"chunksize": 0}, ValueError, "chunksize must be"),
         ((fn.square, []), {"buffersize": 0}, ValueError, "buffersize must be"),
         ((fn.square, []), {"timeout": 3}, TypeError, r"map\(\) has no option 'timeout': use heartbeat_timeout"),
         ((fn.square, []), {"backend": "gloo"}, TypeError, r"map\(\) has no option 'backend': ranks of map do not"),
+        ((fn.square, []), {"keep_going": True}, TypeError, r"map\(\) has no option 'keep_going': use on_error='yield'"),
         ((fn.square, []), {"speed": 3}, TypeError, r"map\(\) has no option 'speed'$"),
         ((fn.square, []), {"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
         ((fn.square, []), {"max_restarts": -1}, ValueError, "max_restarts must be"),

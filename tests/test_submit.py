@@ -29,6 +29,13 @@ def ignore_sigint_and_wait(barrier):
         time.sleep(1000)
 
 
+def fail_once_and_wait(barrier):
+    if not mpwatch.current_worker().restart_count:
+        raise ValueError
+    barrier.wait()
+    time.sleep(1000)
+
+
 def save_at_sigint(barrier, path):
     try:
         barrier.wait()  # SIGINT may come before this returns
@@ -64,7 +71,8 @@ def test_the_result_of_a_run():
     assert handle.state is WorkerState.SUCCEEDED
     assert [worker.rank for worker in handle.workers] == [0, 1]
     assert not handle.cancel()
-    handle.stop()  # does nothing
+    handle.terminate()  # does nothing
+    assert not mpwatch.submit(functions.rank, 1).cancel()  # it has begun
 
 
 def test_several_runs_at_the_same_time():
@@ -120,32 +128,37 @@ def test_it_can_be_looked_into():
     assert handle.progress()[0].step == 7
 
 
+def test_workers_are_those_of_the_last_restart():
+    with submit_waiting(fail_once_and_wait, max_restarts=1) as handle:
+        assert [worker.restart_count for worker in handle.workers] == [1, 1]
+
+
 @pytest.mark.parametrize("function", [save_at_sigint, save_at_sigint_of_another_thread])
 def test_stop_interrupts_the_ranks_and_waits_for_them(tmp_path, function):
     path = tmp_path / "checkpoint"
     handle = submit_waiting(function, path)
     pids = list_pids(handle)
-    handle.stop()
+    handle.terminate()
     assert path.read_text() == "saved"
     assert not any(map(is_alive, pids))
-    with pytest.raises(RunFailedError, match=r"^the run was stopped: stop\(\) was called"):
+    with pytest.raises(RunFailedError, match=r"^the run was stopped: terminate\(\) was called"):
         handle.result(0)
     assert handle.state is WorkerState.STOPPED
 
 
 def test_a_rank_that_ignores_it_is_killed():
     handle = submit_waiting(ignore_sigint_and_wait, grace_period=0.2, check=False)
-    handle.stop()
+    handle.terminate()
     result = handle.result(0)
-    assert (result.state, result.reason) == (WorkerState.STOPPED, "the run was stopped: stop() was called")
+    assert (result.state, result.reason) == (WorkerState.STOPPED, "the run was stopped: terminate() was called")
 
 
 def test_a_second_stop_kills_at_once():
     handle = submit_waiting(ignore_sigint_and_wait, grace_period=1000, check=False)
-    first = threading.Thread(target=handle.stop)
+    first = threading.Thread(target=handle.terminate)
     first.start()
     while handle.state is not WorkerState.STOPPED:
-        handle.stop()
+        handle.terminate()
     first.join()
     assert handle.result(0).state is WorkerState.STOPPED
 
@@ -154,7 +167,7 @@ def test_stop_before_the_ranks_have_started():
     barrier = SPAWN.Barrier(3)
     for _ in range(5):
         handle = mpwatch.submit(report_and_wait, 2, args=(barrier,), check=False)
-        handle.stop()
+        handle.terminate()
         assert handle.result(0).state is WorkerState.STOPPED
 
 
@@ -164,7 +177,7 @@ def test_an_observer_may_stop_its_run():
     def stop_at_start(event):
         if type(event).__name__ == "WorkerStarted":
             is_submitted.wait()
-            handles[0].stop()
+            handles[0].terminate()
 
     handles.append(mpwatch.submit(report_and_wait, 2, args=(SPAWN.Barrier(3),), on_event=stop_at_start, check=False))
     is_submitted.set()
@@ -188,7 +201,7 @@ def test_a_fork_does_not_own_the_run():
         pid = os.fork()
         if pid == 0:
             try:
-                handle.stop()
+                handle.terminate()
             except RuntimeError:
                 os._exit(3)
             os._exit(4)
@@ -260,6 +273,6 @@ def test_callbacks_are_called_when_nothing_is_left():
     handle = submit_waiting(grace_period=1.0)
     pids = list_pids(handle)
     handle.add_done_callback(lambda _: alive.extend(map(is_alive, pids)))
-    handle.stop()
+    handle.terminate()
     wait([handle])
     assert alive == [False, False]

@@ -121,9 +121,9 @@ def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> 
         while connection.recv() != "stop":
             pass
     except (EOFError, OSError):
-        handle.interrupt()
+        handle._interrupt()
         wait([handle], ORPHAN_SECONDS)
-    handle.interrupt()
+    handle._interrupt()
 
 
 def shut_down(connection: Connection) -> None:

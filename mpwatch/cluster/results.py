@@ -50,8 +50,8 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
 def _choose_reason(results: Sequence[mpwatch.RunResult[Any]]) -> str:
     """Choose one of the nodes' reasons as the reason of the job's result.
 
-    If the driver has stopped a node, the reason of this node is "stop() was called". Return the reason "stop() was called"
-    only if no node has another reason.
+    If the driver has stopped a node, the reason of this node is "terminate() was called". Return this reason only if no node
+    has another reason.
     """
     reasons = [result.reason for result in results if result.reason]
     return min(reasons, key=lambda reason: reason.startswith(format_stopped_by_caller()), default="")

@@ -82,7 +82,7 @@ class RendezvousCompleted(Event):
 
     Attributes:
         job: `Rendezvous.run_id`.
-        backend: backend of the rendezvous: "c10d", "static", or the backend of a custom handler.
+        backend: backend of the rendezvous: "c10d" or "static".
         group_rank: index of this node, from 0.
         group_world_size: number of nodes.
         world_size: number of ranks of the job.

@@ -20,27 +20,4 @@ for `node_timeout`. Every node that reads the counter uses its own clock to meas
 
 A round is a period in which the job has the same nodes. A round may have several attempts, because the ranks can be
 restarted within a round. The next round begins when nodes are lost or new nodes join.
-
-`Agent` (agent.py) is for programs that extend torch's elastic agent, or that have their own RendezvousHandler
-(rendezvous/custom_handler.py). agent.py imports torch, so this module imports agent.py only at the first use of `Agent` or
-`WorkerGroupInfo`.
 """
-
-from importlib import import_module
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from mpwatch.multinode.agent import Agent, WorkerGroupInfo
-
-__all__ = ["Agent", "WorkerGroupInfo"]
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(".agent", __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -8,10 +8,6 @@ This module runs in the node thread. It uses these keys in the store of the job,
     history              the RestartHistory of a job whose nodes were all lost, for new nodes; the driver writes it
     expected_nodes       the ExpectedNodes, if the driver knows how many nodes can come at present (rounds.py)
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
-
-A RendezvousHandler of the user returns a new store for each round, so the job has no store that all rounds share. In a job
-with a RendezvousHandler of the user, this module does nothing, and only the leader compares the JobConfigs after the nodes
-have joined (leader.py).
 """
 
 import platform

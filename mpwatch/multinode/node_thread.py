@@ -60,7 +60,7 @@ from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
 
 INTERRUPT_REASONS = {
-    InterruptCause.STOP: "its program called stop()",
+    InterruptCause.STOP: "its program called terminate()",
     InterruptCause.PROGRAM_END: "its program ended",
     InterruptCause.STOP_REQUEST: "a stop was requested there before its ranks were started",
 }
@@ -79,16 +79,12 @@ class NodeThread:
     Args:
         spec: the options of the run.
         run_deadline: the time at which the run's `timeout` is over, in seconds of CLOCK_MONOTONIC.
-        client: the rendezvous of this node. If it is None, `spec.rendezvous` describes the rendezvous.
     """
 
-    def __init__(
-        self, spec: WorkerSpec[Any], run_deadline: float = math.inf, client: RendezvousClient | None = None
-    ) -> None:
+    def __init__(self, spec: WorkerSpec[Any], run_deadline: float = math.inf) -> None:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._run_deadline = spec, spec.rendezvous, run_deadline
-        self._client = client or RendezvousClient(spec.rendezvous)
-        self._is_custom_client = client is not None
+        self._client = RendezvousClient(spec.rendezvous)
         self._local_ranks: LocalRanks
         self._deferred_log: DeferredLog
         self._signed_json = SignedJson(spec.rendezvous.key, spec.rendezvous.run_id)
@@ -101,11 +97,6 @@ class NodeThread:
         self._job_config = make_job_config(spec)
         self._job_config_check = JobConfigCheck(spec.rendezvous, self._job_config, self._signed_json, self._is_leaving)
         self._thread = threading.Thread(target=self._run, name="mpwatch-node")
-
-    @property
-    def backend(self) -> str:
-        """The backend of the rendezvous, such as "c10d"."""
-        return self._client.backend
 
     # The methods from here to `close` are called in the caller's thread.
 
@@ -259,8 +250,7 @@ class NodeThread:
 
     def _run_rounds(self) -> None:
         round_ = self._join_first_round(self._make_join_deadline())
-        store = self._client.get_job_store()
-        rejoin = self._run_round(round_, RestartHistory() if store is None else self._job_config_check.read_history(store))
+        rejoin = self._run_round(round_, self._job_config_check.read_history(self._client.get_job_store()))
         while rejoin is not None:
             if self._stop_cause:
                 reason = describe_stop(self._stop_cause)
@@ -287,9 +277,7 @@ class NodeThread:
         while True:
             try:
                 self._client.connect(join_deadline)
-                store = self._client.get_job_store()
-                if store is not None:
-                    self._job_config_check.check(store, is_host=self._client.is_host)
+                self._job_config_check.check(self._client.get_job_store(), is_host=self._client.is_host)
                 return self._join(join_deadline)
             except LaunchError as error:
                 cause = error.__cause__  # not the context, which has errors of single tries that the text already has
@@ -298,7 +286,7 @@ class NodeThread:
                 raise error from cause
             except (JobClosedError, StoreLostError) as error:
                 earlier_error = str(error)
-                cannot_reconnect = self._is_custom_client or self._client.is_host or self._rendezvous.backend != "c10d"
+                cannot_reconnect = self._client.is_host or self._rendezvous.backend != "c10d"
                 if cannot_reconnect or time.monotonic() > reconnect_deadline:
                     raise
             self._client.close()
@@ -317,8 +305,7 @@ class NodeThread:
                 deadline, last_call=last_call, expected_nodes=expected_nodes, wait_report=self._make_wait_report(deadline)
             )
         except LaunchError as error:
-            store = self._client.get_job_store()
-            if store is not None and (refusal := self._job_config_check.describe_refusal(store)):
+            if refusal := self._job_config_check.describe_refusal(self._client.get_job_store()):
                 raise LaunchError(f"{error}. {refusal}") from error
             raise
 

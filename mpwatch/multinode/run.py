@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mpwatch.multinode.node_thread import NodeThread
-from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.run_controller import MultiNodeRunController
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
@@ -30,7 +29,6 @@ T = TypeVar("T")
 def run_multi_node(
     spec: WorkerSpec[T],
     make_view: MakeView = no_view,
-    client: RendezvousClient | None = None,
     *,
     payload: Payload | None = None,
     on_start: Callable[[BlockingCall], object] | None = None,
@@ -40,7 +38,6 @@ def run_multi_node(
     Args:
         spec: the options of the run, with a `rendezvous`.
         make_view: makes the live view.
-        client: the rendezvous of this node. If it is None, `spec.rendezvous` describes the rendezvous.
         payload: see `run_single_node`.
         on_start: see `run_single_node`.
 
@@ -54,7 +51,7 @@ def run_multi_node(
     event_bus = EventBus(spec.rendezvous.run_id, spec, keep_events=True)
     with ExitStack() as resources:
         watcher_thread, node_thread, pending_call = run_until_handler_raises(
-            partial(_prepare, spec, event_bus, client, payload, resources)
+            partial(_prepare, spec, event_bus, payload, resources)
         )
         controller = MultiNodeRunController(spec, event_bus, node_thread)
         blocking_call = BlockingCall(watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view)
@@ -84,7 +81,6 @@ def run_multi_node(
 def _prepare(
     spec: WorkerSpec[Any],
     event_bus: EventBus,
-    client: RendezvousClient | None,
     payload: Payload | None,
     resources: ExitStack,
 ) -> tuple[WatcherThread, NodeThread, PendingCall]:
@@ -92,7 +88,7 @@ def _prepare(
     resources.enter_context(open_standard_descriptors())
     payload = resources.enter_context(closing(payload or pack_spec(spec)))
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
-    node_thread = NodeThread(spec, run_deadline, client)
+    node_thread = NodeThread(spec, run_deadline)
     watcher_thread = resources.enter_context(
         closing(
             WatcherThread(

@@ -173,7 +173,7 @@ class MultiNodeRunController(RunController[T]):
         }
         workers = build_assigned_workers(self._spec, assignment.first_rank, **facts)
         self.event_bus.ranks = [worker.rank for worker in workers]
-        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **facts)
+        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._rendezvous.backend, **facts)
         setups = build_rank_setups(self._spec, workers)
         # The node thread ignores the setups if the attempt has been stopped meanwhile.
         hand_over = partial(self._node_thread.set_rank_setups, start, setups)

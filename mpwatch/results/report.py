@@ -226,8 +226,8 @@ def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Pr
 
 
 def format_stopped_by_caller() -> str:
-    """Return a sentence that says that the program called `stop` of a RunHandle or a CallHandle."""
-    return "the run was stopped: stop() was called"
+    """Return a sentence that says that the program called `RunHandle.terminate`."""
+    return "the run was stopped: terminate() was called"
 
 
 def format_stop_request() -> str:

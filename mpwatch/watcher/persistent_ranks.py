@@ -310,8 +310,7 @@ class PersistentRanks:
                 log_now(logging.WARNING, "rank %d is restarted: %s", rank, reason)
                 setups += run_until_handler_raises(partial(watcher_thread.prepare_restart, [rank], counts[rank] + 1))
             self._restart_count += len(ranks)
-            workers = (*self.workers, *(setup.worker for setup in setups))  # a later Worker replaces an earlier one
-            self.workers = tuple({worker.rank: worker for worker in workers}.values())
+            self.workers = watcher_thread.workers
             watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:

@@ -1,28 +1,22 @@
 """A registry of the runs and calls that are in progress in this process. `mpwatch.request_stop` uses the registry."""
 
 import os
-from typing import Protocol
-from weakref import ReferenceType, ref
+from collections.abc import Callable
+from weakref import WeakMethod
+
+AskToStop = Callable[[str], bool]  # asks the ranks of a call to stop, and returns False if the call is over
+
+# The pid of the process of each call, and its method. Each change is one operation, so threads cannot collide.
+_calls: dict[object, tuple[int, WeakMethod[AskToStop]]] = {}
 
 
-class RunningCall(Protocol):
-    """A call in the registry: a BlockingCall or a RunHandle.
+def add_call(ask_to_stop: AskToStop) -> None:
+    """Register a call by a method of its object. When the object is deleted, the registry drops the call.
 
-    `mpwatch.submit` immediately creates a RunHandle. The run gets a BlockingCall later, just before its ranks start.
+    `mpwatch.submit` registers its RunHandle, since the run gets a BlockingCall later, just before its ranks start.
     """
-
-    def ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to stop. Return False if the call is over."""
-
-
-# From the id of a call to the pid of its process and the call. Each change is one operation, so threads cannot collide.
-_calls: dict[int, tuple[int, ReferenceType[RunningCall]]] = {}
-
-
-def add_call(call: RunningCall) -> None:
-    """Register a call. When the call object is deleted, the registry drops the call."""
-    key = id(call)
-    _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None))
+    key = object()
+    _calls[key] = os.getpid(), WeakMethod(ask_to_stop, lambda _: _calls.pop(key, None))
 
 
 def request_stop(cause: str) -> bool:
@@ -31,5 +25,5 @@ def request_stop(cause: str) -> bool:
     It is safe to call this function in a signal handler.
     """
     own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
-    answers = [call.ask_to_stop(cause) for reference in own if (call := reference()) is not None]
+    answers = [ask_to_stop(cause) for reference in own if (ask_to_stop := reference()) is not None]
     return any(answers)

@@ -117,7 +117,8 @@ class WatcherThread:
             stack.callback(self._release_port)
             self._resources = stack.pop_all()
         self._debugger: DebuggerConsole | None = None
-        self._setups: list[RankSetup] = []
+        self._setups: list[RankSetup] = []  # of the first start
+        self.workers: tuple[Worker, ...] = ()  # of the latest start of each rank; empty until `prepare` has been called
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
         self._emit_lock = threading.Lock()
@@ -128,11 +129,6 @@ class WatcherThread:
         self._closes_itself = False
         self.is_finished = False  # no rank is left, and none will be started
         self.error: BaseException | None = None  # what the event loop raised
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """The `Worker` objects of all ranks. The tuple is empty until `prepare` has been called."""
-        return tuple(setup.worker for setup in self._setups)
 
     def prepare(self) -> None:
         """Prepare the first start of all ranks. This method calls the user's `env` function, in the caller's thread."""
@@ -153,7 +149,10 @@ class WatcherThread:
         port = self._port_socket.getsockname()[1]
         run_id = self._event_bus.run_id
         workers = build_workers(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
-        return build_rank_setups(self._spec, workers)
+        setups = build_rank_setups(self._spec, workers)
+        known = {worker.rank: worker for worker in self.workers}
+        self.workers = tuple((known | {setup.worker.rank: setup.worker for setup in setups}).values())
+        return setups
 
     def _release_port(self) -> None:
         if self._port_socket is not None:

@@ -174,8 +174,7 @@ def request_stop() -> bool:
     call. If a rank has started other ranks with `mpwatch.run`, the rank's request does not stop these other ranks.
 
     The program that has started the ranks can call `request_stop`, too. This request is for all unfinished runs of the
-    program, and for all calls of a WorkerGroup that have begun. To stop a single run or call, use `RunHandle.request_stop`
-    or `CallHandle.request_stop`.
+    program, and for all calls of a WorkerGroup that have begun. To stop a single run or call, use `RunHandle.request_stop`.
 
     Any thread, observer or signal handler may call `request_stop`. If the ranks have already been asked to stop, another
     request changes nothing for these ranks. `request_stop` does not end `mpwatch.map`. To end `mpwatch.map`, leave the loop

@@ -96,7 +96,7 @@ def stop_later(handle, planned):
     if planned.is_cancelled:
         handle.cancel()
     else:
-        handle.stop()
+        handle.terminate()
 
 
 def find_error(planned, outcome, calls):
@@ -117,7 +117,7 @@ def find_error(planned, outcome, calls):
 def find_error_of_failure(planned, error, calls):
     text, root = str(error), error.root_cause
     if error.result.state is WorkerState.STOPPED and root is None:
-        if "stop() was called" in text:
+        if "terminate() was called" in text:
             return None if planned.stop_after is not None and not planned.is_cancelled else f"nobody has stopped it: {text}"
         # an interrupted rank may also end its process, and then all others
         ends = any(call.action in ("is_killed", "exits", "waits") or call.stop_after is not None for call in calls)

@@ -15,7 +15,6 @@ ENTRY = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
 PUBLIC_MODULES = (  # those that users import by name
     "mpwatch.cluster",
     "mpwatch.events",
-    "mpwatch.multinode",
     "mpwatch.integrations.accelerate",
     "mpwatch.integrations.dask",
     "mpwatch.integrations.lightning",

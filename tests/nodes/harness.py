@@ -53,7 +53,6 @@ class Outcome:
     error: str = ""  # name of its type; empty if `run` returned
     text: str = ""
     exit_code: int | None = None  # of the error
-    group: dict | None = None  # of an agent, when its run has ended
     cause: dict | None = None
     state: str = ""
     values: dict[int, object] = field(default_factory=dict)
@@ -221,7 +220,7 @@ class Job:
             skew_seconds: by how much its clock is wrong.
             host: number of its host. None: a host of its own.
             beforehand: a function of tasks.py, called in the node's process before `run`.
-            through: "run", "main", "agent", or "handler" for an agent with a rendezvous handler of torch.
+            through: "run" or "main".
             options: of `run`.
         """
         host = len(self.nodes) if host is None else host

@@ -16,10 +16,8 @@ from pkgutil import resolve_name
 
 import torch.distributed
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
-import torch.distributed.elastic.rendezvous.registry as torch_s
 
 import mpwatch
-from mpwatch.multinode import Agent
 from mpwatch.multinode.rendezvous import clock_skew
 from nodes import tasks
 from support.process_state import difference, state
@@ -131,8 +129,6 @@ def _run(request):
         options["rendezvous"] = mpwatch.Rendezvous(**_restore_tuples(request["rendezvous"]))
     function, options["nprocs"] = resolve_name(request["function"]), request["nprocs"]
     try:
-        if request["through"] in ("agent", "handler"):
-            return _run_agent(function, options, has_handler=request["through"] == "handler")
         result = getattr(mpwatch, request["through"])(function, progress=False, **options)
     except mpwatch.RunFailedError as error:
         return {**_describe_error(error), "exit_code": error.exit_code, **_describe_result(error.result)}
@@ -140,40 +136,6 @@ def _run(request):
         traceback.print_exc()
         return _describe_error(error)
     return _describe_result(result)
-
-
-def _run_agent(function, options, *, has_handler):
-    handler = _make_torch_handler(options["rendezvous"]) if has_handler else None
-    agent = Agent(mpwatch.WorkerSpec(fn=function, progress=False, **options), rdzv_handler=handler)
-    assert agent.get_worker_group().workers == ()
-    try:
-        result = agent.run(check=False)
-        code = None if result.state.name == "SUCCEEDED" else mpwatch.RunFailedError(result).exit_code
-        group = agent.get_worker_group()
-        facts = {name: getattr(group, name) for name in ("group_rank", "group_world_size")}
-        ranks = [worker.rank for worker in group.workers]
-        return {**_describe_result(result), "exit_code": code, "group": {**facts, "ranks": ranks, "state": group.state.name}}
-    finally:
-        if handler is not None:
-            handler.shutdown()
-
-
-def _make_torch_handler(rendezvous):
-    """Make a handler as a user of torch does."""
-    least, most = rendezvous.nnodes
-    settings = {"is_host": rendezvous.is_host, "last_call_timeout": rendezvous.options["last_call_timeout"]}
-    keep_alives = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 10}
-    parameters = torch_s.RendezvousParameters(
-        "c10d",
-        rendezvous.endpoint,
-        rendezvous.run_id,
-        least,
-        most,
-        local_addr=rendezvous.local_addr,
-        **settings,
-        **keep_alives,
-    )
-    return torch_s.get_rendezvous_handler(parameters)
 
 
 def _restore_tuples(options):

@@ -132,3 +132,10 @@ def test_every_node_reports_the_failed_attempts(job):
     for outcome in job.outcomes():
         assert [attempt["state"] for attempt in outcome.attempts] == ["FAILED", "FAILED", "SUCCEEDED"]
         assert [attempt["number"] for attempt in outcome.attempts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("order", "status"), [(("exit", 7), 7), (("raise", "x"), 1), (("be_killed",), 137)])
+def test_main_exits_with_the_status_of_the_root_cause_on_every_node(job, order, status):
+    job.start_several(2, through="main")
+    job.await_world(2)[1].order(*order)
+    assert [(outcome.error, outcome.text) for outcome in job.outcomes()] == [("SystemExit", str(status))] * 2

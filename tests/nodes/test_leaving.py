@@ -15,11 +15,11 @@ def make_options(way, node):
     """Return the options of a node that meets the others in this way."""
     if way == "static":
         return {"rendezvous": {"backend": "static", "options": {"rank": node}, "is_host": None}}
-    return {"through": "handler"} if way == "handler" else {}
+    return {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("way", ["c10d", "static", "handler"])
+@pytest.mark.parametrize("way", ["c10d", "static"])
 def test_a_node_alone_ends_with_its_ranks(job, way, number):
     job.rendezvous["nnodes"] = 1
     node = job.start(**make_options(way, 0))
@@ -29,9 +29,7 @@ def test_a_node_alone_ends_with_its_ranks(job, way, number):
     assert node.ended_at - job.await_end(world) < AT_ONCE
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param("c10d", marks=pytest.mark.slow), "static", pytest.param("handler", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("way", [pytest.param("c10d", marks=pytest.mark.slow), "static"])
 def test_each_node_ends_with_its_ranks_if_all_are_interrupted(job, way):
     """Rank 2 takes long to end. It needs neither the other nodes nor the store, which a node serves."""
     job.rendezvous["nnodes"] = 3

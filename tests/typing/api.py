@@ -54,9 +54,9 @@ with mpwatch.WorkerGroup(2, preload=["torch"]) as preloaded:
     assert_type(preloaded.run(train, (PerRank([0.1, 0.2]),))[0], list[float])
     assert_type(preloaded.run(train, (0.1,), ranks=[0])[0], list[float])
     call = preloaded.submit(train, (0.1,), ranks=1, timeout=3.0)
-    assert_type(call, mpwatch.CallHandle[list[float]])
+    assert_type(call, mpwatch.RunHandle[list[float]])
     assert_type(call.result()[1], list[float])
-    call.stop()
+    call.terminate()
 assert_type(PerRank([0.1, 0.2]), PerRank[float])
 assert_type(mpwatch.run(train, 2, args=(PerRank([0.1, 0.2]),))[0], list[float])
 
@@ -163,11 +163,11 @@ for letters in mpwatch.map(count_letters, items, 2, chunksize=3, buffersize=10, 
     assert_type(letters, int)
 for index, letters in mpwatch.map(count_letters, iter(items), 2, ordered=False):
     assert_type((index, letters), tuple[int, int])
-for outcome in mpwatch.map(count_letters, items, "auto", keep_going=True, max_restarts=2):
+for outcome in mpwatch.map(count_letters, items, "auto", on_error="yield", max_restarts=2):
     assert_type(outcome, int | mpwatch.ItemFailure)
     if isinstance(outcome, mpwatch.ItemFailure):
         assert_type(outcome.failure, ProcessFailure)
-for pair in mpwatch.map(count_letters, items, 2, ordered=False, keep_going=True):
+for pair in mpwatch.map(count_letters, items, 2, ordered=False, on_error="yield"):
     assert_type(pair, tuple[int, int | mpwatch.ItemFailure])
 mpwatch.map(count_letters, [1, 2], 2)  # type: ignore[arg-type]
 mpwatch.WorkerGroup(2, scope="worker")

@@ -143,7 +143,7 @@ def run_calls():
         ranks.run(functions.rank, ranks=0)
         waiting[-1].result()
         ranks.submit(functions.rank).cancel()
-        ranks.submit(functions.rank).stop()
+        ranks.submit(functions.rank).terminate()
 
 
 def run_direct_calls():

@@ -5,7 +5,6 @@ its own part of the store (rounds.py). The entry point is client.py:
 
     RendezvousClient --> open_store.py      serve the store, or connect to it
                      --> rounds.py          join a round: torch's dynamic rendezvous (torch_handler.py), or a static one
-    CustomHandlerClient                     the same with a rendezvous handler that the user passes
 
 The rendezvous also works if the clocks of hosts differ (clock_skew.py). A restricted unpickler reads the shared state of
 torch's rendezvous (torch_state.py). If the store does not answer, the connection to the store ends after a time limit

@@ -44,8 +44,6 @@ class RendezvousClient:
         self._implementation: DynamicRendezvous | StaticRendezvous | None = None
         self.is_host = False
         """Whether this process serves the store. Then it should leave last. It is False until `connect` returns."""
-        self.backend = rendezvous.backend
-        """torch's name for this kind of rendezvous."""
         self.address = rendezvous.local_addr or ""
         """Name or address with which the other nodes reach this node.
 
@@ -107,12 +105,11 @@ class RendezvousClient:
 
     def set_closed(self) -> None:
         """Close the rendezvous, so that no node can join the job any more. Raises StoreLostError."""
-        if (store := self.get_job_store()) is not None:
-            store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
+        self.get_job_store().set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
         self._get_implementation().set_closed()
 
-    def get_job_store(self) -> PrefixedStore | None:
-        """Return the part of the store that all rounds of the job share, or None if the rounds share no store."""
+    def get_job_store(self) -> PrefixedStore:
+        """Return the part of the store that all rounds of the job share."""
         assert self._opened_store is not None, "call connect() first"
         return PrefixedStore(self._opened_store.connection, f"mpwatch.{self._rendezvous.run_id}")
 

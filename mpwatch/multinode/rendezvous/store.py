@@ -50,21 +50,13 @@ class StoreConnection:
     Args:
         store: torch's store. If this process serves the store, the server ends when no reference to the store is left.
         sockets: duplicates of the client's sockets, which this object closes. The list is empty if they are not known.
-        description: the endpoint, or another name of the store, for error messages.
-        errors: exceptions that also say that the store cannot be reached, in addition to torch's own errors.
+        endpoint: the endpoint of the store, for error messages.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        sockets: list[socket.socket],
-        description: Endpoint | str,
-        errors: tuple[type[Exception], ...] = (),
-    ) -> None:
+    def __init__(self, store: Store, sockets: list[socket.socket], endpoint: Endpoint) -> None:
         self._store: Store | None = store
         self._sockets = sockets
-        self._description = description
-        self._errors: tuple[type[Exception], ...] = (DistError, RendezvousConnectionError, *errors)
+        self._endpoint = endpoint
         self._lost_reason: str | None = None
 
     def get_store(self) -> Store:
@@ -90,17 +82,17 @@ class StoreConnection:
             raise self._make_error()
         try:
             return function(*args, **kwargs)
-        except (DistStoreError, LookupError) as error:  # the store of a user may raise LookupError
+        except DistStoreError as error:
             raise StoreLostError(
-                f"the store at {self._description} does not hold an expected entry: {_first_line(error)}"
+                f"the store at {self._endpoint} does not hold an expected entry: {_first_line(error)}"
             ) from error
-        except self._errors as error:
+        except (DistError, RendezvousConnectionError) as error:
             self._lost_reason = _first_line(error.__cause__ or error)
             raise self._make_error() from error
 
     def _make_error(self) -> StoreLostError:
         return StoreLostError(
-            f"the store at {self._description} cannot be reached any more ({self._lost_reason}): the node that serves it has"
+            f"the store at {self._endpoint} cannot be reached any more ({self._lost_reason}): the node that serves it has"
             " ended, or the network to it is cut"
         )
 
@@ -128,10 +120,6 @@ class StoreConnection:
     def close(self) -> None:
         """End the connection and release the store. If this process runs the store's server, the server ends."""
         self.shut_down()
-        self.release()
-
-    def release(self) -> None:
-        """Release the store, but leave the connection open for the user's handler."""
         self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
@@ -258,32 +246,6 @@ def _make_tcp_store(host: str, port: int, listener: socket.socket | None) -> TCP
         return TCPStore(host, port, **options, use_libuv=False)
 
 
-def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[StoreConnection, str, bool]:
-    """Make a StoreConnection for a store that other code has opened.
-
-    Args:
-        store: a store of torch, or an object with the same methods.
-        description: name of the store for error messages. A TCPStore is described by its endpoint instead.
-        silence_timeout: seconds after which a connection of a TCPStore without an answer is lost.
-
-    Returns:
-        A tuple of three values. The first is the connection. The second is the name or address with which other nodes reach
-        this machine, or "" if it is not known. The third says whether this process serves the store.
-    """
-    base = store
-    while isinstance(base, PrefixStore):
-        base = base.underlying_store
-    if not isinstance(base, TCPStore):
-        return StoreConnection(store, [], description, (Exception,)), "", False  # its calls may raise any exception
-    open_sockets = _list_sockets()
-    sockets = _find_connected(open_sockets, base.port)
-    for connection in sockets:
-        end_connection_after_silence(connection, silence_timeout)
-    is_server = _has_listener(open_sockets, base.port)
-    local_addr = base.host if is_server or not sockets else str(sockets[0].getsockname()[0])
-    return StoreConnection(store, sockets, Endpoint(base.host, base.port), (Exception,)), local_addr, is_server
-
-
 def _list_sockets() -> set[tuple[int, int]]:
     """Return a set with the descriptor and the inode of each open socket of this process.
 
@@ -314,15 +276,6 @@ def _find_connected(candidates: set[tuple[int, int]], port: int) -> list[socket.
             else:
                 connection.close()
     return found
-
-
-def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
-    """Return whether one of the sockets listens at this port."""
-    for fd, _ in candidates:
-        with suppress(OSError), _duplicate_socket(fd) as listener:
-            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
-                return True
-    return False
 
 
 def _duplicate_socket(fd: int) -> socket.socket:

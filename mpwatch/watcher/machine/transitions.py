@@ -191,7 +191,7 @@ class InterruptCause(Enum):
     """The cause of an `Interrupted` event."""
 
     SIGNAL = "this process received a signal"
-    STOP = "the caller called stop()"
+    STOP = "the caller called terminate()"
     PROGRAM_END = "the program ends"
     STOP_REQUEST = "a stop was requested while there were no ranks"
     STOP_TIMEOUT = "ranks had not returned within `stop_timeout`"
