@@ -107,7 +107,7 @@ def test_arguments_are_pickled_at_once():
 
 def test_bad_arguments_are_refused_at_once():
     with pytest.raises(TypeError, match="fn must be callable"):
-        mpwatch.submit(3)
+        mpwatch.submit(3, 1)
     with pytest.raises(TypeError, match="check must be True or False"):
         mpwatch.submit(functions.rank, 1, check=1)
     with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\], a _thread.lock, which cannot be sent"):
