@@ -61,6 +61,19 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
         return None
 
 
+def is_ending(pid: int) -> bool:
+    """Return whether the kernel has begun to end this process, or False if there is no /proc.
+
+    The kernel sets the flag PF_EXITING before it closes the files of the process. So if the death of a process has caused an
+    error in another one, this function returns True from the moment of that error on.
+    """
+    try:
+        with FileIO(f"/proc/{pid}/task/{pid}/stat") as file:
+            return bool(int(file.read(1 << 12).rpartition(b")")[2].split()[6]) & 0x4)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
     """Return whether a descriptor of process `pid` and a descriptor of the calling process refer to the same file or pipe.
 

@@ -25,7 +25,7 @@ from mpwatch.os_support.descriptors import (
     split_received,
     write_all,
 )
-from mpwatch.os_support.processes import has_descriptor, read_process_state
+from mpwatch.os_support.processes import has_descriptor, is_ending, read_process_state
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
@@ -196,6 +196,14 @@ class RankHandle:
                 if len(data) < READ_SIZE and not files:  # nothing is left; a read also ends after a descriptor
                     break
         return messages
+
+    def is_dying(self) -> bool:
+        """Return whether the kernel is ending the rank, and the end of its channel does not wait to be read."""
+        if not is_ending(self.process.pid):
+            return False
+        with suppress(OSError):  # BlockingIOError: the channel is open
+            return bool(self.channel.recv(1, socket.MSG_PEEK))
+        return True
 
     def parse_messages(self, received: Received) -> list[Message]:
         """Parse bytes that the caller's thread has read from the channel, and return the complete messages.
