@@ -74,6 +74,11 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
+def copy_environment() -> dict[str, str]:
+    """Return a copy of os.environ, which other threads may change meanwhile."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
     """Return a Worker for each rank in `ranks`, for a run on one node."""
     nprocs = spec.nprocs
@@ -120,7 +125,7 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
         extra = spec.extra_env_of(worker)
         address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
         known = replace(worker, master_addr=address, master_port=port)
-        env = dict(os.environ) | _make_rank_variables(known, spec.policy.max_restarts) | extra
+        env = copy_environment() | _make_rank_variables(known, spec.policy.max_restarts) | extra
         gpu_nodes: list[int | None] = []
         if needs_devices:
             devices = find_visible_devices(env, builds, root)

@@ -4,14 +4,32 @@ import ctypes
 import importlib.util
 import os
 import sys
+from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
 import mpwatch
 from support import failing
-from support.programs import call
+from support.programs import call, in_own_process
 
 CLONE_NEWTIME = 0x80
+
+
+def find_children_with_variable(name):
+    """Return for each child of the calling program whether it was started with this environment variable."""
+    program = os.getppid()
+    pids = " ".join(path.read_text() for path in Path(f"/proc/{program}/task").glob("*/children")).split()
+    return [f"{name}=".encode() in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids]
+
+
+@in_own_process
+def test_no_process_of_a_run_is_started_with_the_environment_of_c():
+    """A start fails with EFAULT if another thread changes C's environment while the new process reads it."""
+    resource_tracker.ensure_running()  # multiprocessing starts it with C's environment
+    os.putenv("ONLY_IN_C", "1")
+    (found,) = mpwatch.run(find_children_with_variable, 1, args=("ONLY_IN_C",))
+    assert found == [False] * 3  # the tracker, the guardian and the rank
 
 
 def test_a_relative_entry_of_sys_path_means_the_same_folder_as_in_the_caller(tmp_path, monkeypatch):
