@@ -13,6 +13,8 @@ part.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. In some runs, mpwatch does not set
    TORCH_FR_BUFFER_SIZE or ACCELERATE_USE_CPU (see `_add_defaults`).
+
+A rank never gets PYTHONINSPECT.
 """
 
 import os
@@ -136,6 +138,7 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
                 env |= select_own_device(devices, known, env)
         binding = None if spec.bind is None else bind_rank(spec.bind, known, cores, gpu_nodes)
         _add_defaults(env, known, binding, accelerators)
+        env.pop("PYTHONINSPECT", None)  # with it, each rank would print its SystemExit and end with code 1
         setups.append(RankSetup(known, env, None if binding is None else binding.cpus))
     return setups
 

@@ -16,6 +16,12 @@ from support.programs import call, in_own_process
 CLONE_NEWTIME = 0x80
 
 
+def test_a_rank_is_never_in_inspect_mode(monkeypatch, capfd, caplog):
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    assert list(mpwatch.run(os.getenv, 1, args=("PYTHONINSPECT",))) == [None]
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
+
+
 def find_children_with_variable(name):
     """Return for each child of the calling program whether it was started with this environment variable."""
     program = os.getppid()
