@@ -402,10 +402,10 @@ class EventLoop:
     def _handle_messages(self, handle: RankHandle, messages: Collection[Message]) -> list[m.Event | CallEvent]:
         events: list[m.Event | CallEvent] = []
         for message in messages:
+            events += self._handle_message(handle, message)
             if message.kind is MessageKind.FAILING:
                 self._find_dying_ranks(handle)
                 self._death_clock.record_message(message.stamp)
-            events += self._handle_message(handle, message)
         return events
 
     def _find_dying_ranks(self, failing: RankHandle) -> None:
@@ -417,6 +417,9 @@ class EventLoop:
 
     def _handle_message(self, handle: RankHandle, message: Message) -> Sequence[m.Event | CallEvent]:
         rank, observed, generation = handle.observations.worker.rank, handle.observations, handle.generation
+        now = time.monotonic()
+        if not handle.started_at <= message.stamp <= now:  # by the clock of another time namespace
+            message.stamp = observed.raised_at or now
         if message.kind is MessageKind.READY:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]

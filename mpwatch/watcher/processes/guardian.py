@@ -16,6 +16,7 @@ from typing import Any
 
 from mpwatch.os_support.processes import open_pidfd
 from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.processes.rank_environment import copy_environment
 
 PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
@@ -47,6 +48,7 @@ class Guardian:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
+                env=copy_environment(),  # without it, exec would read C's environ while another thread changes it: EFAULT
                 pass_fds=fds,
                 start_new_session=True,  # it survives a signal to the calling program's group, and the loss of the terminal
             )

@@ -352,6 +352,11 @@ def _get_resource_tracker_fd() -> Any:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def _resolve(entry: str) -> str:
+    """Return the folder that an entry of sys.path means to this program, even if the program has called os.chdir since."""
+    return getattr(sys.path_importer_cache.get(entry), "path", entry)
+
+
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
     """Return the preparation data: the dict that spawn sends to a child before the Process object.
 
@@ -361,7 +366,7 @@ def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
     return {
         "name": process.name,
         "authkey": current_process().authkey,
-        "sys_path": [original_dir if entry == "" and original_dir is not None else entry for entry in sys.path],
+        "sys_path": [original_dir if entry == "" and original_dir is not None else _resolve(entry) for entry in sys.path],
         "sys_argv": sys.argv,
         "orig_dir": original_dir,
         "dir": os.getcwd(),

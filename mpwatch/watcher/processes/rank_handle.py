@@ -10,6 +10,7 @@ watcher <--- sentinel of the process: it is readable when the rank is dead
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -50,6 +51,7 @@ class RankHandle:
 
     Attributes:
         generation: the number of this start of the rank, from 0.
+        started_at: when the rank was started, by CLOCK_MONOTONIC.
         observations: what the watcher has observed of the rank in the current call.
         channel: the watcher's end of the channel.
         slot: number of the rank's slot in the memory file.
@@ -71,6 +73,7 @@ class RankHandle:
     ) -> None:
         self._deferred_log = deferred_log
         self.generation = 0
+        self.started_at = time.monotonic()
         self.process = process
         self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
