@@ -256,7 +256,7 @@ def test_a_function_sets_flags_of_torch(gloo_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["script_preambles.py"])
+@pytest.mark.parametrize("script", ["script_preambles.py", "compiled_functions.py"])
 def test_the_usual_global_variables_of_training_scripts(script):
     assert python("-W", "ignore", str(HERE / script)).stdout == "done\n"
 

@@ -50,6 +50,13 @@ class _ClassPickler(cloudpickle.Pickler):
                 attributes["__qualname__"] = obj.__qualname__
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
                     _move_slots(attributes, make_args)
+        elif obj.__module__ == "__main__" != (name := obj.__globals__.get("__name__", "")):
+            module = sys.modules.get(name)
+            if getattr(module, "__dict__", None) is obj.__globals__ and not _is_sent_by_value(name):
+                # a decorator such as torch.compile has wrapped a function of __main__: its own module stays as it is
+                make, (code, _, *others), (attributes, slots), *set_state = reduced
+                slots["__globals__"] = {}
+                return make, (code, _ModuleGlobals(module), *others), (attributes, slots), *set_state
         return reduced
 
 
@@ -141,7 +148,7 @@ class CallPickler(_ClassPickler):
         self.main = vars(main)
         self.main_definitions: dict[str, object] = {}
         self.codes: list[CodeType] = []
-        self.globals_ref[id(self.main)] = _MainGlobals()
+        self.globals_ref[id(self.main)] = _ModuleGlobals(main)
 
     def reducer_override(self, obj: Any) -> Any:
         """Record functions and classes that are pickled by value."""
@@ -211,11 +218,11 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
     return top if found is obj else None
 
 
-class _MainGlobals(dict[str, Any]):
-    """Lets a function of the caller's `__main__` read and set the global variables of the rank's `__main__`.
+class _ModuleGlobals(dict[str, Any]):
+    """Stands for the global variables of a module of the rank. cloudpickle would make a new dict of copies instead."""
 
-    Without _MainGlobals, cloudpickle would give the caller's functions a new dict of global variables in the rank.
-    """
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     def __reduce__(self) -> Any:
-        return vars, (sys.modules["__main__"],)
+        return vars, (self.module,)
