@@ -7,9 +7,10 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
+from typing import Any
 
 THREAD_EXIT_SECONDS = 1.0  # the kernel needs only microseconds to remove a thread that has ended
 
@@ -89,6 +90,43 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
     except OSError:
         return False
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def start_process(
+    command: list[str],
+    env: Mapping[str, str],
+    passed_fds: Collection[int],
+    *,
+    stdout: int | None,
+    stderr: int,
+    leads_group: bool = False,
+) -> int:
+    """Start a program that inherits only the descriptors 0, 1, 2 and `passed_fds`. Return its pid. Raises OSError.
+
+    This is not subprocess.Popen, which reads a pipe until its end: a process that another thread forks meanwhile holds the
+    pipe open, and Popen would wait for that process.
+    """
+    closed = _list_inheritable_fds() - {0, 1, 2, *passed_fds}
+    actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in closed]
+    for fd in passed_fds:  # by way of 0: until glibc 2.29, to duplicate a descriptor onto itself does not pass it
+        actions += [(os.POSIX_SPAWN_DUP2, fd, 0), (os.POSIX_SPAWN_DUP2, 0, fd)]
+    actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
+    actions += [(os.POSIX_SPAWN_DUP2, fd, target) for fd, target in ((stdout, 1), (stderr, 2)) if fd is not None]
+    group: dict[str, Any] = {"setpgroup": 0} if leads_group else {}
+    pid = os.posix_spawnp(os.fsdecode(command[0]), command, env, file_actions=actions, **group)
+    if type(pid) is not int or pid <= 1:  # a signal to these numbers, or to their negatives, reaches many processes
+        raise OSError(f"os.posix_spawnp returned {pid!r}, which is not the pid of a new process; do not mock it here")
+    return pid
+
+
+def _list_inheritable_fds() -> set[int]:
+    fds = set()
+    limit = os.sysconf("SC_OPEN_MAX")  # posix_spawn refuses to close a descriptor that is above a limit lowered later
+    for fd in map(int, os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")):
+        with suppress(OSError):  # closed meanwhile
+            if fd < limit and os.get_inheritable(fd):
+                fds.add(fd)
+    return fds
 
 
 def open_pidfd(pid: int) -> int | None:

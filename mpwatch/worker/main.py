@@ -30,7 +30,7 @@ from functools import partial
 from importlib import import_module
 
 from mpwatch.os_support.cpython_private import observe_children
-from mpwatch.os_support.signals import die_with_writer
+from mpwatch.os_support.signals import die_if_ended, die_with_writer
 
 # What an answer needs is imported before the function runs: later the package may have been removed or replaced, or the
 # function may have changed sys.path, the root folder or the user, or have left no descriptor.
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 def main(launch_info: LaunchInfo) -> None:
     """Run a rank from its start to its exit."""
-    _die_with_watcher()
+    _die_with_watcher(launch_info.guardian_fds)
     _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
     memory = open_slot(launch_info.slots_fd, launch_info.slot)
@@ -87,16 +87,26 @@ def main(launch_info: LaunchInfo) -> None:
 # --- Start ---
 
 
-def _die_with_watcher() -> None:
+def _die_with_watcher(guardian_fds: tuple[int, ...]) -> None:
     """Make the kernel kill this rank when the watcher dies.
 
     multiprocessing has opened a pipe between the watcher and this rank. When the watcher dies, the kernel closes the
-    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel does not support F_SETSIG, only the guardian
-    process kills the rank.
+    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel does not support F_SETSIG, or if a process that
+    the calling program has forked holds the watcher's end, too, only the guardian process kills the rank.
+
+    The watcher may have been killed before it could tell the guardian of this rank. So the rank does that itself, and then
+    looks whether the watcher is alive: if the watcher dies later, the guardian has the order.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
         die_with_writer(watcher.sentinel)
+    if guardian_fds:
+        orders, *pidfds = guardian_fds
+        with suppress(OSError):  # the guardian is gone
+            os.write(orders, b"+%d\n" % os.getpgrp())
+        die_if_ended(pidfds)
+        for fd in guardian_fds:
+            os.close(fd)
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:

@@ -193,7 +193,7 @@ def test_nothing_is_left_if_poll_fails():
 
 # --------------------------------------------------------------------------------------------------------- processes
 
-MANY = "BlockingIOError: [Errno 11] Resource temporarily unavailable; raise the limit of processes (`ulimit -u`, or pids.max"
+MANY = f"BlockingIOError: [Errno 11] Resource temporarily unavailable: {sys.executable!r}; raise the limit of processes (`ulimit"
 
 
 @pytest.fixture
