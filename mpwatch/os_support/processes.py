@@ -172,6 +172,16 @@ def group_exists(pgid: int) -> bool:
     return True
 
 
+def reap_adopted(pgid: int) -> None:
+    """Reap the dead children of this process in a process group whose leader was reaped.
+
+    If this process is PID 1 of a container or a subreaper, it is the new parent of the helpers that a dead rank has left.
+    """
+    with suppress(ChildProcessError):
+        while os.waitpid(-pgid, os.WNOHANG)[0]:
+            pass
+
+
 def group_members(pgid: int) -> list[int]:
     """Find the members of a Unix process group in /proc, and return their pids. If there is no /proc, return an empty list.
 

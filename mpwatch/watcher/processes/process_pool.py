@@ -38,7 +38,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
-from mpwatch.os_support.processes import group_exists, group_members, open_pidfd
+from mpwatch.os_support.processes import group_exists, group_members, open_pidfd, reap_adopted
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -300,7 +300,7 @@ class ProcessPool:
                 process.abandon()
 
     def wait_for_helpers(self) -> None:
-        """Wait until the killed helpers of reaped ranks are gone.
+        """Wait until the killed helpers of reaped ranks are gone, and reap those that this process has adopted.
 
         The kernel needs time to free the memory or the GPU of a helper, and a restarted rank may need that memory or GPU.
         """
@@ -311,7 +311,9 @@ class ProcessPool:
                 _wait_for_group(group.pgid, deadline, self.deferred_log)
             except OSError:  # no descriptors are left to read /proc or to wait with
                 while group_exists(group.pgid) and time.monotonic() < deadline:
+                    reap_adopted(group.pgid)
                     time.sleep(POLL_SECONDS)
+            reap_adopted(group.pgid)
             group.remove_torch_files()
 
 

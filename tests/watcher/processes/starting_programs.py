@@ -1,10 +1,13 @@
 """Programs that start ranks in a difficult environment. It imports little, since ranks import it."""
 
+import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import mpwatch
@@ -13,6 +16,7 @@ from mpwatch.watcher.processes.process import RankPopen
 from support import failing
 
 FORK_SECONDS = 0.1  # of a program that forks ten times a second
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def fork_child_that_stays():
@@ -76,6 +80,29 @@ def start_beside_forks(starts):
     is_over.set()
     thread.join()
     end(children)
+
+
+def zombies_of(pid):
+    children = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [child for child in children if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()]
+
+
+def leave_helpers():
+    """Start two helpers in the process group of the rank. The first attempt fails; the second counts what is left of it."""
+    zombies = zombies_of(os.getppid())
+    for _ in range(2):
+        os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
+    assert mpwatch.current_worker().restart_count
+    return zombies
+
+
+def adopt_helpers(is_subreaper):
+    if is_subreaper:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    else:
+        assert os.getpid() == 1
+    assert list(mpwatch.run(leave_helpers, 1, max_restarts=1)) == [[]]
+    assert zombies_of(os.getpid()) == []
 
 
 def start_with_a_false_pid(pid, real_starts):

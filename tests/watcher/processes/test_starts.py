@@ -16,6 +16,7 @@ from watcher.processes import starting_programs
 
 STARTS, INSTANTS = choose(5, 200), choose(5, 50)
 LONGEST_START = 2.0  # seconds
+IN_NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
 
 
 def test_a_child_that_the_program_forks_meanwhile_delays_no_start():
@@ -79,6 +80,13 @@ def test_a_kill_beside_forks_leaves_nothing(instant, eventually):
         program.process.kill()
         assert program.process.wait(20) == -signal.SIGKILL
         eventually(lambda: not program.find_left(), seconds=1)
+
+
+@pytest.mark.parametrize("is_subreaper", [False, True])
+def test_helpers_that_the_program_adopts_are_reaped(is_subreaper):
+    if not is_subreaper and subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no PID namespace can be made here")
+    call(starting_programs.adopt_helpers, is_subreaper, within=() if is_subreaper else IN_NAMESPACE)
 
 
 @pytest.mark.parametrize("real_starts", [0, 1], ids=["guardian", "rank"])
