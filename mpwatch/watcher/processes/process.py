@@ -145,7 +145,8 @@ class RankPopen(Popen):
                 _fill_pipe(parent_w, data)
                 command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
                 if not getattr(sys, "frozen", False):  # there multiprocessing reads all arguments (freeze_support)
-                    command += self._description
+                    # Without -P, a signal.py in the current folder would run instead of Python's own module.
+                    command = [command[0], "-P", *command[1:], *self._description]
                 fds = [child_r, tracker_fd, *self._passed_fds]
                 with limit_thread_to(self._cpus):  # the rank inherits it, so its interpreter is bound from the start
                     self.pid = start_process(

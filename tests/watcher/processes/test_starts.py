@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.programs import ENV, call, command
+from support.programs import ENV, call, command, python
 from support.thoroughness import choose
 from watcher.processes import starting_programs
 
@@ -99,3 +99,25 @@ def test_a_pid_that_is_no_pid_gets_no_signal(pid, real_starts):
 
 def test_the_guardian_kills_no_number_that_stands_for_many_processes():
     assert call(starting_programs.order_false_pids).stdout == "[4711, 4711]\n"
+
+
+SCRIPT = """
+import os, sys
+from multiprocessing import resource_tracker
+import mpwatch
+
+resource_tracker.ensure_running()  # of multiprocessing, which runs it in the current folder
+os.chdir(sys.argv[1])
+print(list(mpwatch.run(os.getcwd, 1)))
+"""
+
+
+def test_modules_in_the_current_folder_do_not_replace_those_of_python(tmp_path):
+    folder, script = tmp_path / "current", tmp_path / "script.py"
+    folder.mkdir()
+    script.write_text(SCRIPT)
+    for name in ("signal", "selectors", "struct", "socket", "json"):
+        (folder / f"{name}.py").write_text("import sys; open('ran', 'a').write(f'{__name__}: {sys.orig_argv}'); sys.exit(1)")
+    done = python(str(script), str(folder), cwd=tmp_path, check=False)
+    assert not (folder / "ran").exists(), (folder / "ran").read_text()
+    assert done.stdout == f"[{str(folder)!r}]\n", done.stderr
