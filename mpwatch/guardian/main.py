@@ -5,7 +5,7 @@ script: see watcher/processes/guardian.py.
 
     watcher --- socket pair: one line for each order ---> guardian --- SIGKILL, when the watcher is gone ---> ranks
 
-    "+1234\n"                 a rank has started: kill process group 1234 if the watcher dies
+    "+1234\n"                 a rank has started: kill process group 1234 if the watcher dies (the rank sends it, too)
     "-1234\n"                 that rank is dead and reaped: do not kill its group
     "=1b5b72 /dev/pts/0\n"    a live view is on this terminal: write these bytes (hexadecimal) to it if the watcher dies
     "=\n"                     no terminal has to be restored
@@ -62,7 +62,7 @@ def main(orders: int, watcher: int | None = None) -> None:
                 modes = line[1:]
             else:
                 (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
-    for group in groups:
+    for group in groups - {0, 1}:  # these numbers stand for many processes, see kill(2)
         for kill in (os.kill, os.killpg):  # the rank itself may have joined another group
             try:
                 kill(group, signal.SIGKILL)
@@ -120,4 +120,6 @@ def restore_modes(modes: bytes, path: bytes) -> None:
 
 
 if __name__ == "__main__":
+    os.setsid()  # it survives a signal to the calling program's group, and the loss of the terminal
+    os.chdir("/")
     main(*map(int, sys.argv[1].split(",")))

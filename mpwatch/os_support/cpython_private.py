@@ -46,7 +46,6 @@ from multiprocessing import process, util
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
     from multiprocessing.process import BaseProcess
     from typing import Any
@@ -112,16 +111,6 @@ def observe_children(on_start: Callable[[int], object]) -> None:
                 on_start(child.pid)
 
     mp_process._children = Children(mp_process._children)
-
-
-def reap_later(child: subprocess.Popen[bytes]) -> None:
-    """Add this child to `subprocess._active`. Each new `Popen` object reaps the dead children in `subprocess._active`."""
-    # This is for a rank that cannot be killed or reaped now. Without this name, the rank stays a zombie until this program
-    # ends.
-    import subprocess
-
-    left_behind: Any = subprocess
-    left_behind._active.append(child)
 
 
 def get_spawn_reducers() -> dict[type, Any]:

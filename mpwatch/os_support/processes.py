@@ -7,9 +7,10 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
+from typing import Any
 
 THREAD_EXIT_SECONDS = 1.0  # the kernel needs only microseconds to remove a thread that has ended
 
@@ -61,6 +62,19 @@ def read_process_usage(pid: int) -> ProcessUsage | None:
         return None
 
 
+def is_ending(pid: int) -> bool:
+    """Return whether the kernel has begun to end this process, or False if there is no /proc.
+
+    The kernel sets the flag PF_EXITING before it closes the files of the process. So if the death of a process has caused an
+    error in another one, this function returns True from the moment of that error on.
+    """
+    try:
+        with FileIO(f"/proc/{pid}/task/{pid}/stat") as file:
+            return bool(int(file.read(1 << 12).rpartition(b")")[2].split()[6]) & 0x4)
+    except (OSError, ValueError, IndexError):
+        return False
+
+
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
     """Return whether a descriptor of process `pid` and a descriptor of the calling process refer to the same file or pipe.
 
@@ -76,6 +90,43 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
     except OSError:
         return False
     return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def start_process(
+    command: list[str],
+    env: Mapping[str, str],
+    passed_fds: Collection[int],
+    *,
+    stdout: int | None,
+    stderr: int,
+    leads_group: bool = False,
+) -> int:
+    """Start a program that inherits only the descriptors 0, 1, 2 and `passed_fds`. Return its pid. Raises OSError.
+
+    This is not subprocess.Popen, which reads a pipe until its end: a process that another thread forks meanwhile holds the
+    pipe open, and Popen would wait for that process.
+    """
+    closed = _list_inheritable_fds() - {0, 1, 2, *passed_fds}
+    actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in closed]
+    for fd in passed_fds:  # by way of 0: until glibc 2.29, to duplicate a descriptor onto itself does not pass it
+        actions += [(os.POSIX_SPAWN_DUP2, fd, 0), (os.POSIX_SPAWN_DUP2, 0, fd)]
+    actions.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
+    actions += [(os.POSIX_SPAWN_DUP2, fd, target) for fd, target in ((stdout, 1), (stderr, 2)) if fd is not None]
+    group: dict[str, Any] = {"setpgroup": 0} if leads_group else {}
+    pid = os.posix_spawnp(os.fsdecode(command[0]), command, env, file_actions=actions, **group)
+    if type(pid) is not int or pid <= 1:  # a signal to these numbers, or to their negatives, reaches many processes
+        raise OSError(f"os.posix_spawnp returned {pid!r}, which is not the pid of a new process; do not mock it here")
+    return pid
+
+
+def _list_inheritable_fds() -> set[int]:
+    fds = set()
+    limit = os.sysconf("SC_OPEN_MAX")  # posix_spawn refuses to close a descriptor that is above a limit lowered later
+    for fd in map(int, os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")):
+        with suppress(OSError):  # closed meanwhile
+            if fd < limit and os.get_inheritable(fd):
+                fds.add(fd)
+    return fds
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -119,6 +170,16 @@ def group_exists(pgid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+def reap_adopted(pgid: int) -> None:
+    """Reap the dead children of this process in a process group whose leader was reaped.
+
+    If this process is PID 1 of a container or a subreaper, it is the new parent of the helpers that a dead rank has left.
+    """
+    with suppress(ChildProcessError):
+        while os.waitpid(-pgid, os.WNOHANG)[0]:
+            pass
 
 
 def group_members(pgid: int) -> list[int]:

@@ -112,3 +112,14 @@ def die_with_writer(pipe: int) -> None:
     poll.register(pipe, 0)
     if poll.poll(0):  # the writer had closed it before the kernel was asked
         os.killpg(0, signal.SIGKILL)
+
+
+def die_if_ended(pidfds: Iterable[int]) -> None:
+    """Kill the Unix process group of this process if one of the processes of `pidfds` has ended."""
+    import select
+
+    poll = select.poll()
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
+    if poll.poll(0):
+        os.killpg(0, signal.SIGKILL)

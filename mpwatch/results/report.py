@@ -45,10 +45,11 @@ STDERR_LINES = 12  # that the report quotes, from the end of stderr
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; further groups are counted
 STEP_GROUPS = 8  # groups of ranks that have reported the same step last
+SAME_MOMENT = 0.1  # seconds in which it is not certain whether an exception or a death was first
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
-VICTIM = re.compile(r"^a victim of rank")
+VICTIM = re.compile(r"^(perhaps )?a victim of rank")
 SINGULAR = re.compile(r"^(silent for [^;]*; )it (?=has )|^(?=has |waits in )")  # "has not joined", "silent for 5 s; it has"
 # Evidence of failures, as phrases that follow the name of the rank or what happened to it.
 KEPT_PEERS_WAITING = "kept its peers waiting"
@@ -158,7 +159,7 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
 
 
 def _use_plural(fate: str) -> str:
-    return SINGULAR.sub(r"\1each ", VICTIM.sub("victims of rank", fate))
+    return SINGULAR.sub(r"\1each ", VICTIM.sub(r"\1victims of rank", fate))
 
 
 def format_fates(result: RunData[Any]) -> list[str]:
@@ -337,4 +338,14 @@ def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | No
     root, what = result.root_cause, describe_failure(failure).removeprefix("was ")
     if failure.is_secondary and root is not None and not root.is_secondary:
         return f"a victim of rank {root.rank}: {what}"
+    if root is not None and abs(failure.elapsed - root.elapsed) <= SAME_MOMENT:
+        if _is_death(root) and not _is_death(failure):
+            return f"perhaps a victim of rank {root.rank}: {what}"
+        if _is_death(failure) and not _is_death(root):
+            return f"{what} at the same moment, so it may have failed first"
     return what
+
+
+def _is_death(failure: ProcessFailure) -> bool:
+    kinds = (FailureKind.SIGNAL, FailureKind.OOM, FailureKind.EXIT, FailureKind.LOST)
+    return failure.kind in kinds and not failure.traceback

@@ -43,6 +43,7 @@ from functools import partial
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
+from mpwatch.os_support.processes import is_ending
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
@@ -281,7 +282,6 @@ class EventLoop:
             due_times += [self._direct_calls.due_at] if self._direct_calls.are_offered else []
             deadline = min(due_times)
             seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
-            self._death_clock.start_wakeup()
             ready = self._pool.selector.wait(seconds)
             events += self._take_over_calls()
             for read_events in ready:
@@ -390,18 +390,32 @@ class EventLoop:
         direct_calls.reopen()
 
     def _on_message(self, handle: RankHandle) -> list[m.Event | CallEvent]:
-        return self._handle_messages(handle, handle.read_messages())
+        events = self._handle_messages(handle, handle.read_messages())
+        if handle.channel.fileno() == -1 and is_ending(handle.process.pid):
+            self._death_clock.record_dying(handle.observations)
+        return events
 
     def _handle_messages(self, handle: RankHandle, messages: Collection[Message]) -> list[m.Event | CallEvent]:
         events: list[m.Event | CallEvent] = []
         for message in messages:
-            if message.kind is MessageKind.FAILING:
-                self._death_clock.record_message(message.stamp)
             events += self._handle_message(handle, message)
+            if message.kind is MessageKind.FAILING:
+                self._find_dying_ranks(handle)
+                self._death_clock.record_message(message.stamp)
         return events
+
+    def _find_dying_ranks(self, failing: RankHandle) -> None:
+        """Find the ranks whose death may have caused the failure of another rank, although they have not exited yet."""
+        for handle in self._pool.handles.values():
+            is_unanswered = handle.observations.answer is None and handle.observations.raised_at is None
+            if is_unanswered and handle is not failing and handle.is_dying():
+                self._death_clock.record_dying(handle.observations)
 
     def _handle_message(self, handle: RankHandle, message: Message) -> Sequence[m.Event | CallEvent]:
         rank, observed, generation = handle.observations.worker.rank, handle.observations, handle.generation
+        now = time.monotonic()
+        if not handle.started_at <= message.stamp <= now:  # by the clock of another time namespace
+            message.stamp = observed.raised_at or now
         if message.kind is MessageKind.READY:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]

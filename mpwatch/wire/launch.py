@@ -19,6 +19,7 @@ class LaunchInfo:
     __slots__ = (
         "capture_locals",
         "channel_fd",
+        "guardian_fds",
         "ignored_signals",
         "is_captured",
         "post_mortem",
@@ -42,6 +43,7 @@ class LaunchInfo:
         post_mortem: bool = False,
         preload: tuple[str, ...] = (),
         ignored_signals: tuple[int, ...] = (),
+        guardian_fds: tuple[int, ...] = (),
     ) -> None:
         self.worker = worker  # the fields of the Worker: importing its class takes time, and many ranks never need it
         self.channel_fd = channel_fd
@@ -53,6 +55,7 @@ class LaunchInfo:
         self.post_mortem = post_mortem  # see mpwatch.run
         self.preload = preload  # see mpwatch.WorkerGroup
         self.ignored_signals = ignored_signals  # signals that are only for the watcher, see ProcessPool
+        self.guardian_fds = guardian_fds  # see Guardian.fds_for_ranks
 
 
 class RankProcess(SpawnProcess):

@@ -158,7 +158,8 @@ class Channel:
     def reserve_fd(self) -> None:
         """Open a spare descriptor for the next answer, in case the user's function uses up all descriptors."""
         if self._reserved_fd == -1:
-            self._reserved_fd = os.dup(self._fd)
+            with suppress(OSError):  # the previous call has left none
+                self._reserved_fd = os.dup(self._fd)
 
     def release_reserved_fd(self) -> None:
         """Close the spare descriptor.

@@ -59,10 +59,14 @@ class _ChangingLoader:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module's code, and then pass the module to the finder's function `change`."""
+        """Execute the module's code, and then pass the module to the finder's function `change`.
+
+        If `change` cannot import what it needs, the user's import still succeeds.
+        """
         with suppress(ValueError):
             sys.meta_path.remove(self._finder)
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._finder.change(module)
+        with suppress(ImportError, OSError):  # the package was removed or cannot be read any more
+            self._finder.change(module)

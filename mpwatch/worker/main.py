@@ -30,14 +30,16 @@ from functools import partial
 from importlib import import_module
 
 from mpwatch.os_support.cpython_private import observe_children
-from mpwatch.os_support.signals import die_with_writer
+from mpwatch.os_support.signals import die_if_ended, die_with_writer
+
+# What an answer needs is imported before the function runs: later the package may have been removed or replaced, or the
+# function may have changed sys.path, the root folder or the user, or have left no descriptor.
+from mpwatch.wire.exceptions.decoder import get_builtin_attribute, read_traceback_text, set_builtin_attribute
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
-from mpwatch.wire.resource_errors import (  # at the top, since later no descriptor may be left to read the module with
-    is_resource_shortage,
-    with_remedy,
-)
+from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 from mpwatch.wire.shared_memory import STOP_AT, BlackBox, ChildPidsWriter, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
 from mpwatch.worker import context, debugger_hook, stdio
@@ -49,7 +51,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType, TracebackType
 
-    from mpwatch.wire.exceptions.encoder import ExceptionEncoder
     from mpwatch.wire.pickling.call_payload import Call
     from mpwatch.wire.pickling.pickle_buffers import PickleBundle
 
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 def main(launch_info: LaunchInfo) -> None:
     """Run a rank from its start to its exit."""
-    _die_with_watcher()
+    _die_with_watcher(launch_info.guardian_fds)
     _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
     memory = open_slot(launch_info.slots_fd, launch_info.slot)
@@ -86,16 +87,26 @@ def main(launch_info: LaunchInfo) -> None:
 # --- Start ---
 
 
-def _die_with_watcher() -> None:
+def _die_with_watcher(guardian_fds: tuple[int, ...]) -> None:
     """Make the kernel kill this rank when the watcher dies.
 
     multiprocessing has opened a pipe between the watcher and this rank. When the watcher dies, the kernel closes the
-    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel does not support F_SETSIG, only the guardian
-    process kills the rank.
+    watcher's end of the pipe, and sends SIGKILL to the rank. If the kernel does not support F_SETSIG, or if a process that
+    the calling program has forked holds the watcher's end, too, only the guardian process kills the rank.
+
+    The watcher may have been killed before it could tell the guardian of this rank. So the rank does that itself, and then
+    looks whether the watcher is alive: if the watcher dies later, the guardian has the order.
     """
     watcher = multiprocessing.parent_process()
     if watcher is not None:
         die_with_writer(watcher.sentinel)
+    if guardian_fds:
+        orders, *pidfds = guardian_fds
+        with suppress(OSError):  # the guardian is gone
+            os.write(orders, b"+%d\n" % os.getpgrp())
+        die_if_ended(pidfds)
+        for fd in guardian_fds:
+            os.close(fd)
 
 
 def _reset_signals(ignored: tuple[int, ...]) -> None:
@@ -156,7 +167,7 @@ def _serve(
         if received is None:
             return
         channel.reserve_fd()
-        outcome = _run_call(received, deferred_signals, preload_error)
+        outcome = _run_call(channel, received, deferred_signals, preload_error)
         preload_error = None
         if os.getpid() != pid:
             _exit_forked_process(outcome)
@@ -173,7 +184,7 @@ def _serve(
 
 
 def _run_call(
-    received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
+    channel: Channel, received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
     """Run a call, and pickle its return value. The user's signal handlers run only during `_load_and_call`."""
     try:
@@ -182,6 +193,7 @@ def _run_call(
         finally:
             deferred_signals.defer()
         returned_at = time.monotonic()
+        channel.release_reserved_fd()  # for the file of a large value
         return _pack_value(value, returned_at)
     except _LoadError as error:
         return _Failure(MessageKind.LOAD_FAILED, error.error, time.monotonic())
@@ -252,9 +264,11 @@ def pickle_value(value: object) -> PickleBundle:
     except BaseException as error:  # noqa: BLE001  the value's classes may raise anything
         if is_resource_shortage(error):
             raise OSError(with_remedy("the return value could not be packed", error)) from None
-        from mpwatch.wire.pickling import unpicklable
+        path, part = "its return value", value
+        with suppress(ImportError, OSError):
+            from mpwatch.wire.pickling import unpicklable
 
-        path, part = unpicklable.find_unpicklable("its return value", value, return_values.probe)
+            path, part = unpicklable.find_unpicklable(path, value, return_values.probe)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"
@@ -264,9 +278,8 @@ def pickle_value(value: object) -> PickleBundle:
 def _exit_forked_process(outcome: _Failure | Returned) -> None:
     """Exit this process, which the user's function has forked. Only the rank itself sends an answer to the watcher."""
     if isinstance(outcome, _Failure):
-        from mpwatch.wire.exceptions import decoder
-
-        sys.stderr.write(decoder.read_traceback_text(outcome.make_encoder().plain()))
+        with suppress(ImportError, OSError):  # of the module traceback
+            sys.stderr.write(read_traceback_text(outcome.make_encoder().plain()))
     stdio.flush()
     os._exit(1 if isinstance(outcome, _Failure) else 0)
 
@@ -302,7 +315,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     stdio.flush_before_answer()
     if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
         collectives.send_before_failure(channel)
-    channel.release_reserved_fd()  # importing the encoder needs a descriptor, and the function may have used up all others
+    channel.release_reserved_fd()  # with it, the traceback can be printed even if the function has used up all others
     try:
         encoder = failure.make_encoder()
         plain = encoder.plain()
@@ -357,9 +370,6 @@ class _Failure:
 
         If debugger.py has raised the exception, also remove the frames of the debugger.
         """
-        from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
-        from mpwatch.wire.exceptions.encoder import ExceptionEncoder
-
         trace = get_builtin_attribute(self.error, "__traceback__")
         while trace is not None and _is_of_mpwatch(trace):
             trace = trace.tb_next
@@ -372,8 +382,6 @@ class _Failure:
         The rank replaces `self.error` if this exception cannot be encoded or sent. The new error gets the traceback of
         `self.error`.
         """
-        from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
-
         set_builtin_attribute(error, "__traceback__", get_builtin_attribute(self.error, "__traceback__"))
         return _Failure(self.kind, error, self.at).make_encoder()
 

@@ -37,22 +37,26 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
     from types import FrameType
+    from typing import Any
 
 INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost frames
 MAX_NAME = 500  # characters, as in faulthandler
 MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many pipes
 LEFT_OUT_STACKS = f"\n{OTHER_THREADS_HEAD}\n  (their stacks are left out: all stacks together exceed 64 KiB)\n".encode()
 
+c_enable = faulthandler.enable
+_crash_fd: int  # the descriptor of the last CrashFile
 _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has chosen another file
 
 
 def register_stack_dumps(pipe: int) -> int:
     """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread.
 
-    If the user's function calls `faulthandler.enable`, faulthandler writes the stack of a crash to the file of this call.
+    If the user's function passes a file to `faulthandler.enable`, faulthandler writes the stack of a crash to this file.
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
+    faulthandler.enable = _enable_for_user
     _enable_crash_stack(pipe)
     if NATIVE_DUMP_SIGNAL is not None:
         faulthandler.register(NATIVE_DUMP_SIGNAL, file=pipe, all_threads=False)
@@ -66,7 +70,7 @@ def register_stack_dumps(pipe: int) -> int:
 def redirect_crash_stack(target: socket.socket) -> None:
     """Make faulthandler write the stack of a crash into this socket, and not into the rank's stack pipe.
 
-    If the user's function has called `faulthandler.enable`, do nothing.
+    If the user's function has passed another file to `faulthandler.enable`, do nothing.
     """
     if _crash_file() is not None:
         fd = target.detach()
@@ -76,10 +80,18 @@ def redirect_crash_stack(target: socket.socket) -> None:
 
 
 def _enable_crash_stack(fd: int) -> None:
-    global _crash_file
+    global _crash_file, _crash_fd
     file = CrashFile(fd)
-    faulthandler.enable(file=file, all_threads=False)
-    _crash_file = weakref.ref(file)
+    c_enable(file=file, all_threads=False)
+    _crash_file, _crash_fd = weakref.ref(file), fd
+
+
+def _enable_for_user(file: Any = None, *args: Any, **options: Any) -> None:
+    """Replace `faulthandler.enable`: the stack of a crash that would go to stderr goes to the watcher, for its report."""
+    if file is None or file is sys.stderr:
+        _enable_crash_stack(_crash_fd)
+    else:
+        c_enable(file, *args, **options)
 
 
 class CrashFile:
@@ -158,6 +170,7 @@ def _escape(name: str) -> str:
 
 def _discard_dumps(pipe: int, status: os.stat_result) -> None:
     """Discard stack dumps in a forked child of the rank, because a crash of the child is not a crash of the rank."""
+    faulthandler.enable = c_enable
     with suppress(OSError):  # closed, or the limit of open files is reached
         if os.path.samestat(os.fstat(pipe), status):
             null = os.open(os.devnull, os.O_WRONLY)

@@ -210,6 +210,20 @@ def test_secondary_failures_are_called_victims_if_there_is_a_cause():
 
 
 @pytest.mark.parametrize(
+    ("died_at", "report"),
+    [
+        (8.9, ["rank 0 was killed by SIGKILL (", "  ranks 1-2: perhaps victims of rank 0: ValueError: x"]),
+        (9.05, ["rank 1 failed first: ValueError: x", "at the same moment, so it may have failed first", "  rank 2: "]),
+        (2.0, ["rank 0 was killed by SIGKILL (", "  ranks 1-2: ValueError: x"]),
+    ],
+)
+def test_an_exception_and_a_death_at_the_same_moment_are_both_named(died_at, report):
+    raised = rank_that_raised(ValueError("x"), 9.0)
+    lines = format_report(diagnose(make_observations(rank_that_died(-9, died_at), raised, raised))).splitlines()
+    assert all(text in line for text, line in zip(report, lines, strict=True))
+
+
+@pytest.mark.parametrize(
     ("what", "kind", "text"),
     [
         ({"oom_proof": "proof"}, FailureKind.OOM, "rank 0 was killed by the kernel's out-of-memory killer (proof)"),

@@ -1,6 +1,5 @@
 """Functions for ranks while the host lacks a resource."""
 
-import contextlib
 import os
 import resource
 
@@ -32,7 +31,6 @@ __all__ = [
     "rank",
     "returns_1_mib",
     "returns_1_mib_under_a_file_size_limit",
-    "returns_1_mib_without_free_descriptors",
     "wait_to_be_stopped",
 ]  # tests choose one by its name
 
@@ -63,20 +61,6 @@ def call_on_rank_0(action):
     if rank() == 0 or action is rank:
         return action()
     return wait_to_be_stopped()
-
-
-def returns_1_mib_without_free_descriptors():
-    _open_descriptors.extend(_open_descriptors_until_none_is_free())
-    return returns_1_mib()
-
-
-_open_descriptors = []
-
-
-def _open_descriptors_until_none_is_free():
-    with contextlib.suppress(OSError):
-        while True:
-            yield os.open(os.devnull, os.O_RDONLY)
 
 
 def returns_1_mib_under_a_file_size_limit():

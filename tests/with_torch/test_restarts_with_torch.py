@@ -65,5 +65,5 @@ def test_a_rank_that_is_killed_before_it_joins_is_the_root_cause_in_each_attempt
 
 def test_scope_worker_is_refused_with_a_process_group():
     policy = RestartPolicy(2, scope="worker")
-    with pytest.raises(ValueError, match=r"backend='gloo' makes a process group.* cannot join; use scope='group'"):
+    with pytest.raises(ValueError, match=r"backend='gloo' makes a process group.* a restarted rank cannot join"):
         mpwatch.run(dist.get_rank, 2, backend="gloo", max_restarts=policy)

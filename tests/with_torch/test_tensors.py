@@ -10,6 +10,7 @@ from torch import nn
 
 import mpwatch
 from wire.pickling.test_payload import both_ways, list_mappings, send_as_argument, send_as_value
+from worker import last_imports
 
 MANY = 1 << 15
 
@@ -149,3 +150,13 @@ def test_slices_of_a_tensor():
     tensor = torch.arange(400_000)
     result = mpwatch.run(sum_tensor, 2, args=(mpwatch.PerRank(tensor.chunk(2)),))
     assert list(result) == [part.sum().item() for part in tensor.chunk(2)]
+
+
+def test_a_tensor_from_a_rank_that_can_import_nothing_more():
+    def fn():
+        tensor = torch.ones(1 << 20)
+        last_imports.forget_all_modules(None)
+        return tensor
+
+    (value,) = mpwatch.run(fn, 1)
+    assert value.sum() == 1 << 20

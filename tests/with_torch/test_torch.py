@@ -244,6 +244,23 @@ def test_torch_save_and_data_loaders_find_the_classes_of_the_script():
     assert python("-W", "ignore", str(HERE / "classes_of_script.py")).stdout == "done\n"
 
 
+def test_a_function_sets_flags_of_torch(gloo_ranks):
+    def set_seed(seed):
+        torch.manual_seed(seed)
+        torch.backends.cudnn.deterministic = True
+        return add(torch.backends.cudnn.deterministic, seed)
+
+    add = torch.ops.aten.add
+    assert list(gloo_ranks.run(set_seed, (1,))) == [2, 2]
+    assert not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["script_preambles.py", "compiled_functions.py"])
+def test_the_usual_global_variables_of_training_scripts(script):
+    assert python("-W", "ignore", str(HERE / script)).stdout == "done\n"
+
+
 def test_options_may_be_numpy_numbers():
     assert WorkerSpec(fn=print, nprocs=numpy.int64(3), timeout=numpy.float32(2.5)).nprocs == 3
     with pytest.raises(TypeError, match="nprocs must be an int"):

@@ -1,51 +1,62 @@
 """Estimates when a rank died. This module runs in the watcher thread, and does no I/O except reading the clock.
 
-A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
-selector returns descriptors in the order in which they became ready. So the watcher can estimate when a rank died:
+A rank puts a time stamp on its messages. A death has no time stamp, and the kernel closes the connections of a process
+before it reports its exit: 0.2 to 4 ms before in measurements, longer on a busy machine. So the peers of a dying rank may
+fail before the watcher can notice its exit. But the watcher knows the order of what it reads, because the selector returns
+descriptors in the order in which they became ready:
 
-- If the watcher reads a message FAILING of any rank before it notices a death, the dead rank probably died after the time
-  stamp of the message.
-- If the watcher notices a death and then reads a message FAILING in the same wake-up, the dead rank probably died before the
-  time stamp of the message.
+- The channel of a dying rank ends together with its other connections. If the watcher reads this end, or sees that the rank
+  is dying, before it reads a message FAILING of another rank, the rank died before the time stamp of the message.
+- A death that it notices after the message happened after the time stamp of the message.
 
-If a death causes an exception in another rank, the estimated time of the death is usually earlier than the exception.
-
-A message can arrive much later than its time stamp. So the estimate has a limit: if the watcher has sent signals to a
-rank, the estimated time of its death is not earlier than the first of these signals. Without this limit, a rank that the
-watcher killed could look like the first failure.
+The estimate has a limit: if the watcher has sent signals to a rank, the estimated time of its death is not earlier than the
+first of these signals. Without this limit, a rank that the watcher killed could look like the first failure.
 """
 
 import math
 import time
+from typing import NamedTuple
 
 from mpwatch.watcher.diagnosis.observations import RankObservations
 
+DEATH_LAG_SECONDS = 0.1  # a death that caused a failure is noticed at most so much later than the failure
+
+
+class _Death(NamedTuple):
+    earliest: float
+    noticed_at: float
+    observed: RankObservations
+
 
 class DeathClock:
-    """Sets the time of death (`died_at`) of each dead rank."""
+    """Sets the time of death of each rank that is dead or dying."""
 
     def __init__(self) -> None:
-        self._deaths: list[tuple[float, RankObservations]] = []  # of this wake-up: the earliest possible time, and the rank
+        self._deaths: list[_Death] = []  # recent ones
         self._latest_stamp = 0.0
 
-    def start_wakeup(self) -> None:
-        """Begin a new wake-up. `record_message` changes only the times of deaths that were recorded after this call."""
-        self._deaths.clear()
+    def record_dying(self, observed: RankObservations) -> None:
+        """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
+        if observed.dying_at is None:
+            observed.dying_at = time.monotonic()
+            earliest = max(self._latest_stamp, observed.first_signal_at)
+            self._deaths.append(_Death(earliest, observed.dying_at, observed))
 
     def record_death(self, observed: RankObservations) -> None:
-        """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
-        observed.died_at = time.monotonic()
-        self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
+        """Record that a rank is dead. If it was seen to be dying before, keep the time of that."""
+        self.record_dying(observed)
+        observed.died_at = observed.dying_at
 
     def record_message(self, stamp: float) -> None:
-        """For each death that was recorded in this wake-up, set the estimated time `died_at` to a time before `stamp`.
+        """Move recent deaths to times before `stamp`, which is the time stamp of a message FAILING that was just read.
 
-        `stamp` is the time stamp of a message FAILING that the watcher has just read. However, `died_at` is never earlier
-        than a time stamp that was recorded before the death.
+        No death is moved before a time stamp that was recorded before the death.
         """
-        limit = stamp
-        for earliest, observed in reversed(self._deaths):
-            assert observed.died_at is not None
-            observed.died_at = max(earliest, min(observed.died_at, math.nextafter(limit, 0.0)))
-            limit = min(limit, observed.died_at)
+        limit, now = stamp, time.monotonic()
+        self._deaths = [death for death in self._deaths if now - death.noticed_at <= DEATH_LAG_SECONDS]
+        for earliest, _, observed in reversed(self._deaths):
+            assert observed.dying_at is not None
+            observed.dying_at = max(earliest, min(observed.dying_at, math.nextafter(limit, 0.0)))
+            observed.died_at = None if observed.died_at is None else observed.dying_at
+            limit = min(limit, observed.dying_at)
         self._latest_stamp = max(self._latest_stamp, stamp)

@@ -37,6 +37,7 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     find_verdict,
     get_current_collective,
 )
+from mpwatch.watcher.diagnosis.death_order import DEATH_LAG_SECONDS
 from mpwatch.watcher.diagnosis.failures import (
     TimedFailure,
     build_hang,
@@ -63,9 +64,6 @@ from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling.return_values import open_value, pack_none
 
 Failures = dict[int, TimedFailure]  # by rank
-# The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
-# busy machine. So the watcher may notice a death this much later than the failures that the death caused.
-DEATH_LAG_SECONDS = 0.1
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
 
 

@@ -37,7 +37,10 @@ class RankObservations:
     """The pickled parts of a reported exception."""
     local_variables: bytes = b""
     """The texts of local variables, with debug="locals"."""
+    dying_at: float | None = None
+    """When the rank died, as soon as the watcher sees that it is dying (death_order.py)."""
     died_at: float | None = None
+    """The same time, as soon as the rank is dead."""
     exit_code: int | None = None
     """The exit code as in multiprocessing: negative after a signal, and None if the exit code is unknown."""
     oom_proof: str = ""

@@ -8,14 +8,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from mpwatch.os_support.processes import open_pidfd
+from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
 from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.processes.rank_environment import copy_environment
 
 PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
@@ -24,6 +24,9 @@ class Guardian:
     """The guardian process of one ProcessPool.
 
     Close this object when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
+
+    Attributes:
+        fds_for_ranks: the socket for orders and, if the system has pidfds, a pidfd of the calling program.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
@@ -35,22 +38,19 @@ class Guardian:
             kept.enter_context(self._socket)
             self._socket.settimeout(1.0)  # the guardian may have been stopped by SIGSTOP
             own_pidfd = open_pidfd(os.getpid())
-            if own_pidfd is not None:
-                passed.callback(os.close, own_pidfd)
-            fds = [guardian_end.fileno()] if own_pidfd is None else [guardian_end.fileno(), own_pidfd]
-            self._process = subprocess.Popen(
-                [
-                    *(os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), ",".join(map(str, fds))),
-                    *("mpwatch", "guardian", f"of={os.getpid()}"),  # for `ps`
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                pass_fds=fds,
-                start_new_session=True,  # it survives a signal to the calling program's group, and the loss of the terminal
-            )
-            kept.pop_all()
+            pidfds = [] if own_pidfd is None else [own_pidfd]
+            for fd in pidfds:
+                kept.callback(os.close, fd)
+            self.fds_for_ranks = [self._socket.fileno(), *pidfds]
+            devnull = os.open(os.devnull, os.O_RDWR)
+            passed.callback(os.close, devnull)
+            fds = [guardian_end.fileno(), *pidfds]
+            command = [
+                *(os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), ",".join(map(str, fds))),
+                *("mpwatch", "guardian", f"of={os.getpid()}"),  # for `ps`
+            ]
+            self._pid = start_process(command, copy_environment(), fds, stdout=devnull, stderr=devnull)
+            self._descriptors = kept.pop_all()
 
     def guard(self, pgid: int) -> None:
         """Make the guardian kill this process group if the calling program dies."""
@@ -95,6 +95,8 @@ class Guardian:
 
     def close(self) -> None:
         """Kill the guardian process and reap it, so that the guardian kills no process group."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._socket.close()  # last, since a live guardian would take it for the death of this process, and kill the groups
+        with suppress(ChildProcessError):  # other code of the program has reaped it, so another process may have its pid
+            peek_exit_code(self._pid)
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        self._descriptors.close()  # last: a live guardian would take it for the death of this process, and kill the groups

@@ -1,6 +1,6 @@
 """The process of one rank: start it, send it signals, read its exit code, reap it. Runs in the watcher.
 
-    ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
+    ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> posix_spawn
 
 A rank is an ordinary multiprocessing.Process of the spawn context. So `multiprocessing.active_children()` lists the rank,
 and any thread may call the rank's `join`. The start of a rank differs from the start of other such processes in three
@@ -26,7 +26,6 @@ import io
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -46,10 +45,9 @@ from mpwatch.os_support.cpython_private import (
     get_original_dir,
     get_popen,
     make_fds_finalizer,
-    reap_later,
 )
 from mpwatch.os_support.descriptors import grow_pipe
-from mpwatch.os_support.processes import open_pidfd, peek_exit_code
+from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
 from mpwatch.os_support.signals import send_signal_to_main_thread
 from mpwatch.wire.launch import LaunchInfo, RankProcess
 
@@ -147,22 +145,17 @@ class RankPopen(Popen):
                 _fill_pipe(parent_w, data)
                 command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
                 if not getattr(sys, "frozen", False):  # there multiprocessing reads all arguments (freeze_support)
-                    command += self._description
+                    # Without -P, a signal.py in the current folder would run instead of Python's own module.
+                    command = [command[0], "-P", *command[1:], *self._description]
+                fds = [child_r, tracker_fd, *self._passed_fds]
                 with limit_thread_to(self._cpus):  # the rank inherits it, so its interpreter is bound from the start
-                    self._child = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=self._stdout,
-                        stderr=self._stderr,
-                        env=self._env,
-                        pass_fds=[child_r, tracker_fd, *self._passed_fds],
-                        process_group=0,
+                    self.pid = start_process(
+                        command, self._env, fds, stdout=self._stdout, stderr=self._stderr, leads_group=True
                     )
             finally:
                 os.close(child_r)
-            stack.callback(self._child.wait)
-            stack.callback(self._child.kill)
-            self.pid = self._child.pid
+            stack.callback(os.waitpid, self.pid, 0)
+            stack.callback(os.kill, self.pid, signal.SIGKILL)
             pidfd = open_pidfd(self.pid)
             if pidfd is not None:
                 stack.callback(os.close, pidfd)
@@ -266,7 +259,6 @@ class RankPopen(Popen):
                 except ChildProcessError:
                     self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
                 self._is_reaped = True
-                self._child.returncode = self.returncode  # otherwise subprocess would wait for this pid, too
         self._release()
         return True
 
@@ -284,12 +276,10 @@ class RankPopen(Popen):
     def abandon(self) -> None:
         """Close the descriptors of a rank that cannot be killed or reaped, and never wait for this rank again.
 
-        After the rank's death, the next `subprocess.Popen(...)` in the calling program reaps the rank.
+        After its death, the rank stays a zombie until the calling program ends.
         """
         with self._lock:
-            if not self._is_reaped:
-                self._is_reaped = True
-                reap_later(self._child)
+            self._is_reaped = True
         self._release()
 
     def _release(self) -> None:
@@ -352,6 +342,11 @@ def _get_resource_tracker_fd() -> Any:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def _resolve(entry: str) -> str:
+    """Return the folder that an entry of sys.path means to this program, even if the program has called os.chdir since."""
+    return getattr(sys.path_importer_cache.get(entry), "path", entry)
+
+
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
     """Return the preparation data: the dict that spawn sends to a child before the Process object.
 
@@ -361,7 +356,7 @@ def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
     return {
         "name": process.name,
         "authkey": current_process().authkey,
-        "sys_path": [original_dir if entry == "" and original_dir is not None else entry for entry in sys.path],
+        "sys_path": [original_dir if entry == "" and original_dir is not None else _resolve(entry) for entry in sys.path],
         "sys_argv": sys.argv,
         "orig_dir": original_dir,
         "dir": os.getcwd(),

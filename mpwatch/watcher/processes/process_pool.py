@@ -38,7 +38,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
-from mpwatch.os_support.processes import group_exists, group_members, open_pidfd
+from mpwatch.os_support.processes import group_exists, group_members, open_pidfd, reap_adopted
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -69,6 +69,8 @@ from mpwatch.wire.stop_step import StopMemory
 
 NAME_LENGTH = 80  # of the function's name in a command line
 ID_LENGTH = 8  # of the run's id in a command line
+# The guardian can get these until its interpreter runs and leaves the calling program's session.
+GUARDIAN_BLOCKS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGTSTP)
 
 
 class ProcessPool:
@@ -103,7 +105,7 @@ class ProcessPool:
             try:
                 self.selector = stack.enter_context(Selector())
                 self._slots_fd = stack.enter_context(open_anonymous_file("mpwatch-slots")).fileno()
-                with _block_signals(self._spec.stop_policy.signals):  # the guardian keeps them blocked
+                with _block_signals({*self._spec.stop_policy.signals, *GUARDIAN_BLOCKS}):  # the guardian keeps them blocked
                     self.guardian = stack.enter_context(closing(Guardian(self.deferred_log)))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
@@ -151,6 +153,7 @@ class ProcessPool:
                 post_mortem=self._spec.debug == "post_mortem",
                 preload=tuple(self._spec.preload),
                 ignored_signals=self._ignored_signals,
+                guardian_fds=tuple(self.guardian.fds_for_ranks),
             )
             with _block_signals(self._ignored_signals):
                 process = RankPopen.start(
@@ -160,7 +163,7 @@ class ProcessPool:
                     env=setup.env,
                     stdout=stdio.stdout,
                     stderr=rank_stack_pipe,
-                    passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
+                    passed_fds=[rank_channel.fileno(), self._slots_fd, stderr, *self.guardian.fds_for_ranks],
                     cpus=setup.cpus,
                 )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
@@ -297,7 +300,7 @@ class ProcessPool:
                 process.abandon()
 
     def wait_for_helpers(self) -> None:
-        """Wait until the killed helpers of reaped ranks are gone.
+        """Wait until the killed helpers of reaped ranks are gone, and reap those that this process has adopted.
 
         The kernel needs time to free the memory or the GPU of a helper, and a restarted rank may need that memory or GPU.
         """
@@ -308,7 +311,9 @@ class ProcessPool:
                 _wait_for_group(group.pgid, deadline, self.deferred_log)
             except OSError:  # no descriptors are left to read /proc or to wait with
                 while group_exists(group.pgid) and time.monotonic() < deadline:
+                    reap_adopted(group.pgid)
                     time.sleep(POLL_SECONDS)
+            reap_adopted(group.pgid)
             group.remove_torch_files()
 
 

@@ -13,6 +13,8 @@ part.
 5. Defaults for variables that are not set: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING, TORCH_FR_BUFFER_SIZE, ACCELERATE_USE_CPU. In some runs, mpwatch does not set
    TORCH_FR_BUFFER_SIZE or ACCELERATE_USE_CPU (see `_add_defaults`).
+
+A rank never gets PYTHONINSPECT.
 """
 
 import os
@@ -74,6 +76,11 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
+def copy_environment() -> dict[str, str]:
+    """Return a copy of os.environ, which other threads may change meanwhile."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
     """Return a Worker for each rank in `ranks`, for a run on one node."""
     nprocs = spec.nprocs
@@ -120,7 +127,7 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
         extra = spec.extra_env_of(worker)
         address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
         known = replace(worker, master_addr=address, master_port=port)
-        env = dict(os.environ) | _make_rank_variables(known, spec.policy.max_restarts) | extra
+        env = copy_environment() | _make_rank_variables(known, spec.policy.max_restarts) | extra
         gpu_nodes: list[int | None] = []
         if needs_devices:
             devices = find_visible_devices(env, builds, root)
@@ -131,6 +138,7 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
                 env |= select_own_device(devices, known, env)
         binding = None if cpus is None else bind_rank(cpus, known, cores, gpu_nodes)
         _add_defaults(env, known, binding, accelerators)
+        env.pop("PYTHONINSPECT", None)  # with it, each rank would print its SystemExit and end with code 1
         setups.append(RankSetup(known, env, None if binding is None else binding.cpus))
     return setups
 

@@ -10,6 +10,7 @@ watcher <--- sentinel of the process: it is readable when the rank is dead
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,7 +26,7 @@ from mpwatch.os_support.descriptors import (
     split_received,
     write_all,
 )
-from mpwatch.os_support.processes import has_descriptor, read_process_state
+from mpwatch.os_support.processes import has_descriptor, is_ending, read_process_state
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
@@ -50,6 +51,7 @@ class RankHandle:
 
     Attributes:
         generation: the number of this start of the rank, from 0.
+        started_at: when the rank was started, by CLOCK_MONOTONIC.
         observations: what the watcher has observed of the rank in the current call.
         channel: the watcher's end of the channel.
         slot: number of the rank's slot in the memory file.
@@ -71,6 +73,7 @@ class RankHandle:
     ) -> None:
         self._deferred_log = deferred_log
         self.generation = 0
+        self.started_at = time.monotonic()
         self.process = process
         self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
@@ -196,6 +199,14 @@ class RankHandle:
                 if len(data) < READ_SIZE and not files:  # nothing is left; a read also ends after a descriptor
                     break
         return messages
+
+    def is_dying(self) -> bool:
+        """Return whether the kernel is ending the rank, and the end of its channel does not wait to be read."""
+        if not is_ending(self.process.pid):
+            return False
+        with suppress(OSError):  # BlockingIOError: the channel is open
+            return bool(self.channel.recv(1, socket.MSG_PEEK))
+        return True
 
     def parse_messages(self, received: Received) -> list[Message]:
         """Parse bytes that the caller's thread has read from the channel, and return the complete messages.

@@ -26,7 +26,7 @@ from mpwatch.wire.pickling import return_values
 
 ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
 PickledParts = dict[str, Any]  # the pickles of one exception; for its keys see `_pickle_parts` in encoder.py
-MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
+MEMORY_ADDRESS = r"0x[0-9a-f]+"
 
 
 class HostHandlerError(BaseException):
@@ -150,7 +150,7 @@ def is_builtin_class(cls: type) -> bool:
 
 def has_same_text(one: str, other: str) -> bool:
     """Remove memory addresses such as `0x7f3a` from two texts, and return whether the two texts are then equal."""
-    return MEMORY_ADDRESS.sub("", one) == MEMORY_ADDRESS.sub("", other)
+    return re.sub(MEMORY_ADDRESS, "", one) == re.sub(MEMORY_ADDRESS, "", other)
 
 
 def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
@@ -224,6 +224,9 @@ def read_summary(plain: bytes) -> str:
 
 
 def read_traceback_text(plain: bytes) -> str:
-    """Return the text of the traceback. The rank has made this text with Python's module `traceback`."""
-    text: str = marshal.loads(plain)["traceback"]
-    return text
+    """Return the text of the traceback. If the rank could not make this text, make it from the names, texts and frames."""
+    import traceback
+
+    content = marshal.loads(plain)
+    text: str = content["traceback"]
+    return text or "".join(traceback.format_exception(build_graph(content["nodes"])))

@@ -285,10 +285,10 @@ def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
 
 
 def _format_traceback(error: BaseException) -> str:
-    import traceback
-
     try:
+        import traceback
+
         text = "".join(traceback.format_exception(error))
-    except BaseException as raised:  # noqa: BLE001  a __str__ or a __notes__ may raise anything
-        return f"(its traceback could not be printed: {type(raised).__name__})"
+    except BaseException:  # noqa: BLE001  a __str__ or a __notes__ may raise anything, and the import may fail by now
+        return ""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"

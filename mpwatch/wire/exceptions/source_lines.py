@@ -26,14 +26,14 @@ MAX_SIZE = 1 << 20  # characters of all sources that are sent with one call or o
 
 def collect_for_files(names: Iterable[str]) -> dict[str, str]:
     """Return the sources that `linecache` has for these file names, except for files that exist on disk."""
-    import linecache
-
     found: dict[str, str] = {}
     for name in names:
         if name != COMMAND and not os.path.exists(name):
             try:
+                import linecache  # which itself imports modules on use
+
                 text = "".join(linecache.getlines(name))
-            except ValueError:  # not a valid file name
+            except (ValueError, ImportError, OSError):  # not a valid file name; no module can be imported any more
                 continue
             if text and len(text) + sum(map(len, found.values())) <= MAX_SIZE:
                 found[name] = text

@@ -1,14 +1,10 @@
 """Converts the frames of a traceback to builtin values in the rank, and rebuilds the frames in the watcher.
 
-    in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
+    in the rank:     read_frames       traceback -> a list of `Frame`, called by encoder.py
     in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
 
-A `Frame` is the dictionary that tblib makes from one entry of a traceback. This module adds three values to each `Frame`
-(see `make_frame`).
-
-If tblib got a whole traceback, it would make nested dictionaries: the dictionary of an entry would contain the dictionary of
-the next entry. The traceback of a RecursionError has about 1,000 entries, which are too many for nested dictionaries. So
-this module passes the entries of a traceback to tblib one by one, and gets a separate dictionary for each entry.
+A `Frame` is the dictionary that tblib makes from one entry of a traceback, with three more values (see `make_frame`). The
+rank makes it without tblib, which it might no longer be able to import when its function has raised.
 
 A debugger, IPython and the traceback module read the file, the function, the lines and the columns from a frame's code
 object. For each frame of the rank, `build_traceback` compiles a stub, which is a code object with the same file, function,
@@ -23,7 +19,7 @@ variables as text (local_variables.py).
 from __future__ import annotations
 
 from itertools import islice
-from types import CodeType, FrameType, SimpleNamespace, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from mpwatch.wire.exceptions.source_lines import COMMAND
 
@@ -110,25 +106,25 @@ def is_hidden(frame: Frame) -> bool:
 
 
 def _read_frame(trace: TracebackType) -> Frame:
-    from tblib import Traceback  # not at the top: most ranks never need it
-
     code = trace.tb_frame.f_code
+    module = trace.tb_frame.f_globals.get("__name__")
     line = max(trace.tb_lineno or 0, 0)  # generated code may have no line numbers: None, or -1 in early versions of 3.11
-    entry = SimpleNamespace(tb_frame=trace.tb_frame, tb_lineno=line, tb_next=None)
-    read: Frame = Traceback(entry, get_locals=_get_hide_variable).to_dict()
-    frame = read["tb_frame"]
-    frame["f_globals"] = {name: str.__str__(text) for name, text in frame["f_globals"].items() if isinstance(text, str)}
-    frame["f_code"] = {name: str.__str__(text) for name, text in frame["f_code"].items()}
-    frame["f_code"]["co_qualname"] = str.__str__(code.co_qualname)
-    frame["f_code"]["co_firstlineno"] = code.co_firstlineno
-    return {**read, "span": _read_span(trace, line)}
+    return make_frame(
+        file=str.__str__(code.co_filename),
+        name=str.__str__(code.co_name),
+        qualname=str.__str__(code.co_qualname),
+        first_line=code.co_firstlineno,
+        line=line,
+        module=str.__str__(module) if isinstance(module, str) else "",
+        is_hidden=_hides(trace.tb_frame),
+        span=_read_span(trace, line),
+    )
 
 
-def _get_hide_variable(frame: FrameType) -> dict[str, bool]:
+def _hides(frame: FrameType) -> bool:
     # The second test copies all local variables, so it runs only if the first is true. pytest also allows a callable as the
     # value, which counts as False here.
-    hides = HIDE_VARIABLE in frame.f_code.co_varnames and frame.f_locals.get(HIDE_VARIABLE) is True
-    return {HIDE_VARIABLE: True} if hides else {}
+    return HIDE_VARIABLE in frame.f_code.co_varnames and frame.f_locals.get(HIDE_VARIABLE) is True
 
 
 def _read_span(trace: TracebackType, line: int) -> Span | None:

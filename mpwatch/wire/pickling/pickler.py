@@ -6,6 +6,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from enum import Enum
+from importlib import import_module
 from pickle import PickleBuffer
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -38,7 +39,9 @@ class _ClassPickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and reduced is not NotImplemented:
+        if reduced is NotImplemented:
+            return _reduce_stand_in(obj)
+        if isinstance(obj, type):
             if (module := _find_defining_module(obj)) is not None:
                 return getattr, (module, obj.__qualname__)
             _, make_args, *state = reduced  # NoneType, for example, has no state
@@ -47,6 +50,13 @@ class _ClassPickler(cloudpickle.Pickler):
                 attributes["__qualname__"] = obj.__qualname__
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
                     _move_slots(attributes, make_args)
+        elif obj.__module__ == "__main__" != (name := obj.__globals__.get("__name__", "")):
+            module = sys.modules.get(name)
+            if getattr(module, "__dict__", None) is obj.__globals__ and not _is_sent_by_value(name):
+                # a decorator such as torch.compile has wrapped a function of __main__: its own module stays as it is
+                make, (code, _, *others), (attributes, slots), *set_state = reduced
+                slots["__globals__"] = {}
+                return make, (code, _ModuleGlobals(module), *others), (attributes, slots), *set_state
         return reduced
 
 
@@ -71,6 +81,27 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     """
     make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
+
+
+def _reduce_stand_in(obj: Any) -> Any:
+    """Pickle an object that stands in for a module by its name, such as `torch.backends.cudnn` or `torch.ops.aten`."""
+    cls = type(obj)
+    name = cls.__module__  # a module can replace itself by an instance of one of its classes
+    if issubclass(cls, ModuleType) and cls is not ModuleType:
+        name = obj.__name__
+    elif sys.modules.get(name) is not obj:
+        return NotImplemented
+    if cls.__module__ == "__main__" or _is_sent_by_value(name):
+        return NotImplemented
+    if sys.modules.get(name) is obj:
+        return import_module, (name,)
+    parent, _, attribute = name.rpartition(".")
+    module = sys.modules.get(parent)
+    return (getattr, (module, attribute)) if getattr(module, "__dict__", {}).get(attribute) is obj else NotImplemented
+
+
+def _is_sent_by_value(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{other}.") for other in cloudpickle.list_registry_pickle_by_value())
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:
@@ -117,7 +148,7 @@ class CallPickler(_ClassPickler):
         self.main = vars(main)
         self.main_definitions: dict[str, object] = {}
         self.codes: list[CodeType] = []
-        self.globals_ref[id(self.main)] = _MainGlobals()
+        self.globals_ref[id(self.main)] = _ModuleGlobals(main)
 
     def reducer_override(self, obj: Any) -> Any:
         """Record functions and classes that are pickled by value."""
@@ -187,11 +218,11 @@ def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
     return top if found is obj else None
 
 
-class _MainGlobals(dict[str, Any]):
-    """Lets a function of the caller's `__main__` read and set the global variables of the rank's `__main__`.
+class _ModuleGlobals(dict[str, Any]):
+    """Stands for the global variables of a module of the rank. cloudpickle would make a new dict of copies instead."""
 
-    Without _MainGlobals, cloudpickle would give the caller's functions a new dict of global variables in the rank.
-    """
+    def __init__(self, module: Any) -> None:
+        self.module = module
 
     def __reduce__(self) -> Any:
-        return vars, (sys.modules["__main__"],)
+        return vars, (self.module,)

@@ -4,7 +4,9 @@ A reducer is a function that reduces an object, such as a socket or a tensor, to
 in the watcher. If torch is not loaded, this module does not import torch.
 """
 
+import sys
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from mpwatch.os_support.cpython_private import get_spawn_reducers
@@ -29,7 +31,9 @@ def torch_reducers() -> Reducers:
     from mpwatch.wire.pickling.torch_storages import reducers, share_or_copy
 
     copying = reducers()
-    return {cls: share_or_copy(reducer, copying.get(cls, _reduce_plain)) for cls, reducer in registered.items()}
+    sharing = {cls: share_or_copy(reducer, copying.get(cls, _reduce_plain)) for cls, reducer in registered.items()}
+    add = sys.modules["torch.ops"].aten.add
+    return {type(add): _reduce_op, type(add.Tensor): _reduce_op, **sharing}
 
 
 def _copy_registered() -> list[tuple[type, Reducer]]:
@@ -38,6 +42,10 @@ def _copy_registered() -> list[tuple[type, Reducer]]:
 
 def _is_of_torch(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torch"
+
+
+def _reduce_op(op: Any) -> Any:
+    return attrgetter(str(op)), (sys.modules["torch.ops"],)
 
 
 def _reduce_plain(obj: Any) -> Any:

@@ -73,8 +73,10 @@ def dumps(part: Any) -> bytes:
             pass
     import io
 
-    from mpwatch.wire.pickling.pickler import AnswerPickler
-
+    try:
+        from mpwatch.wire.pickling.pickler import AnswerPickler
+    except Exception:  # noqa: BLE001  see `_make_pickler`
+        return pickle.dumps(part, protocol=5)
     stream = io.BytesIO()
     AnswerPickler(stream, None, {}, caller_definitions).dump(part)
     return stream.getvalue()
@@ -104,7 +106,7 @@ def _get_type_name(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _make_plain_pickler(bundle: PickleBundle) -> pickle.Pickler:
+def _make_plain_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
     pickler = pickle.Pickler(bundle, 5, buffer_callback=bundle.keep_buffer)
     pickler.dispatch_table = LazyReducers(_collect_reducers)
     return pickler
@@ -115,8 +117,10 @@ def _collect_reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
-    from mpwatch.wire.pickling.pickler import AnswerPickler
-
+    try:
+        from mpwatch.wire.pickling.pickler import AnswerPickler
+    except Exception:  # noqa: BLE001  the function has run for long: the package was removed or replaced, or cannot be read
+        return _make_plain_pickler(bundle)
     return AnswerPickler(bundle, bundle.keep_buffer, _get_torch_reducers(), caller_definitions)
 
 
@@ -124,8 +128,10 @@ def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
     """Return the reducers for torch's tensors, or an empty dict if torch is not loaded."""
     if "torch.storage" not in sys.modules:
         return {}
-    from mpwatch.wire.pickling.torch_storages import reducers
-
+    try:
+        from mpwatch.wire.pickling.torch_storages import reducers
+    except Exception:  # noqa: BLE001  see `_make_pickler`. torch then pickles its tensors itself
+        return {}
     return reducers()
 
 

@@ -497,24 +497,3 @@ def loses_a_connection(barrier, has_failed, *, other_raises):
     if other_raises:
         raise KeyError("lr")
     wait_to_be_stopped()
-
-
-class FailsToPickleWhenThePeerIsDead:
-    def __reduce__(self):
-        _has_failed.set()
-        while os.path.exists(f"/proc/{_peer}") and state_of(_peer) != "Z":
-            os.sched_yield()
-        raise ValueError("cannot be pickled")
-
-
-def returns_an_unpicklable_value_slowly(pids, pickling_began):
-    global _has_failed, _peer
-    me = rank()
-    pids[me] = os.getpid()
-    while not all(pids):
-        os.sched_yield()
-    _has_failed, _peer = pickling_began, pids[1]
-    if me == 0:
-        return FailsToPickleWhenThePeerIsDead()
-    pickling_began.wait()
-    return is_killed()

@@ -46,6 +46,14 @@ def forks_a_child_that_crashes_and_is_killed():
     is_killed()
 
 
+def crashes_with_faulthandler_enabled(**options):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "file" in options:
+        options["file"] = open(options["file"], "w")
+    faulthandler.enable(**options)
+    ctypes.string_at(0)
+
+
 def dumps_its_own_stack():
     for signum in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
         signal.raise_signal(signum)

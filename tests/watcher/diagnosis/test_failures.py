@@ -470,11 +470,3 @@ def test_main_ends_the_program_as_the_failed_rank_ended(saboteur, status, barrie
     err = capsys.readouterr().err
     assert "RunFailedError: rank 1 " in err
     assert ("# THE-LINE" in err) == (saboteur is failing.raises_value_error)
-
-
-def test_a_value_that_cannot_be_sent_failed_when_it_was_returned():
-    pids, begun = SPAWN.Array("i", 2), SPAWN.Event()
-    with pytest.raises(
-        mpwatch.RunFailedError, match=r"^rank 0 failed first: TypeError: its return value cannot be sent back"
-    ):
-        mpwatch.run(failing_functions.returns_an_unpicklable_value_slowly, 2, args=(pids, begun))

@@ -438,6 +438,20 @@ def test_a_crash_of_a_forked_child_is_not_the_rank_s():
     assert (killed.root_cause.kind, killed.root_cause.stack) == (mpwatch.FailureKind.SIGNAL, "")
 
 
+@pytest.mark.parametrize("options", [{}, {"all_threads": True}], ids=str)
+def test_the_report_of_a_crash_has_the_stack_if_the_function_has_enabled_faulthandler(options, capfd):
+    error = error_of(stack_functions.crashes_with_faulthandler_enabled, nprocs=1, kwargs=options)
+    assert "in crashes_with_faulthandler_enabled" in error.root_cause.stack
+    assert capfd.readouterr().err == ""
+
+
+def test_the_stack_of_a_crash_goes_to_the_file_that_the_function_gives_to_faulthandler(tmp_path):
+    path = tmp_path / "crash.txt"
+    error = error_of(stack_functions.crashes_with_faulthandler_enabled, nprocs=1, kwargs={"file": str(path)})
+    assert error.root_cause.stack == ""
+    assert "in crashes_with_faulthandler_enabled" in path.read_text()
+
+
 def test_a_dump_that_the_watcher_did_not_request_is_ignored():
     assert list(mpwatch.run(stack_functions.dumps_its_own_stack, 2)) == [0, 1]
 

@@ -171,7 +171,7 @@ def test_the_guardian_kills_guarded_groups_when_its_program_dies(eventually):
         "guardian = Guardian(DeferredLog(lambda: None))\n"
         "for group in (guarded, released): guardian.guard(group.pid)\n"
         "guardian.release(released.pid)\n"
-        "print(guarded.pid, released.pid, guardian._process.pid, flush=True)\n"
+        "print(guarded.pid, released.pid, guardian._pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(

@@ -1,6 +1,7 @@
 """Source lines that are in no file are sent with the call, come back with the exception, and replace no known lines."""
 
 import linecache
+import types
 
 import pytest
 
@@ -68,6 +69,14 @@ def test_code_from_a_string_has_no_source_lines():
     in_rank, _, message = python("-c", program.replace("# the division", "spawn_main")).stdout.splitlines()
     assert in_rank == "False"
     assert message.endswith("(<string>:1 in <module>)")
+
+
+def test_code_from_a_string_without_line_numbers_has_no_place():
+    code = compile("1 / 0", "<string>", "exec").replace(co_linetable=b"")
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(types.FunctionType(code, {}), 1)
+    assert str(caught.value) == "rank 0 failed first: ZeroDivisionError: division by zero"
+    assert caught.value.root_cause.traceback.endswith("ZeroDivisionError: division by zero\n")
 
 
 def test_source_lines_of_code_generated_in_a_rank():

@@ -1,0 +1,139 @@
+"""A program with the usual beginnings of training scripts. Each of its functions uses some of them, in a rank."""
+
+import argparse
+import functools
+import logging
+import os
+import random
+import sys
+import threading
+import warnings
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.backends import cudnn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+import mpwatch
+
+warnings.filterwarnings("ignore", category=UserWarning)
+logging.basicConfig(level=logging.INFO, handlers=[logging.StreamHandler(sys.stderr)])
+logger = logging.getLogger(__name__)
+logger.addHandler(logging.FileHandler(os.devnull))
+
+torch.set_float32_matmul_precision("high")
+torch.autograd.set_detect_anomaly(False)
+torch.multiprocessing.set_sharing_strategy("file_system")
+torch.backends.cuda.matmul.allow_tf32 = True
+cudnn.benchmark = True
+
+args = argparse.Namespace(lr=0.1, epochs=2)
+config = {key: value for key, value in vars(args).items() if isinstance(value, int | float)}
+device = torch.device("cpu")
+dtype = torch.bfloat16
+ctx = nullcontext() if device.type == "meta" else torch.amp.autocast(device_type=device.type, dtype=dtype)
+scaler = torch.amp.GradScaler("cpu")
+generator = torch.Generator().manual_seed(1)
+rng = np.random.default_rng(1)
+model = nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+loader = DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.long)), batch_size=2)
+aten = torch.ops.aten
+add = torch.ops.aten.add
+add_tensor = torch.ops.aten.add.Tensor
+run = None  # of wandb, in rank 0 only
+best_loss = float("inf")
+lock = threading.Lock()  # used by no rank
+log_file = open(os.devnull, "w")
+
+
+def set_seed(seed):
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
+    torch.cuda.manual_seed(seed)
+    torch.cuda.manual_seed_all(seed)
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return torch.backends.cudnn.deterministic
+
+
+def set_flags():
+    cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.set_float32_matmul_precision("high")
+    return torch.backends.mkldnn.enabled and torch.backends.opt_einsum.enabled and torch.backends.quantized.engine
+
+
+@torch.no_grad()
+def evaluate():
+    return [F.cross_entropy(model(x), y).item() for x, y in loader]
+
+
+@torch.inference_mode()
+def infer():
+    return torch.is_inference_mode_enabled()
+
+
+@functools.cache
+def cached():
+    return args.lr
+
+
+class Trainer:
+    def __init__(self):
+        torch.backends.cudnn.benchmark = False
+        self.logger = logging.getLogger("Trainer")
+
+    def fit(self):
+        global best_loss
+        for x, y in tqdm(loader, disable=True):
+            with ctx:
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            scheduler.step()
+            best_loss = min(best_loss, loss.item())
+        self.logger.info("best loss %s", best_loss)
+        if run is not None:
+            run.log({"loss": best_loss})
+        return best_loss < float("inf")
+
+
+trainer = Trainer()
+
+
+def use_ops():
+    one = torch.ones(1)
+    return aten.add(one, one) == add(one, one) == add_tensor(one, one) == torch.ops.aten.add.Tensor(one, one)
+
+
+def main():
+    set_flags()
+    logger.info("started with %s", config)
+    assert (aten, add, add_tensor) == (torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)
+    assert set_seed(args.epochs)
+    assert Trainer().fit()
+    assert trainer.fit()
+    assert len(evaluate()) == 2
+    assert infer()
+    assert cached() == 0.1
+    assert use_ops()
+    assert generator.initial_seed() == 1
+    assert rng.integers(10) >= 0
+    return dtype, device
+
+
+if __name__ == "__main__":
+    assert list(mpwatch.run(main, 1)) == [(dtype, device)]
+    print("done")
