@@ -56,6 +56,8 @@ class Outcome:
     group: dict | None = None  # of an agent, when its run has ended
     cause: dict | None = None
     state: str = ""
+    size: int = 0
+    missing: str = ""  # what iteration of the result raises
     values: dict[int, object] = field(default_factory=dict)
     failures: dict[int, dict] = field(default_factory=dict)
     root_cause: dict | None = None
@@ -64,7 +66,7 @@ class Outcome:
     attempts: list[dict] = field(default_factory=list)
     restarts: int = 0
     reason: str = ""
-    not_restarted: str = ""
+    notes: list[str] = field(default_factory=list)
     stopped_at: int | None = None
     stop_cause: str = ""
     events: list[str] = field(default_factory=list)

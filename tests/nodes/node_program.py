@@ -193,7 +193,13 @@ def _describe_exception(error):
 
 
 def _describe_result(result):
+    try:
+        missing = list(result) and ""
+    except LookupError as error:
+        missing = str(error)
     return {
+        "size": len(result),
+        "missing": missing,
         "state": result.state.name,
         "values": dict(result.return_values),
         "failures": {rank: _describe_failure(failure) for rank, failure in result.failures.items()},
@@ -203,7 +209,7 @@ def _describe_result(result):
         "attempts": [_describe_attempt(attempt) for attempt in result.attempts],
         "restarts": result.restarts,
         "reason": result.reason,
-        "not_restarted": result.not_restarted,
+        "notes": list(result.notes),
         "stopped_at": result.stopped_at,
         "stop_cause": result.stop_cause,
         "events": [event.name for event in result.events],

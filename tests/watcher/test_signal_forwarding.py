@@ -67,7 +67,7 @@ def test_the_ranks_of_a_call_get_the_signal():
     with mpwatch.WorkerGroup(3, forward_signals=USR2) as group:
         for ranks in (None, [1, 2]):
             with Sender(3 if ranks is None else 2) as barrier:
-                values = list(group.run(forwarding_functions.count_signals, (barrier, [0, 1, 2]), ranks=ranks))
+                values = list(group.run(forwarding_functions.count_signals, (barrier, [0, 1, 2]), ranks=ranks).values())
             assert values == [1] * (3 if ranks is None else 2)
             assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     assert records == []
