@@ -50,7 +50,7 @@ with mpwatch.WorkerGroup(nprocs=4) as group:
     acting = group.submit(act, (weights, step), ranks=ACTORS)
     while step < STEPS:
         try:
-            tries = [one_try for of_actor in acting.result() for one_try in of_actor]
+            tries = [one_try for of_actor in acting.result().values() for one_try in of_actor]
             learning = group.submit(learn, (weights, tries), ranks=LEARNER)
             acting = group.submit(act, (weights, step + 1), ranks=ACTORS)
             weights = learning.result()[LEARNER]

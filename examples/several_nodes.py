@@ -85,7 +85,7 @@ if __name__ == "__main__":
         rendezvous=read_rendezvous(),
         stop=[signal.SIGUSR1],
     )
-    for rank, (slope, intercept) in result.return_values.items():
+    for rank, (slope, intercept) in result.items():
         print(f"rank {rank} of {result.workers[0].world_size}: y = {slope:.2f} x + {intercept:.2f}")
     if result.stopped_at is not None:
         sys.exit(STOPPED)

@@ -13,7 +13,7 @@ from typing import Any
 from mpwatch.results.failure import FailureKind, ProcessFailure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_fates, format_report, format_verdict
+from mpwatch.results.report import format_report
 from mpwatch.results.run_result import RunResult
 from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
@@ -35,7 +35,8 @@ class LaunchError(MpwatchError):
 class RunFailedError(MpwatchError):
     """The exception for a run that did not succeed.
 
-    `__cause__` is the exception of the rank that failed first, or None if that rank raised no exception.
+    `__cause__` is the exception of the rank that failed first, or None if that rank raised no exception. `str(error)` is the
+    whole report, and `error.result` has the same as data.
 
     Args:
         result: everything known about the run.
@@ -53,33 +54,6 @@ class RunFailedError(MpwatchError):
         return self.result.root_cause
 
     @property
-    def failures(self) -> dict[int, ProcessFailure]:
-        """A dict with the failure of each rank that failed. The keys are global ranks."""
-        return dict(self.result.failures)
-
-    @property
-    def verdict(self) -> str:
-        """The first line of the report.
-
-        The line names the rank that failed first, and says why this rank failed. If `root_cause` is None, the line says what
-        ended the run, such as the timeout.
-        """
-        return format_verdict(self.result)
-
-    @property
-    def fates(self) -> list[str]:
-        """Lines of text that say what happened to all ranks except the rank that failed first.
-
-        Several ranks can share a line, for example `ranks 0-1: stopped by the watcher …`.
-        """
-        return format_fates(self.result)
-
-    @property
-    def stacks(self) -> dict[int, str]:
-        """The stacks of the ranks that the watcher stopped. The keys are global ranks. See `RunResult.stacks`."""
-        return dict(self.result.stacks)
-
-    @property
     def exit_code(self) -> int:
         """The exit status for a program that ends because of this error.
 
@@ -92,7 +66,7 @@ class RunFailedError(MpwatchError):
         return format_report(self.result)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.verdict!r})"
+        return f"{type(self).__name__}({self.result.verdict!r})"
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines of the traceback for IPython, without the frames of mpwatch and of the rank.

@@ -40,7 +40,7 @@ from mpwatch.options.validation import check_count, check_flag, check_word
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_signal
+from mpwatch.results.report import format_ended_ranks, format_signal
 from mpwatch.results.run_result import RunResult
 from mpwatch.run_handle import RunHandle
 from mpwatch.watcher.diagnosis.diagnose import load_value
@@ -392,7 +392,7 @@ class ItemMap:
             return
         except _EndedBySignalError as error:
             end = error
-        calls = [handle.result() for handle in end.handles if handle.exception() is None]
+        calls = [_get_result(handle) for handle in end.handles if handle.exception() is None]
         result = merge_results_of_calls([*calls, RunResult(WorkerState.STOPPED, reason=format_signal(end.signum))])
         log_last_report(result)
         signal.raise_signal(end.signum)
@@ -649,7 +649,7 @@ class ItemMap:
         feed.tasks.clear()
         feed.chunks.clear()
         self._close_feed(feed)
-        result = replace(handle.result(), ended_ranks=())  # they are those of this map, which starts them again by itself
+        result = _get_result(handle)
         cause = result.root_cause
         if result.state is WorkerState.SUCCEEDED:
             self._queue.put_back(unbegun)
@@ -717,6 +717,13 @@ class ItemMap:
     def _close_feeds(self) -> None:
         for feed in self._feeds:
             self._close_feed(feed)
+
+
+def _get_result(handle: RunHandle[None]) -> RunResult[None]:
+    """Return the result without the note about the next call of the group, which a map makes by itself or not at all."""
+    result = handle.result()
+    note = format_ended_ranks([worker.rank for worker in result.workers])
+    return replace(result, notes=tuple(each for each in result.notes if each != note))
 
 
 def _format_item(item: object) -> str:

@@ -136,7 +136,7 @@ def test_ranks_stay_if_some_raise_and_the_others_return(ranks, caplog):
             assert caught.value.__cause__.detail == {
                 "rank": caught.value.root_cause.rank
             }  # all of the exception has been received
-            assert set(caught.value.failures) == ranks
+            assert set(caught.value.result.failures) == ranks
         assert list(group.run(identify)) == before
         assert group.state is WorkerState.HEALTHY
     assert not caplog.records
@@ -173,13 +173,12 @@ def test_the_report_says_that_the_next_call_starts_the_ranks_again():
     with WorkerGroup(3, on_event=kill_the_last_one) as group:
         with pytest.raises(mpwatch.RunFailedError, match=r"ValueError(?s:.)*ranks 0, 2: had returned$") as caught:
             group.run(raise_on_rank_1)
-        assert caught.value.result.ended_ranks == ()
+        assert caught.value.result.notes == ()
         pids[:] = pids_of(group)
         text = r"\n  ranks 0, 2: had returned\n  the next call starts ranks 0-2 again; their state is lost$"
-        with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
+        with pytest.raises(mpwatch.RunFailedError, match=text):
             group.run(wait_on_rank_1)
-        assert caught.value.result.ended_ranks == (0, 1, 2)
-        assert group.run(functions.rank).ended_ranks == ()
+        assert group.run(functions.rank).notes == ()
 
 
 def raise_on_rank_1():

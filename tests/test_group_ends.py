@@ -75,7 +75,7 @@ def end_during_a_call():
         try:
             group.run(set_and_wait, (has_begun,))
         except mpwatch.RunFailedError as error:
-            os.write(1, error.verdict.encode())
+            os.write(1, error.result.verdict.encode())
         finally:
             has_ended.set()
 

@@ -42,7 +42,7 @@ def test_a_lost_rank_ends_its_own_call_only(group):
     with pytest.raises(RunFailedError) as caught:
         group.run(kill_own_process, ranks=0)
     assert caught.value.root_cause.kind is FailureKind.SIGNAL
-    assert list(caught.value.failures) == [0]
+    assert list(caught.value.result.failures) == [0]
     event.set()
     assert other.result(60).return_values == {1: pids[1]}
     assert group.run(os.getpid, ranks=2).return_values == {2: pids[2]}

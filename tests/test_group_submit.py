@@ -84,12 +84,13 @@ def test_some_ranks_are_called(group):
     assert [worker.rank for worker in result.workers] == [0, 2]
     assert group.run(functions.rank, ranks=1)[1] == 1
     assert list(group.run(functions.rank, ranks=range(3))) == [0, 1, 2]
-    assert list(group.run(functions.rank, ranks=numpy.array([0, 1]))) == [0, 1]
-    assert list(group.run(functions.rank, ranks=numpy.int64(1))) == [1]
-    assert list(group.run(append, ("a",), ranks=(0,))) == [["a"]]
+    assert list(group.run(functions.rank, ranks=numpy.array([0, 1])).values()) == [0, 1]
+    assert list(group.run(functions.rank, ranks=numpy.int64(1)).values()) == [1]
+    assert list(group.run(append, ("a",), ranks=(0,)).values()) == [["a"]]
     assert list(group.run(append, ("b",))) == [["a", "b"], ["b"], ["b"]]
-    with pytest.raises(IndexError, match=r"no rank 1 in this run; it had the ranks \[0\]"):
-        group.run(functions.rank, ranks=0)[1]
+    assert (len(result), result[0], result[-1]) == (3, 0, 2)
+    with pytest.raises(LookupError, match=r"rank 1 has no value: this call has not called it"):
+        list(result)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,8 @@ def test_per_rank_has_a_value_for_each_rank_or_for_each_called_rank(group):
 def test_calls_of_different_ranks_run_at_the_same_time(group):
     barrier = SPAWN.Barrier(3)
     first, second = group.submit(meet, (barrier,), ranks=0), group.submit(meet, (barrier,), ranks=2)
-    assert list(group.run(meet, (barrier,), ranks=1)) == [1]
-    assert (list(first.result(60)), list(second.result(60))) == ([0], [2])
+    assert group.run(meet, (barrier,), ranks=1)[1] == 1
+    assert (first.result(60)[0], second.result(60)[2]) == (0, 2)
     assert list(group.run(functions.rank)) == [0, 1, 2]
 
 
@@ -148,7 +149,7 @@ def test_many_calls_may_wait(group):
 def test_a_call_can_be_awaited(group):
     async def run():
         results = await asyncio.gather(*(group.submit(functions.double, (rank,), ranks=rank) for rank in range(3)))
-        return [list(result) for result in results]
+        return [list(result.values()) for result in results]
 
     assert asyncio.run(run()) == [[0], [2], [4]]
 
@@ -163,7 +164,7 @@ def test_a_call_that_waits_can_be_cancelled(group):
         waiting.result(60)
     assert notified == [second]
     assert second.cancel()
-    assert list(third.result(60)) == [1, 2]
+    assert list(third.result(60).values()) == [1, 2]
     assert not first.cancel()
     with pytest.raises(CancelledError):
         second.result(0)
@@ -184,7 +185,7 @@ def test_stop_interrupts_one_call_and_its_ranks_stay(group):
         handle.result(0)
     assert not other.done()
     event.set()
-    assert list(other.result(60)) == [2]
+    assert other.result(60)[2] == 2
     assert pids_of(group) == pids
     assert list(group.run(append, ("b",))) == [["a", "b"]] * 3
 
@@ -238,7 +239,7 @@ def test_ctrl_c_interrupts_only_the_call_of_the_main_thread(group):
         signal.signal(signal.SIGINT, before)
     interrupter.join()
     event.set()
-    assert list(other.result(60)) == [2]
+    assert other.result(60)[2] == 2
     assert pids_of(group) == pids
 
 
@@ -250,7 +251,7 @@ def test_a_rank_that_raises_does_not_disturb_other_calls(group, caplog):
         group.submit(failing.raises_value_error, ranks=[0, 1]).result(60)
     assert isinstance(caught.value.__cause__, ValueError)
     event.set()
-    assert list(other.result(60)) == [2]
+    assert other.result(60)[2] == 2
     assert not caplog.records
 
 
@@ -267,7 +268,7 @@ def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
     assert str(stopped.value).startswith("the call was stopped together with rank 0, which it had not called")
     assert not any(map(is_alive, pids))
     handles = [group.submit(functions.rank, ranks=rank) for rank in range(3)]  # one of them restarts all ranks
-    assert [list(handle.result(60)) for handle in handles] == [[0], [1], [2]]
+    assert [handle.result(60)[rank] for rank, handle in enumerate(handles)] == [0, 1, 2]
     assert {worker.restart_count for worker in group.workers} == {1}
     (record,) = caplog.records
     assert record.message.startswith("all ranks are restarted: not all of them survived the last call: rank 0 ")
@@ -292,7 +293,7 @@ def test_close_cancels_calls_that_wait_and_lets_others_end():
     waiting.add_done_callback(lambda _: event.set())
     group.close()
     assert waiting.cancelled()
-    assert list(running.result(0)) == [0]
+    assert running.result(0)[0] == 0
     with pytest.raises(RuntimeError, match="this WorkerGroup is closed"):
         group.submit(functions.rank)
 
@@ -363,13 +364,13 @@ def test_a_forgotten_handle_and_a_handle_that_outlives_its_group(eventually):
     group = WorkerGroup(1)
     group.submit(functions.rank)
     handle = group.submit(functions.rank)
-    assert list(handle.result(60)) == [0]
+    assert handle.result(60)[0] == 0
     pids = pids_of(group)
     with pytest.warns(ResourceWarning):  # noqa: PT031  the thread of the call may keep the group for a moment
         del group  # the handle does not keep its ranks
         eventually(lambda: not any(thread.name.startswith("mpwatch") for thread in threading.enumerate()))
     assert not any(map(is_alive, pids))
-    assert list(handle.result(0)) == [0]
+    assert handle.result(0)[0] == 0
 
 
 def test_the_timeout_begins_with_the_call(group):
@@ -377,7 +378,7 @@ def test_the_timeout_begins_with_the_call(group):
     second = group.submit(functions.rank, ranks=0, timeout=60.0)
     assert not wait([second], 0.2).done
     first.terminate()
-    assert list(second.result(60)) == [0]
+    assert second.result(60)[0] == 0
     with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s"):
         group.submit(time.sleep, (1000,), ranks=0, timeout=0.2).result(60)
 
@@ -409,7 +410,7 @@ def test_a_done_callback_may_call_the_group(group):
 
     group.submit(functions.double, (3,), ranks=0).add_done_callback(call_again)
     assert is_over.wait(60)
-    assert [list(value) for value in values] == [[6], [0], [0, 1, 2]]
+    assert [list(result.values()) for result in values] == [[6], [0], [0, 1, 2]]
 
 
 def test_an_observer_may_stop_a_call():
@@ -421,7 +422,7 @@ def test_an_observer_may_stop_a_call():
 
     with WorkerGroup(2, on_event=stop) as group:
         handles.append(submit_waiting(group, [0]))
-        assert list(group.run(functions.rank, ranks=1)) == [1]  # its observer does not wait for the other call
+        assert group.run(functions.rank, ranks=1)[1] == 1  # its observer does not wait for the other call
         with pytest.raises(RunFailedError, match=r"terminate\(\) was called"):
             handles[0].result(60)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,12 +27,19 @@ def test_values_come_back_by_rank():
     assert list(result) == [0, 1, 2]
     assert result[2] == 2
     assert len(result) == 3
-    assert result.return_values == {0: 0, 1: 1, 2: 2}
+    assert isinstance(result, Sequence)
+    assert (result[-1], result[1:], result[::-1], result[5:]) == (2, [1, 2], [2, 1, 0], [])
+    assert (list(reversed(result)), result.index(1), 3 in result) == ([2, 1, 0], 1, False)
+    assert dict(result.items()) == result.return_values == {0: 0, 1: 1, 2: 2}
+    assert list(result.values()) == [0, 1, 2]
     assert result.state is mpwatch.WorkerState.SUCCEEDED
     assert result.failures == {}
     assert [worker.rank for worker in result.workers] == [0, 1, 2]
-    with pytest.raises(IndexError, match="no rank 3 in this run"):
-        result[3]
+    for rank in (3, -4):
+        with pytest.raises(IndexError, match=f"there is no rank {rank}; the number of ranks is 3"):
+            result[rank]
+    with pytest.raises(TypeError):
+        result["2"]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_only_the_ranks_of_a_call_stop():
     with WorkerGroup(3) as group:
         handle = group.submit(stop_functions.count_steps, ranks=[0])
         result = group.run(stop_functions.stop_itself, (2, 5), ranks=[1, 2])
-        assert list(result) == [result.stopped_at] * 2
+        assert list(result.values()) == [result.stopped_at] * 2
         assert not handle.done()
         handle.request_stop()
         assert handle.result().stop_cause == "request_stop() of its handle"
@@ -279,7 +279,7 @@ def test_a_failure_after_the_request_is_a_failure_without_restart():
     with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 failed first: OSError: the disk is full") as caught:
         mpwatch.run(stop_functions.raise_after_request, 2, max_restarts=3)
     result = caught.value.result
-    assert result.not_restarted == "a stop was requested (request_stop() in rank 0)"
+    assert result.notes == ("not restarted: a stop was requested (request_stop() in rank 0)",)
     assert len(result.attempts) == 1
 
 
@@ -300,7 +300,7 @@ def test_a_request_before_a_restart_is_the_end():
     observer = kill_when(Restarting, signal.SIGUSR1)
     with pytest.raises(mpwatch.RunFailedError, match="the first start") as caught:
         mpwatch.run(stop_functions.fail_first, 2, max_restarts=policy, stop=USR1, on_event=observer)
-    assert caught.value.result.not_restarted == "a stop was requested (SIGUSR1)"
+    assert caught.value.result.notes == ("not restarted: a stop was requested (SIGUSR1)",)
 
 
 def test_the_same_signal_again_stops_at_once(received):

@@ -47,6 +47,7 @@ from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
 from mpwatch.options.rendezvous import LAST_CALL_OPTION
 from mpwatch.results.failure import summarize_exception
+from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
@@ -446,7 +447,8 @@ class Driver:
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
                 reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._restarts.not_restarted
-                return self._restarts.complete(make_lost_result(self._losses, reason))
+                result = self._restarts.complete(make_lost_result(self._losses))
+                return replace(result, notes=make_restart_notes(reason, result.attempts))
             for error in (*errors, *late_errors):
                 raise error
         if results:

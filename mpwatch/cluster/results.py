@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import mpwatch
 from mpwatch.results.failure import add_summary
-from mpwatch.results.report import format_stopped_by_caller
+from mpwatch.results.report import format_stopped_by_caller, make_restart_notes
 
 V = TypeVar("V")
 # If the nodes have ended in several states, the job has the first of these.
@@ -34,14 +34,12 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         progress=_merge(result.progress for result in results),
         stacks=_merge(result.stacks for result in results),
         collectives=_merge(result.collectives for result in results),
-        helpers_oom=_first(result.helpers_oom for result in results),
         reason=_choose_reason(results),
         log_dir=_first(result.log_dir for result in results),
         attempts=max((result.attempts for result in results), key=len),
-        not_restarted=_first(result.not_restarted for result in results),
+        notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=_first(result.stop_cause for result in results),
-        dropped_values=tuple(sorted({rank for result in results for rank in result.dropped_values})),
         elapsed=max(result.elapsed for result in results),
         events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
     )
@@ -73,16 +71,15 @@ def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessF
         failures=dict(sorted(missing.items())),
         root_cause=next(iter(missing.values())),
         worker_states={**result.worker_states, **dict.fromkeys(missing, mpwatch.WorkerState.FAILED)},
-        not_restarted=OTHERS_HAVE_ENDED,
+        notes=(*result.notes, *make_restart_notes(OTHERS_HAVE_ENDED, result.attempts)),
     )
 
 
-def make_lost_result(losses: Iterable[mpwatch.ProcessFailure], not_restarted: str) -> mpwatch.RunResult[Any]:
+def make_lost_result(losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
     """Return the result of a job whose nodes were all lost. The failure of the node that was lost first is the root cause.
 
     Args:
         losses: a failure for each rank of the nodes.
-        not_restarted: why new nodes have not restarted the ranks.
     """
     failures = [add_summary(failure) for failure in losses]
     return mpwatch.RunResult(
@@ -90,7 +87,6 @@ def make_lost_result(losses: Iterable[mpwatch.ProcessFailure], not_restarted: st
         failures={failure.rank: failure for failure in sorted(failures, key=lambda failure: failure.rank)},
         root_cause=failures[0],
         worker_states={failure.rank: mpwatch.WorkerState.FAILED for failure in failures},
-        not_restarted=not_restarted,
     )
 
 

@@ -40,7 +40,7 @@ from mpwatch.multinode.rank_assignment import build_assigned_workers
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import format_verdict
+from mpwatch.results.report import format_verdict, make_restart_notes
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.diagnose import (
     find_missing_ranks,
@@ -338,7 +338,7 @@ class MultiNodeRunController(RunController[T]):
         decision = self._job_decision
         if decision is None:  # this node was interrupted
             is_success = local.state is WorkerState.SUCCEEDED
-            return replace(local, state=WorkerState.STOPPED, return_values={}) if is_success else local
+            return replace(local, state=WorkerState.STOPPED) if is_success else local
         if decision.next_step is NextStep.DONE:
             return local
         failures = dict(sorted({**local.failures, **self._job_failures}.items()))
@@ -346,12 +346,12 @@ class MultiNodeRunController(RunController[T]):
         return replace(
             local,
             state=WorkerState.FAILED,
-            return_values={},
+            return_values={rank: value for rank, value in local.return_values.items() if rank not in failures},
             failures=failures,
             root_cause=None if decision.timed_out else cause,
             worker_states={**local.worker_states, **dict.fromkeys(self._job_failures, WorkerState.FAILED)},
             reason=decision.reason or local.reason,
-            not_restarted=decision.no_restart_reason,
+            notes=(*local.notes, *make_restart_notes(decision.no_restart_reason, self._attempts)),
         )
 
 

@@ -72,7 +72,7 @@ def _make_title(result: RunData[Any]) -> str:
     if result.state is not WorkerState.SUCCEEDED:
         return format_verdict(result)
     ranks = format_count(len(result.workers), "rank")
-    return f"{ranks} succeeded" + (f", {text}" if (text := format_restarts(result)) else "")
+    return ", ".join(filter(None, [f"{ranks} succeeded", format_restarts(result)]))
 
 
 def make_result_table(result: RunData[Any], picture: str = "") -> str:
@@ -91,6 +91,7 @@ def make_result_table(result: RunData[Any], picture: str = "") -> str:
     if text := format_restarts(result):
         rows.append(("all", text))
     rows += make_attempt_rows(select_failed_attempts(result))
+    rows += [("", note) for note in result.notes]
     return _table(_make_title(result), rows) + picture + (_fold_failure(root) if root is not None else "")
 
 

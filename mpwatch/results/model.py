@@ -115,8 +115,9 @@ class RunData(Generic[T]):
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.
-        return_values: the return values by global rank. It is empty if not all ranks succeeded. With `keep_going`, it has
-            the values of all ranks that returned.
+        return_values: the return values by global rank, of the ranks that have returned. After a failure, too, it has the
+            values of the ranks that had returned before. In a job of several nodes, it has the values of this node's ranks
+            only, except in a job that was started on a cluster by one call.
         failures: the failures by global rank.
         root_cause: the failure that came first. It is None if no rank failed, or if the timeout expired.
         workers: the ranks, in order.
@@ -128,16 +129,15 @@ class RunData(Generic[T]):
         collectives: the collective of torch.distributed in which each rank waited, or otherwise the last collective of the
             rank, by global rank. It is empty if the run succeeded. Ranks without a process group, and ranks that did not
             answer in time, are missing. The data comes from torch's flight recorder.
-        helpers_oom: text that shows that the kernel's out-of-memory killer killed a process that is not a rank. Otherwise it
-            is empty. A rank may have started that process, for example as a worker of a DataLoader. Or it is another process
-            in the same memory cgroup.
         reason: what ended the run, if no failure ended it: the timeout, or a signal to the calling program. Otherwise it is
             empty.
         log_dir: the folder of the log files, with a file for each attempt, rank and stream. It is empty without log files.
             See `LogSpec`.
         attempts: all attempts, in the order in which they ended. All other fields, except `RunResult.events`, describe the
             last attempt of each rank.
-        not_restarted: why failed ranks were not restarted, if restarts were allowed. Otherwise it is empty.
+        notes: sentences for people, which are also lines of the report: why failed ranks were not restarted, that ranks of a
+            WorkerGroup have ended with this call, that a value could not be rebuilt, or that the kernel's out-of-memory
+            killer killed a process that is not a rank.
         keep_going: whether the run went on with the other ranks after a rank had failed.
         stopped_at: the step at which `should_stop` returned True after a request to stop. It is None if `should_stop`
             returned True on no rank. With scope="worker", each rank has its own step, and this is the highest of these
@@ -145,11 +145,6 @@ class RunData(Generic[T]):
         stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "StopPolicy(after=3600)". It is
             empty if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
             `stop_cause`, but `stopped_at` is None.
-        dropped_values: the ranks whose return values were dropped because another rank failed. `keep_going` would have kept
-            these values. A rank that returned None does not count. It is always empty for a call of a WorkerGroup.
-        ended_ranks: the ranks of a WorkerGroup that have ended with this call, because it failed. The next call that needs
-            these ranks starts them again, and what they had in `current_worker().state` is lost. It is always empty for a
-            run.
         elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
             WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
     """
@@ -163,16 +158,13 @@ class RunData(Generic[T]):
     progress: Mapping[int, Progress] = field(default_factory=dict)
     stacks: Mapping[int, str] = field(default_factory=dict)
     collectives: Mapping[int, Collective] = field(default_factory=dict)
-    helpers_oom: str = ""
     reason: str = ""
     log_dir: str = ""
     attempts: tuple[Attempt, ...] = ()
-    not_restarted: str = ""
+    notes: tuple[str, ...] = ()
     keep_going: bool = False
     stopped_at: int | None = None
     stop_cause: str = ""
-    dropped_values: tuple[int, ...] = ()
-    ended_ranks: tuple[int, ...] = ()
     elapsed: float = 0.0
 
     @property

@@ -10,9 +10,10 @@ A report looks like this:
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
       last reports: ranks 0-3 at step 30 of 100                   of a run that no failure has ended
-      the next call starts ranks 0-2 again; their state is lost   of a call of a WorkerGroup
-      restarted 2 times, then no more: ...                        restarts
+      restarted 2 times                                           restarts
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
+      not restarted again: ...                                    notes
+      the next call starts ranks 0-2 again; their state is lost   notes of a call of a WorkerGroup
 """
 
 import re
@@ -67,24 +68,26 @@ def format_report(result: RunData[Any]) -> str:
     groups = [f"  {line}" for line in format_fates(result)]
     if result.root_cause is None and (steps := format_last_steps(result.progress)):
         groups.append(f"  last reports: {steps}")
-    if result.dropped_values:
-        groups.append(
-            f"  the return values of {format_ranks(result.dropped_values)} are dropped; keep_going=True keeps them"
-        )
-    if result.ended_ranks:
-        whose = "its" if len(result.ended_ranks) == 1 else "their"
-        groups.append(f"  the next call starts {format_ranks(result.ended_ranks)} again; {whose} state is lost")
     restarts = [f"  {text}"] if (text := format_restarts(result)) else []
     restarts += format_attempts(select_failed_attempts(result))
-    return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts])
+    notes = [f"  {note}" for note in result.notes]
+    return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts, *notes])
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return a text that says how often ranks were restarted, and why they were not restarted again."""
-    if not result.restarts:
-        return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
-    no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
-    return f"restarted {format_times(result.restarts)}{no_more}"
+    """Return a text such as `restarted once`, or an empty text."""
+    return f"restarted {format_times(result.restarts)}" if result.restarts else ""
+
+
+def make_restart_notes(no_restart_reason: str, attempts: Iterable[Attempt]) -> tuple[str, ...]:
+    """Return the note that says why ranks were not restarted, or () if `no_restart_reason` is empty."""
+    again = " again" if any(attempt.number for attempt in attempts) else ""
+    return (f"not restarted{again}: {no_restart_reason}",) if no_restart_reason else ()
+
+
+def format_ended_ranks(ranks: Collection[int]) -> str:
+    """Return a sentence about the ranks of a WorkerGroup that have ended with a failed call."""
+    return f"the next call starts {format_ranks(ranks)} again; {'its' if len(ranks) == 1 else 'their'} state is lost"
 
 
 def format_count(count: int, noun: str) -> str:
@@ -150,10 +153,10 @@ def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """
     root = result.root_cause
     found: dict[str, tuple[str, list[int]]] = {}
-    for rank, state in sorted(result.worker_states.items(), key=partial(_get_fate_order, result)):
+    for rank in sorted(result.worker_states, key=partial(_get_fate_order, result)):
         failure = result.failures.get(rank)
         if root is None or (failure is not root and rank not in root.node_ranks):
-            fate = _describe_fate(result, rank, failure, state)
+            fate = describe_fate(result, rank)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
     return {fate if len(ranks) == 1 else _use_plural(fate): ranks for fate, ranks in found.values()}
 
@@ -185,9 +188,9 @@ def format_last_steps(progress: Mapping[int, Progress]) -> str:
     return "; ".join(f"{format_ranks(ranks_by_step[step])} at {text}" for step, text in zip(steps, texts, strict=True))
 
 
-def _get_fate_order(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
-    failure = result.failures.get(item[0])
-    return failure is None or failure.is_secondary, item[0]
+def _get_fate_order(result: RunData[Any], rank: int) -> tuple[bool, int]:
+    failure = result.failures.get(rank)
+    return failure is None or failure.is_secondary, rank
 
 
 def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:
@@ -325,12 +328,12 @@ def _format_details(result: RunData[Any]) -> list[str]:
         lines.append(f"  its logs: {', '.join(root.log_files.values())}")
     elif result.log_dir:
         lines.append(f"  logs: {result.log_dir}")
-    if result.helpers_oom:
-        lines.append(f"  the kernel's out-of-memory killer killed a process that is no rank: {result.helpers_oom}")
     return lines
 
 
-def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
+def describe_fate(result: RunData[Any], rank: int) -> str:
+    """Return a phrase that says what happened to a rank of `result.worker_states`, such as `had returned`."""
+    failure, state = result.failures.get(rank), result.worker_states[rank]
     if failure is None:
         return FATES_WITHOUT_FAILURE[state] + (
             format_location(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else ""

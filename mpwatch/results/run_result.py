@@ -5,25 +5,32 @@ RunResult is a subclass of `RunData` of model.py. In addition to the attributes 
 RunData and RunResult are two classes, because a single class would need circular imports.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, ItemsView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from os import PathLike
-from typing import TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 from mpwatch.events.types import Event
-from mpwatch.results.failure import describe_failure
 from mpwatch.results.field_docs import add_inherited_attributes
 from mpwatch.results.model import RunData, WorkerState
-from mpwatch.results.report import format_count
+from mpwatch.results.report import describe_fate, format_count, format_fates, format_verdict
+from mpwatch.wire.exceptions.decoder import ENDS_RUN
+from mpwatch.wire.pickling import return_values
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, repr=False)
-class RunResult(RunData[T]):
+class RunResult(RunData[T], Sequence[T]):
     """The outcome of a run. A RunResult is a sequence of the ranks' return values, with attributes such as `failures`.
 
-    The value of rank 3 is `result[3]`. Iteration yields the values in the order of ranks.
+    The index is the global rank: `result[3]` is the value of rank 3, `result[-1]` is the value of the last rank, and
+    `len(result)` is the world size. A rank has no value here if it has failed or was stopped, if a call of a WorkerGroup did
+    not call it, or if it belongs to another node, whose own result has the value. Then `result[rank]` raises LookupError,
+    with a text that says what happened to the rank. Iteration and slices that reach this rank raise it, too. `values()` and
+    `items()` have only the values that exist.
+
+    If the run has not succeeded, its result can always be pickled, without the values that cannot be pickled or unpickled.
 
     Attributes:
         events: the latest 100,000 events of the run, in the order in which the watcher noticed them. It is always empty for
@@ -65,17 +72,59 @@ class RunResult(RunData[T]):
         with open(path, "w", encoding="utf-8") as file:
             file.write(page)
 
-    def __getitem__(self, rank: int) -> T:
-        try:
-            return self.return_values[rank]
-        except KeyError:
-            raise IndexError(self._why_missing(rank)) from None
+    @property
+    def verdict(self) -> str:
+        """The first line of the report: which rank failed first and why, or what else ended the run, such as the timeout.
 
-    def __iter__(self) -> Iterator[T]:
-        return (self.return_values[rank] for rank in sorted(self.return_values))
+        It is empty if the run succeeded.
+        """
+        return format_verdict(self)
+
+    @property
+    def fates(self) -> list[str]:
+        """The lines of the report about all ranks except the rank that failed first.
+
+        Several ranks can share a line, for example `ranks 0-1: stopped by the watcher …`.
+        """
+        return format_fates(self)
+
+    def values(self) -> ValuesView[T]:
+        """The return values that exist, in the order of ranks."""
+        return self.return_values.values()
+
+    def items(self) -> ItemsView[int, T]:
+        """The pairs of global rank and return value, for the values that exist, in the order of ranks."""
+        return self.return_values.items()
+
+    @overload
+    def __getitem__(self, rank: SupportsIndex) -> T: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[T]: ...
+
+    def __getitem__(self, rank: SupportsIndex | slice) -> T | list[T]:
+        ranks = range(len(self))
+        if isinstance(rank, slice):
+            return [self._get_value(each) for each in ranks[rank]]
+        try:
+            number = ranks[rank]
+        except IndexError:
+            raise IndexError(f"there is no rank {rank}; the number of ranks is {len(ranks)}") from None
+        return self._get_value(number)
 
     def __len__(self) -> int:
-        return len(self.return_values)
+        return self.workers[0].world_size if self.workers else max(self.worker_states, default=-1) + 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.state is not WorkerState.SUCCEEDED:  # the failures must arrive, whatever the values are
+            state["return_values"] = _convert(self.return_values, return_values.dumps)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["state"] is not WorkerState.SUCCEEDED:
+            state = {**state, "return_values": _convert(state["return_values"], return_values.loads)}
+        self.__dict__.update(state)
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows for this result."""
@@ -88,12 +137,33 @@ class RunResult(RunData[T]):
         ranks, failures = format_count(len(self.workers), "rank"), format_count(len(self.failures), "failure")
         return f"<RunResult {self.state.name}: {ranks}, {failures}>"
 
-    def _why_missing(self, rank: int) -> str:
-        if self.state is WorkerState.SUCCEEDED:
-            return f"no rank {rank} in this run; it had the ranks {sorted(self.return_values)}"
-        if self.keep_going and rank in self.failures:
-            return f"rank {rank} has no value, since it failed: {describe_failure(self.failures[rank])}"
-        return f"rank {rank} has no value, since the run ended as {self.state.name}; see .failures"
+    def _get_value(self, rank: int) -> T:
+        if rank in self.return_values:
+            return self.return_values[rank]
+        failure = self.failures.get(rank)
+        why = "this call has not called it"
+        if self.worker_states.get(rank) is WorkerState.SUCCEEDED:
+            why = "it had returned, but its value could not be brought here; see .notes"
+        elif rank in self.worker_states:
+            why = describe_fate(self, rank)
+        elif self.workers and self.workers[0].group_world_size > 1:
+            why = "it belongs to another node, where the result has its value"
+        text = f"rank {rank} has no value: {why}; .values() and .items() have the values that exist"
+        # not IndexError, at which an iteration would end without a word
+        raise LookupError(text) from (failure.exception if failure else None)
+
+
+def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[int, Any]:
+    """Pickle or unpickle each value. Leave out a value for which this raises an exception."""
+    converted = {}
+    for rank, value in values.items():
+        try:
+            converted[rank] = convert(value)
+        except ENDS_RUN:
+            raise
+        except BaseException:  # noqa: BLE001, S110  from the code of the value's class
+            pass
+    return converted
 
 
 add_inherited_attributes(RunResult, RunData)

@@ -27,7 +27,7 @@ from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_loss_in_other_call, format_verdict
+from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import StartLostRanks, TerminalRestore
@@ -173,7 +173,8 @@ class PersistentRanks:
             if answer is None and ranks is not None and spec.torch_backend.name is not None:
                 return None
             if answer is None:
-                answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks=ranks), begin)
+                pending_call = PendingCall(payload, started_at, timeout, ranks=ranks)
+                answer = self._restart_and_call(pending_call, begin)
             blocking_call, result, has_succeeded = answer
         finally:
             payload.close()
@@ -183,6 +184,8 @@ class PersistentRanks:
                 elif ranks is None and may_reach_ranks:
                     self._process_group_version = version + 1
         blocking_call.deliver_signals(result)
+        if result.state is not WorkerState.SUCCEEDED and (ended_ranks := self._list_ended_ranks(pending_call)):
+            result = replace(result, notes=(*result.notes, format_ended_ranks(ended_ranks)))
         return result
 
     def close(self) -> None:
@@ -352,9 +355,7 @@ class PersistentRanks:
 
     def _build_result(self, watcher_thread: WatcherThread, call: PendingCall) -> RunResult[Any]:
         if call.observations:
-            outcome = self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
-            has_succeeded = outcome.state is WorkerState.SUCCEEDED
-            return outcome if has_succeeded else replace(outcome, ended_ranks=self._list_ended_ranks(call))
+            return self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
         assert call.direct is not None  # it is over
         workers = call.direct.idle_ranks.workers
         values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}

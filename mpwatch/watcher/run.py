@@ -139,7 +139,7 @@ def _prepare(
 
 def log_last_report(result: RunResult[Any]) -> None:
     """Log the report of the run, because a signal is about to end the program."""
-    log_now(logging.WARNING, "%s", format_report(replace(result, ended_ranks=())))  # there will be no next call
+    log_now(logging.WARNING, "%s", format_report(result))
 
 
 class BlockingCall:

@@ -115,7 +115,7 @@ def describe_run_failure(error):
         "verdict": str(failed).splitlines()[0],
         "exit_code": failed.exit_code,
         "chain_length": len(exception_chain(failed.__cause__)),
-        "failures": {rank: describe_failure(failure) for rank, failure in failed.failures.items()},
+        "failures": {rank: describe_failure(failure) for rank, failure in failed.result.failures.items()},
         "states": describe_states(failed.result),
     }
 

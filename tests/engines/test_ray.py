@@ -211,8 +211,8 @@ def test_a_job_whose_only_watcher_is_killed_again_and_again_fails():
     kill = KillAllWatchers(ranks=1, attempts=2)
     with pytest.raises(mpwatch.RunFailedError, match=r"node 0 \(.*\) with rank 0 was lost: ") as caught:
         run(functions.wait, 1, nodes=1, max_restarts=1, node_timeout=3.0, on_event=kill)
-    assert caught.value.failures[0].kind is mpwatch.FailureKind.LOST
-    assert "restarted once, then no more: all restarts are used up" in str(caught.value)
+    assert caught.value.result.failures[0].kind is mpwatch.FailureKind.LOST
+    assert "not restarted again: all restarts are used up" in str(caught.value)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -55,6 +55,8 @@ class Outcome:
     exit_code: int | None = None  # of the error
     cause: dict | None = None
     state: str = ""
+    size: int = 0
+    missing: str = ""  # what iteration of the result raises
     values: dict[int, object] = field(default_factory=dict)
     failures: dict[int, dict] = field(default_factory=dict)
     root_cause: dict | None = None
@@ -63,7 +65,7 @@ class Outcome:
     attempts: list[dict] = field(default_factory=list)
     restarts: int = 0
     reason: str = ""
-    not_restarted: str = ""
+    notes: list[str] = field(default_factory=list)
     stopped_at: int | None = None
     stop_cause: str = ""
     events: list[str] = field(default_factory=list)

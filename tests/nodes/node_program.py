@@ -121,8 +121,8 @@ def _run(request):
     options = dict(request["options"])
     if isinstance(options.get("env"), str):
         options["env"] = getattr(tasks, options["env"])
-    if isinstance(options.get("restart_policy"), dict):
-        options["restart_policy"] = mpwatch.RestartPolicy(**options["restart_policy"])
+    if isinstance(options.get("max_restarts"), dict):
+        options["max_restarts"] = mpwatch.RestartPolicy(**options["max_restarts"])
     if "per_rank" in options:  # for JSON
         options["args"] = [mpwatch.PerRank(options.pop("per_rank"))]
     if request["rendezvous"] is not None:
@@ -155,7 +155,13 @@ def _describe_exception(error):
 
 
 def _describe_result(result):
+    try:
+        missing = list(result) and ""
+    except LookupError as error:
+        missing = str(error)
     return {
+        "size": len(result),
+        "missing": missing,
         "state": result.state.name,
         "values": dict(result.return_values),
         "failures": {rank: _describe_failure(failure) for rank, failure in result.failures.items()},
@@ -165,7 +171,7 @@ def _describe_result(result):
         "attempts": [_describe_attempt(attempt) for attempt in result.attempts],
         "restarts": result.restarts,
         "reason": result.reason,
-        "not_restarted": result.not_restarted,
+        "notes": list(result.notes),
         "stopped_at": result.stopped_at,
         "stop_cause": result.stop_cause,
         "events": [event.name for event in result.events],

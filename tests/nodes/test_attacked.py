@@ -107,7 +107,7 @@ def test_a_job_that_gets_no_replacement_reports_the_node_that_it_has_lost(job):
     lost.kill()
     outcome = kept.outcome()
     assert outcome.text.startswith(f"node 1 ({lost.hostname}) with rank 1 was lost: its program sent no sign of life")
-    assert "1 of 2 nodes had joined" in outcome.not_restarted
+    assert "1 of 2 nodes had joined" in outcome.notes[-1]
     assert outcome.root_cause["hostname"] == lost.hostname
     assert outcome.attempts == [{"number": 0, "state": "FAILED", "cause": 1}]
     assert [line for line in kept.log.splitlines() if "waiting" in line] == [

@@ -31,7 +31,6 @@ def assert_all_blame(job, world, rank, **facts):
         assert {name: cause[name] for name in expected} == expected
         assert not cause["is_secondary"]
         assert f"rank {rank}" in outcome.text.splitlines()[0]
-        assert outcome.values == {}
     return outcomes
 
 
@@ -96,6 +95,18 @@ def test_the_job_fails_if_a_rank_raises_after_the_others_have_returned(job, worl
     assert_all_blame(job, world, 1, kind="EXCEPTION")
 
 
+def test_each_node_keeps_the_values_of_its_own_ranks(job, world):
+    others = World(world[2:])
+    others.order("return", "fine")
+    job.await_end(others)
+    world[1].order("raise", "last")
+    first, second = assert_all_blame(job, world, 1, kind="EXCEPTION")
+    assert (first.values, second.values) == ({}, {2: "fine", 3: "fine"})
+    assert (first.size, second.size) == (4, 4)
+    assert first.missing.startswith("rank 0 has no value: stopped by the watcher")
+    assert second.missing.startswith("rank 0 has no value: it belongs to another node")
+
+
 def test_all_nodes_restart_together(job):
     job.start_several(2, nprocs=2, max_restarts=1)
     first = job.await_world(4)
@@ -121,7 +132,7 @@ def test_the_budget_is_that_of_the_job(job, failing_rank):
     second[failing_rank].order("raise", "once more")
     for outcome in assert_all_blame(job, second, failing_rank):
         assert "once more" in outcome.root_cause["summary"]
-        assert outcome.not_restarted
+        assert outcome.notes == ["not restarted again: all restarts are used up (max_restarts=1)"]
 
 
 def test_every_node_reports_the_failed_attempts(job):

@@ -277,7 +277,7 @@ def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
     [
         ({"rendezvous": "node0:29400"}, TypeError, "rendezvous must be a Rendezvous, such as"),
         (
-            {"restart_policy": mpwatch.RestartPolicy(1, scope="worker")},
+            {"max_restarts": mpwatch.RestartPolicy(1, scope="worker")},
             ValueError,
             "on several nodes all ranks are restarted together",
         ),

@@ -197,7 +197,7 @@ def test_the_node_that_serves_the_store_may_leave(job):
     for outcome in job.outcomes(others):
         assert outcome.error == "RunFailedError"
         assert "SIGINT" in outcome.text
-        assert f"({leaving.hostname}) served the store" in outcome.not_restarted
+        assert f"({leaving.hostname}) served the store" in outcome.notes[-1]
         assert "no sign of life" not in outcome.text
     assert leaving.outcome().error == "KeyboardInterrupt"
 

@@ -79,7 +79,7 @@ def test_a_request_before_a_restart_ends_the_job(job, receiver):
         outcome = node.outcome()
         assert (outcome.error, len(outcome.attempts)) == ("RunFailedError", 1)
         assert outcome.ended - sent_at < AT_ONCE
-        assert outcome.not_restarted == "a stop was requested (SIGUSR1)"
+        assert outcome.notes == ["not restarted: a stop was requested (SIGUSR1)"]
 
 
 def test_a_request_while_the_nodes_meet_again_ends_the_run(job):
@@ -108,7 +108,7 @@ def test_the_job_is_not_restarted_if_a_node_is_killed_after_the_request(job):
     lost.exit_status()
     outcome = kept.outcome()
     assert (outcome.error, len(outcome.attempts)) == ("RunFailedError", 1)
-    assert outcome.not_restarted == "a stop was requested (SIGUSR1)"
+    assert outcome.notes == ["not restarted: a stop was requested (SIGUSR1)"]
     store.kill()
     store.exit_status()
 

@@ -178,7 +178,7 @@ def test_ranks_are_grouped_by_where_they_were():
         "  ranks 0, 2, 4, 6: stopped by the watcher (train.py:12 in step)",
         "  ranks 1, 5, 7: stopped by the watcher (train.py:88 in step)",
     ]
-    assert str(error).splitlines() == [error.verdict, *(f"  {line}" for line in error.fates)]
+    assert str(error).splitlines() == [error.result.verdict, *(f"  {line}" for line in error.result.fates)]
 
 
 def test_many_groups_are_counted():
@@ -347,11 +347,11 @@ def test_format_exit():
 @pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
 def test_every_error_pickles(kind):
     error = kind(diagnose(make_observations(rank_that_raised(ValueError("x", lambda: None), 9.0), STOPPED_RANK)))
-    assert repr(error) == f"{kind.__name__}({error.verdict!r})"
+    assert repr(error) == f"{kind.__name__}({error.result.verdict!r})"
     for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(back) is kind
         assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
-        assert back.verdict.startswith("rank 0 failed first: ValueError: ")
+        assert back.result.verdict.startswith("rank 0 failed first: ValueError: ")
         assert back.root_cause.exception.args[0] == "x"
         assert back.__cause__ is back.root_cause.exception
 

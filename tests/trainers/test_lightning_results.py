@@ -93,9 +93,9 @@ def test_bad_strategies_and_options_raise_at_once(results):
         assert errors.pop(name).startswith("TypeError: watched() takes an instance of one of Lightning's strategies")
     expected = {
         "used": "ValueError: the strategy belongs to a Trainer or Fabric already",
-        "option": "TypeError: watched() has no option 'backend'; its options are backend_timeout, bind, capture_locals, ",
+        "option": "TypeError: watched() has no option 'backend'; its options are debug, env, grace_period, ",
         "value": "ValueError: timeout must be a number of seconds, more than 0, not -1",
-        "scope": "ValueError: restart_policy has scope='worker'",
+        "scope": "ValueError: RestartPolicy has scope='worker'",
         "logs": "ValueError: logs: show names rank 2",
         "nodes": "ValueError: watched() starts ranks on one machine, but num_nodes=2",
         "sending": "LaunchError: args[0].lock, a _thread.lock, which cannot be sent to the ranks",

@@ -1,9 +1,9 @@
 """The public names as a user writes them; read by mypy, never run."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import assert_type
+from typing import Any, assert_type
 
 import mpwatch
 from mpwatch import (
@@ -28,6 +28,8 @@ result = mpwatch.run(train, nprocs=2, args=(0.1,), kwargs={"epochs": 3}, backend
 assert_type(mpwatch.__version__, str)
 assert_type(result, RunResult[list[float]])
 assert_type(result[0], list[float])
+assert_type(result[-2:], list[list[float]])
+rows: Sequence[list[float]] = result
 for value in result:
     assert_type(value, list[float])
 assert_type(mpwatch.run(lambda: 3, 2)[0], int)
@@ -85,8 +87,11 @@ except RunTimeoutError as error:
     assert_type(error.exit_code, int)
 except RunFailedError as error:
     assert_type(error.root_cause, ProcessFailure | None)
-    assert_type(error.failures, dict[int, ProcessFailure])
-    assert_type(error.fates, list[str])
+    assert_type(error.result, RunResult[Any])
+    assert_type(error.result.failures, Mapping[int, ProcessFailure])
+    assert_type(error.result.verdict, str)
+    assert_type(error.result.fates, list[str])
+    error.verdict  # type: ignore[attr-defined]
 except LaunchError as error:
     print(error)
 
@@ -128,7 +133,9 @@ def observe_progress(event: events.Progressed) -> None:
 mpwatch.run(train, 2, on_progress=observe_progress)
 farm = mpwatch.run(train, 2, keep_going=True, check=False)
 assert_type(farm.return_values, Mapping[int, list[float]])
-assert_type(farm.dropped_values, tuple[int, ...])
+assert_type(list(farm.items()), list[tuple[int, list[float]]])
+assert_type(list(farm.values()), list[list[float]])
+assert_type(farm.notes, tuple[str, ...])
 mpwatch.run(train, 2, keep_going="yes")  # type: ignore[call-overload]
 mpwatch.RestartPolicy(retry_if=lambda failure: failure.kind is not mpwatch.FailureKind.OOM)
 mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]

@@ -317,7 +317,7 @@ def test_a_job_whose_only_node_is_lost_at_its_end_fails():
         mpwatch.RunFailedError, match=r"node 0 \(.*\) with ranks 0-1 was lost: the machine is gone\n"
     ) as caught:
         cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
-    assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
+    assert {failure.kind for failure in caught.value.result.failures.values()} == {mpwatch.FailureKind.LOST}
     assert "not restarted: the ranks had ended before that" in str(caught.value)
 
 
@@ -419,7 +419,7 @@ def test_a_job_whose_nodes_are_all_lost_again_and_again_fails():
         cluster.run(
             engine, functions.wait_unless_restarted, 1, nodes=1, args=(9,), max_restarts=2, node_timeout=2.0, on_event=kill
         )
-    assert "restarted 2 times, then no more: all restarts are used up (max_restarts=2)" in str(caught.value)
+    assert "not restarted again: all restarts are used up (max_restarts=2)" in str(caught.value)
     assert [str(attempt).partition(",")[0] for attempt in caught.value.result.attempts] == [
         "first start",
         "restart 1",

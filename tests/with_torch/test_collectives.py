@@ -56,12 +56,12 @@ HAS_NOT_JOINED = (
 def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion, text):
     with pytest.raises(mpwatch.RunFailedError, match=f"^rank 1 {text}") as failed:
         mpwatch.run(train, 3, args=(diversion,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
-    assert {rank: failure.kind for rank, failure in failed.value.failures.items()} == dict.fromkeys(
+    assert {rank: failure.kind for rank, failure in failed.value.result.failures.items()} == dict.fromkeys(
         range(3), FailureKind.HANG
     )
-    assert [failure.is_secondary for _, failure in sorted(failed.value.failures.items())] == [True, False, True]
+    assert [failure.is_secondary for _, failure in sorted(failed.value.result.failures.items())] == [True, False, True]
     others = r"ranks 0, 2: victims of rank 1: waited in all_reduce \(test_collectives.py:.*\), silent for [\d.]+ s at step 3 of 10"
-    assert re.fullmatch(others, "\n".join(failed.value.fates))
+    assert re.fullmatch(others, "\n".join(failed.value.result.fates))
 
 
 @pytest.mark.slow
@@ -86,4 +86,4 @@ def train_in_parallel():
 def test_the_rank_that_sends_no_gradients_is_the_root_cause():
     with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in sleeps") as failed:
         mpwatch.run(train_in_parallel, 3, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
-    assert [failure.is_secondary for _, failure in sorted(failed.value.failures.items())] == [True, False, True]
+    assert [failure.is_secondary for _, failure in sorted(failed.value.result.failures.items())] == [True, False, True]

@@ -59,7 +59,7 @@ def test_the_result_has_the_collectives(size):
             stacks = thread.submit(wait_for_verdict, group, FIRST_VERDICT if size != "0" else "")
             group.run(functions.wait_in_calls, timeout=4.0)
     found = failed.value.result.collectives
-    assert failed.value.stacks[0]
+    assert failed.value.result.stacks[0]
     if size == "0":
         assert found == {}
         return

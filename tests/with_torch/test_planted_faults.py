@@ -56,7 +56,7 @@ def check_verdict(fault, nprocs):
     root = error.root_cause
     assert re.match(f"rank {ODD_RANK} {VERDICTS[fault].replace('OTHERS', OTHERS)}", str(error)), str(error)
     assert (root.rank, root.kind, root.is_secondary) == (ODD_RANK, FailureKind.MISMATCH, False)
-    assert all(failure.is_secondary for rank, failure in error.failures.items() if rank != ODD_RANK)
+    assert all(failure.is_secondary for rank, failure in error.result.failures.items() if rank != ODD_RANK)
     return error
 
 
@@ -145,7 +145,7 @@ def test_nobody_is_blamed_if_ranks_differ_in_what_the_recorder_does_not_know():
     error = run(faults.other_splits, 3)
     assert str(error).startswith("no rank was seen to fail by itself; the first to report a problem with a peer: rank ")
     assert "gloo ended it: a peer sent more data than it expected" in str(error)
-    assert all(failure.is_secondary for failure in error.failures.values())
+    assert all(failure.is_secondary for failure in error.result.failures.values())
 
 
 @pytest.mark.slow

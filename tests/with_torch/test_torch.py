@@ -151,7 +151,7 @@ def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(
     error = caught.value
     assert error.root_cause.rank == 1, str(error)
     assert isinstance(error.__cause__, ValueError) == (fail is raise_value_error)
-    assert all(failure.is_secondary for rank, failure in error.failures.items() if rank != 1), str(error)
+    assert all(failure.is_secondary for rank, failure in error.result.failures.items() if rank != 1), str(error)
     if order == "peers first":
         assert " of rank 1: StepError" in str(error)
 

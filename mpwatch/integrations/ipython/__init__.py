@@ -156,10 +156,9 @@ class RankMagics(Magics):
             result = group.run(run_cell, (Cell(*body, pulled),), pushed, ranks=ranks, timeout=options.timeout)
         except (TypeError, ValueError) as error:  # a rank that does not exist, for example
             raise UsageError(f"ranks: {error}") from None
-        outcomes = result.return_values
         for name in pulled:
-            self.shell.user_ns[name] = {rank: outcome.pulled[name] for rank, outcome in outcomes.items()}
-        values = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.value is not None}
+            self.shell.user_ns[name] = {rank: outcome.pulled[name] for rank, outcome in result.items()}
+        values = {rank: outcome.value for rank, outcome in result.items() if outcome.value is not None}
         return RankValues(values) if values else None
 
     def close(self) -> None:

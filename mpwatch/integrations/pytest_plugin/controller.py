@@ -265,7 +265,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
     error = cause.exception
     if _is_skip_or_xfail(cause):
         raise error
-    others = failure.fates if cause is failure.root_cause else [failure.verdict]
+    others = failure.result.fates if cause is failure.root_cause else [failure.result.verdict]
     notes = [f"in rank {cause.rank} of {len(failure.result.workers)}", *(f"  {line}" for line in others), *later]
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # pytest shows no notes of such an exception
         _fail_without_traceback("\n".join([str(error), *notes]))
@@ -282,7 +282,7 @@ def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause
-    others = failure.failures.values()
+    others = failure.result.failures.values()
     return next((other for other in others if not other.is_secondary and not _is_skip_or_xfail(other)), root_cause)
 
 

@@ -18,7 +18,7 @@ waits for the diagnosis.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,17 +76,16 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
     """
     _correct_collectives(attempt)
     failures: Failures = {}
-    values: dict[int, Any] = {}
+    have_all_returned = attempt.stop_reason is StopReason.SUCCEEDED
+    loaded_values = (loaded_values or _load_values(attempt)) if have_all_returned else {}
     for rank, observed in attempt.ranks.items():
-        if attempt.stop_reason is StopReason.SUCCEEDED and has_returned(attempt, observed):
-            answer = observed.answer
-            assert answer is not None  # the rank has returned
-            loaded = (loaded_values or {}).get(rank) or load_value(answer.body if answer.file is None else answer.file)
-            if loaded.error is None:
-                values[rank] = loaded.value
-            else:
-                failures[rank] = build_unloadable_value(attempt, observed, answer.stamp, loaded.error)
-        elif (failure := find_failure(attempt, observed)) is not None:
+        if rank not in loaded_values:
+            failure = find_failure(attempt, observed)
+        elif (error := loaded_values[rank].error) is not None:
+            failure = build_unloadable_value(attempt, observed, error)
+        else:
+            failure = None
+        if failure is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
     verdict = None if attempt.stop_reason is StopReason.SUCCEEDED else find_collective_verdict(attempt)
@@ -100,10 +99,16 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
         is_explained and verdict and not verdict.blamed
     )
     by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
+    notes = []
+    if not have_all_returned:  # an unloadable value is no failure now, as it has not ended the attempt
+        loaded_values = _load_values(attempt, without=by_rank)
+        notes += [f"rank {rank} has no value: {loaded.error}" for rank, loaded in loaded_values.items() if loaded.error]
+    if by_rank and attempt.helpers_oom:
+        notes.append(f"the kernel's out-of-memory killer killed a process that is no rank: {attempt.helpers_oom}")
     states = {rank: _get_state(attempt, observed, rank in by_rank) for rank, observed in attempt.ranks.items()}
     return RunResult(
         state=_get_overall_state(attempt.stop_reason, by_rank),
-        return_values=values if not by_rank else {},
+        return_values={rank: loaded.value for rank, loaded in loaded_values.items() if loaded.error is None},
         failures=by_rank,
         root_cause=first if is_blame_certain else None,
         workers=tuple(observed.worker for observed in attempt.ranks.values()),
@@ -116,14 +121,24 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
         stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
         collectives={} if attempt.stop_reason is StopReason.SUCCEEDED else _get_collectives(attempt),
         reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
-        helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,
         stopped_at=max(
             (step for of_rank in attempt.ranks.values() if (step := of_rank.stopped_step) is not None), default=None
         ),
         stop_cause=attempt.stop_cause,
+        notes=tuple(notes),
         elapsed=attempt.ended_at - attempt.run_started_at,
     )
+
+
+def _load_values(attempt: AttemptObservations, without: Container[int] = ()) -> dict[int, "LoadedValue"]:
+    loaded = {}
+    for rank, observed in attempt.ranks.items():
+        if rank not in without and has_returned(attempt, observed):
+            answer = observed.answer
+            assert answer is not None  # the rank has returned
+            loaded[rank] = load_value(answer.body if answer.file is None else answer.file)
+    return loaded
 
 
 class LoadedValue(NamedTuple):

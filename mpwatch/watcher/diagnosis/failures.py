@@ -116,15 +116,14 @@ def build_mismatch(
     return at, add_summary(failure)
 
 
-def build_unloadable_value(
-    attempt: AttemptObservations, observed: RankObservations, at: float, error: BaseException
-) -> TimedFailure:
+def build_unloadable_value(attempt: AttemptObservations, observed: RankObservations, error: BaseException) -> TimedFailure:
     """Return the failure of a rank whose return value was lost. `error` says why the caller could not get the value."""
+    assert observed.answer is not None  # it has returned
     plain = ExceptionEncoder(error).plain()
     return _build(
         attempt,
         observed,
-        at,
+        observed.answer.stamp,
         FailureKind.EXCEPTION,
         exception=error,
         summary=decoder.read_summary(plain),

@@ -26,8 +26,6 @@ def merge_results(
 ) -> RunResult[T]:
     """Merge the results of all restart groups into the result of the run.
 
-    Without `keep_going`, the result has return values only if all ranks have returned.
-
     `restartable_groups` contains the lowest rank of each failed restart group that mpwatch may restart. The root cause of
     the run is the earliest root cause of the groups that mpwatch cannot restart. If these groups have no root cause, the
     run has the earliest root cause of the other groups. If one of several groups has timed
@@ -39,10 +37,8 @@ def merge_results(
     merged = merge_results_of_calls(results)
     final = [result for observations, result in parts if min(observations.ranks) not in restartable_groups]
     late = [(observations, result) for observations, result in parts if observations.stop_reason is StopReason.TIMED_OUT]
-    is_complete = merged.state is WorkerState.SUCCEEDED
     return replace(
         merged,
-        return_values=merged.return_values if is_complete or keep_going else {},
         root_cause=None if late else _find_earliest_cause(final) or merged.root_cause,
         keep_going=keep_going,
         reason=_describe_stop_timeout(parts) or _describe_timeout(late) or merged.reason,
@@ -61,7 +57,7 @@ def merge_results_of_calls(results: Sequence[RunResult[T]]) -> RunResult[T]:
         progress=_merge_dicts(result.progress for result in results),
         stacks=_merge_dicts(result.stacks for result in results),
         collectives=_merge_dicts(result.collectives for result in results),
-        helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
+        notes=tuple(dict.fromkeys(note for result in results for note in result.notes)),
         log_dir=results[0].log_dir,
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=next((result.stop_cause for result in results if result.stop_cause), ""),

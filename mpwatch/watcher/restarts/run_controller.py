@@ -24,12 +24,11 @@ from mpwatch.events.types import CollectivesRecorded, Restarting, WorkerFailed, 
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import format_attempts, format_verdict
+from mpwatch.results.report import format_attempts, format_verdict, make_restart_notes
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import LoadedValue, diagnose
-from mpwatch.watcher.diagnosis.failures import has_returned
-from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
@@ -39,7 +38,6 @@ from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
-from mpwatch.wire.pickling.return_values import pack_none
 
 T = TypeVar("T")
 
@@ -60,7 +58,6 @@ class RunController(Generic[T]):
         self._budgets: dict[int, RestartBudget] = {}  # by id of the restart group
         self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by id of the restart group
         self._restartable_groups: set[int] = set()  # ids of groups whose last attempt failed, but may be restarted
-        self._returned: dict[int, tuple[int, ...]] = {}  # by id of the restart group: the ranks that have returned a value
         self._attempts: list[Attempt] = []
         self._run_has_failed = False  # a restart group will not be restarted
         self._no_restart_reason = ""
@@ -139,9 +136,7 @@ class RunController(Generic[T]):
 
     def _record_attempt(self, observations: AttemptObservations) -> RunResult[T]:
         """Diagnose an attempt that is over, record it and publish the outcomes of its ranks."""
-        returned = tuple(rank for rank, observed in observations.ranks.items() if _has_value(observations, observed))
         result = diagnose_attempt(observations)
-        self._returned[min(observations.ranks)] = returned
         self._last_attempts[min(observations.ranks)] = observations, result
         self._restartable_groups.discard(min(observations.ranks))
         attempt = Attempt(
@@ -191,24 +186,12 @@ class RunController(Generic[T]):
         )
         if have_all_returned and merged.state is WorkerState.FAILED and self._spec.policy.max_restarts:
             self._no_restart_reason = "all ranks had returned, but a return value cannot be unpickled"
-        result = replace(
-            merged,
-            attempts=tuple(self._attempts),
-            not_restarted=self._no_restart_reason,
-            dropped_values=() if merged.state is WorkerState.SUCCEEDED else self._list_dropped_values(),
-        )
+        attempts = tuple(self._attempts)
+        notes = (*merged.notes, *make_restart_notes(self._no_restart_reason, attempts))
+        result = replace(merged, attempts=attempts, notes=notes)
         reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
         self._publish_run_ended(result.state, reason)
         return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
-
-    def _list_dropped_values(self) -> tuple[int, ...]:
-        """Return the ranks whose return values mpwatch drops because keep_going=True is not set.
-
-        Return () if keep_going=True is set, or if this run does not allow keep_going=True.
-        """
-        if self._spec.keeps_going or self._spec.torch_backend.name is not None or self._spec.is_multi_node:
-            return ()
-        return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
 
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the exception `error` has ended the run.
@@ -273,9 +256,3 @@ def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, res
                 attempt=observations.attempt,
                 collectives=observed.collectives.collectives,
             )
-
-
-def _has_value(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether this rank has returned a value other than None."""
-    answer = observed.answer
-    return has_returned(attempt, observed) and answer is not None and answer.body != pack_none()

@@ -175,7 +175,7 @@ def call_beside_another():
     with mpwatch.WorkerGroup(2) as group:
         waiting = group.submit(wait_for_event, (barrier, event), ranks=1)
         barrier.wait()
-        print(f"values: {list(group.run(stop_once, args=(0,), ranks=0))}", flush=True)
+        print(f"values: {list(group.run(stop_once, args=(0,), ranks=0).values())}", flush=True)
         event.set()
         waiting.result()
 

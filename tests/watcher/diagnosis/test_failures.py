@@ -78,9 +78,12 @@ def test_the_first_failure_is_reported(saboteur, nprocs, barrier):
     verdict, *others = str(error).splitlines()
     assert text in verdict
     assert re.search(r"ranks? .*: stopped by the watcher .*\(failing\.py:", others[-1])
-    assert set(error.stacks) - {1} == {0, *range(2, nprocs)}  # on a busy machine, rank 1 may still encode its exception
+    assert set(error.result.stacks) - {1} == {
+        0,
+        *range(2, nprocs),
+    }  # on a busy machine, rank 1 may still encode its exception
     assert (f" in {saboteur.__name__}" in root.stack) == (exit_code in CRASHES)
-    assert error.failures == {1: root}
+    assert error.result.failures == {1: root}
     assert error.result.return_values == {}
     assert error.result.state is WorkerState.FAILED
     states = [error.result.worker_states[rank] for rank in range(nprocs)]
@@ -99,7 +102,7 @@ def test_ranks_at_the_same_location_share_a_line_of_the_report():
     assert re.fullmatch(
         r"  ranks 0, 2-7: stopped by the watcher \(failing\.py:\d+ in wait_to_be_stopped: signal\.pause\(\)\)", others
     )
-    lines = caught.value.stacks[7].splitlines()
+    lines = caught.value.result.stacks[7].splitlines()
     assert "thread 0x" in lines[0].lower()
     assert [line.strip() for line in lines[2::2]] == ["signal.pause()", "wait_to_be_stopped()"]
 
@@ -188,9 +191,9 @@ def test_check_false_returns_the_failed_result(barrier):
     result = mpwatch.run(failing.call_on_rank_1, 3, args=(failing.exits_with_3, barrier), check=False)
     assert result.state is WorkerState.FAILED
     assert result.root_cause is result.failures[1]
-    with pytest.raises(IndexError, match="rank 0 has no value, since the run ended as FAILED"):
+    with pytest.raises(LookupError, match=r"rank 0 has no value: stopped by the watcher \(failing\.py:"):
         result[0]
-    assert list(result) == []
+    assert (len(result), dict(result.items())) == (3, {})
 
 
 def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
@@ -259,10 +262,10 @@ def test_timeout():
     assert verdict == "the run did not end within timeout=3 s: ranks 0, 2 had not returned"
     assert late.startswith("  ranks 0, 2: still at work (failing.py:")
     assert ended == "  rank 1: had returned"
-    assert "in only_rank_1_returns" in error.failures[0].stack
-    assert error.stacks[0] == error.failures[0].stack
-    assert (error.root_cause, error.exit_code, set(error.failures)) == (None, 124, {0, 2})
-    assert error.failures[0].kind is FailureKind.TIMEOUT
+    assert "in only_rank_1_returns" in error.result.failures[0].stack
+    assert error.result.stacks[0] == error.result.failures[0].stack
+    assert (error.root_cause, error.exit_code, set(error.result.failures)) == (None, 124, {0, 2})
+    assert error.result.failures[0].kind is FailureKind.TIMEOUT
 
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
@@ -283,7 +286,7 @@ def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(ending, barrier, 
         mpwatch.run(failing_functions.exits_or_raises_at_sigterm, 3, args=(ending, barrier))
     for others in str(caught.value).splitlines()[1:]:  # one or two lines: a rank may still be in the barrier
         assert re.match(r"  ranks? [02](, 2)?: stopped by the watcher .*\(failing(_functions)?\.py:", others)
-    assert set(caught.value.failures) == {1}
+    assert set(caught.value.result.failures) == {1}
     out, err = capfd.readouterr()
     assert (out.count("received SIGTERM"), err) == (2, "")
 
@@ -365,7 +368,7 @@ def test_a_rank_that_lost_its_peer_is_a_victim(how, barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(failing_functions.raises_own_error_when_its_peer_dies, 3, args=(barrier, how))
     assert caught.value.root_cause.rank == 1, str(caught.value)
-    assert all(failure.is_secondary for rank, failure in caught.value.failures.items() if rank != 1)
+    assert all(failure.is_secondary for rank, failure in caught.value.result.failures.items() if rank != 1)
 
 
 @pytest.mark.parametrize(

@@ -356,8 +356,8 @@ def test_a_silent_rank_is_a_failure_with_all_stacks(saboteur, barrier):
         )
     root = failed.value.root_cause
     assert (root.rank, root.kind, root.exit_code, root.exception) == (1, FailureKind.HANG, 1, None)
-    assert set(failed.value.failures) == {1}
-    assert set(failed.value.stacks) == {0, 1, 2}
+    assert set(failed.value.result.failures) == {1}
+    assert set(failed.value.result.stacks) == {0, 1, 2}
     assert ("suspended" if saboteur is heartbeat_functions.suspends_itself else saboteur.__name__) in root.stack
     assert time.monotonic() - began < 20
 

@@ -285,27 +285,27 @@ def test_stacks_of_a_rank_that_holds_the_gil_in_c():
         stack_functions.fails_while_rank_0_sleeps, stack_functions.holds_the_gil, SPAWN.Value("i", 0), grace_period=0.3
     )
     assert "rank 0: stopped by the watcher (stack_functions.py:" in str(error)
-    assert "in holds_the_gil" in error.stacks[0]
+    assert "in holds_the_gil" in error.result.stacks[0]
 
 
 def test_stacks_of_a_rank_whose_faulthandler_does_not_answer():
     error = error_of(
         stack_functions.fails_while_rank_0_sleeps, stack_functions.waits_without_faulthandler, SPAWN.Value("i", 0)
     )
-    assert "in waits_without_faulthandler" in error.stacks[0]
+    assert "in waits_without_faulthandler" in error.result.stacks[0]
 
 
 def test_a_rank_of_which_only_another_thread_can_get_the_signal_has_no_stack(monkeypatch):
     monkeypatch.setattr("mpwatch.watcher.machine.state_machine.STACK_DUMP_SECONDS", 0.5)
     function = stack_functions.takes_no_signal_in_its_main_thread
     error = error_of(stack_functions.fails_while_rank_0_sleeps, function, SPAWN.Value("i", 0), grace_period=0.3)
-    assert error.fates == ["rank 0: stopped by the watcher"]
-    assert error.stacks == {}
+    assert error.result.fates == ["rank 0: stopped by the watcher"]
+    assert error.result.stacks == {}
 
 
 def test_stacks_of_all_threads():
     error = error_of(stack_functions.fails_while_rank_0_sleeps, stack_functions.waits_with_a_thread, SPAWN.Value("i", 0))
-    main, *others = error.stacks[0].split("\n\n")
+    main, *others = error.result.stacks[0].split("\n\n")
     assert "in waits_with_a_thread" in main
     assert any("in wait_in_a_thread" in other for other in others)
 
@@ -315,7 +315,7 @@ def test_a_deep_stack_is_no_reason_to_wait():
     error = error_of(stack_functions.fails_beside_a_deep_stack, SPAWN.Barrier(2), ended_at)
     assert time.monotonic() - ended_at.value < 5
     assert (
-        error.stacks[0].count("in recurses_then_waits") >= 80
+        error.result.stacks[0].count("in recurses_then_waits") >= 80
     )  # of 100: the others are those of the barrier and of mpwatch
 
 
@@ -329,7 +329,7 @@ def test_nothing_is_written_into_a_file_that_replaced_the_pipe(tmp_path):
     error = error_of(stack_functions.replaces_descriptors_and_waits, str(tmp_path))
     assert error.root_cause.rank == 1
     assert [file.read_bytes() for file in files] == [b"", b""]
-    assert 0 not in error.stacks
+    assert 0 not in error.result.stacks
 
 
 def test_a_rank_that_executed_another_program_gets_no_dump_signal(tmp_path):
@@ -432,7 +432,7 @@ def test_a_crash_of_a_forked_child_is_not_the_rank_s():
     error = error_of(
         stack_functions.fails_while_rank_0_sleeps, stack_functions.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0)
     )
-    assert "in forks_a_child_that_crashes_and_waits" in error.stacks[0]
+    assert "in forks_a_child_that_crashes_and_waits" in error.result.stacks[0]
     assert error.root_cause.stack == ""
     killed = error_of(stack_functions.forks_a_child_that_crashes_and_is_killed, nprocs=1)
     assert (killed.root_cause.kind, killed.root_cause.stack) == (mpwatch.FailureKind.SIGNAL, "")
@@ -458,7 +458,7 @@ def test_a_dump_that_the_watcher_did_not_request_is_ignored():
 
 def test_a_rank_with_very_many_threads():
     error = error_of(stack_functions.fails_while_rank_0_sleeps, stack_functions.waits_with_120_threads, SPAWN.Value("i", 0))
-    main, *others = error.stacks[0].split("\n\n")
+    main, *others = error.result.stacks[0].split("\n\n")
     assert "in waits_with_120_threads" in main
     assert len(others) > 100
 
@@ -467,4 +467,4 @@ def test_what_the_dump_signal_makes_a_rank_do_is_no_failure():
     """The dump signal interrupts code that waits for a signal, or for a system call in C."""
     error = error_of(stack_functions.fails_while_rank_0_sleeps, stack_functions.pauses_once, SPAWN.Value("i", 0))
     assert error.result.worker_states[0] is mpwatch.WorkerState.STOPPED
-    assert set(error.failures) == {1}
+    assert set(error.result.failures) == {1}

@@ -174,7 +174,7 @@ def test_a_rank_aborted_by_its_nccl_watchdog_is_a_victim(nprocs, barrier):
     assert re.match(
         r"rank 1 kept its peers waiting until they timed out: still at work.* \(printing_functions\.py:", str(error)
     )
-    assert error.failures[0].is_secondary
+    assert error.result.failures[0].is_secondary
     expected = "a victim of rank 1: killed by SIGABRT (NCCL's watchdog: a peer did not come to a collective in time)"
     assert f"  rank 0: {expected}" in str(error).splitlines()
 

@@ -42,8 +42,8 @@ def test_a_rank_that_is_being_stopped_when_another_ends_the_run_is_not_restarted
         )
     error, result = caught.value, caught.value.result
     assert str(error).startswith("rank 0 failed first: KeyError: 'no restart'")
-    assert (set(error.failures), result.restarts, of_kind(Restarting, result.events)) == ({0, 1}, 0, [])
-    assert result.not_restarted == "`retry_if` does not allow a restart after this failure"
+    assert (set(error.result.failures), result.restarts, of_kind(Restarting, result.events)) == ({0, 1}, 0, [])
+    assert result.notes == ("not restarted: `retry_if` does not allow a restart after this failure",)
     assert [(attempt.ranks, attempt.state) for attempt in result.attempts] == [
         ((0,), WorkerState.FAILED),
         ((1,), WorkerState.FAILED),
@@ -66,7 +66,7 @@ def test_an_interrupt_while_failed_ranks_are_stopped_is_the_reason_for_no_restar
         )
     failed = caught.value.__cause__
     assert repr(failed.root_cause.exception) == "ValueError('the first')"
-    assert failed.result.not_restarted == "this process received a signal"
+    assert failed.result.notes == ("not restarted: this process received a signal",)
 
 
 def test_an_observer_that_is_equal_to_anything_is_dropped_alone(caplog):

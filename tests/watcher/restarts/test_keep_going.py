@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import signal
 from dataclasses import replace
 
@@ -61,13 +62,12 @@ def test_ranks_that_fail_do_not_stop_the_others(caplog):
         mpwatch.run(fail_on_odd_ranks, 6, args=(end,), keep_going=True, on_event=set_after(3, WorkerFailed, end))
     error, result = caught.value, caught.value.result
     assert dict(result.return_values) == {0: 0, 2: 20, 4: 40}
-    assert list(result) == [0, 20, 40]
-    assert set(error.failures) == {1, 3, 5}
+    assert list(result.values()) == [0, 20, 40]
+    assert set(error.result.failures) == {1, 3, 5}
     first = error.root_cause
     assert str(error).startswith("3 of 6 ranks failed; ")
     assert isinstance(error.__cause__, ValueError) == (first.rank in (1, 3))
     assert "ranks 0, 2, 4: had returned" in str(error)
-    assert "dropped" not in str(error)
     assert {rank: state.name for rank, state in result.worker_states.items()} == {
         **dict.fromkeys((0, 2, 4), "SUCCEEDED"),
         **dict.fromkeys((1, 3, 5), "FAILED"),
@@ -75,8 +75,12 @@ def test_ranks_that_fail_do_not_stop_the_others(caplog):
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 3
     assert all(text.endswith("no other rank is stopped, because of keep_going=True") for text in warnings)
-    with pytest.raises(IndexError, match="rank 3 has no value, since it failed: ValueError: bad shard"):
+    assert (len(result), result[4], result[-2], result[:1]) == (6, 40, 40, [0])
+    with pytest.raises(LookupError, match=r"^rank 3 has no value: ValueError: bad shard") as missing:
         result[3]
+    assert missing.value.__cause__ is result.failures[3].exception
+    with pytest.raises(LookupError, match="rank 1 has no value"):
+        list(result)
 
 
 def test_each_rank_is_restarted_before_it_has_failed_for_good():
@@ -103,8 +107,9 @@ def test_max_restarts_and_keep_going_restart_single_ranks():
     assert replace(spec, keep_going=False).policy == RestartPolicy(3)
 
 
-def test_a_timeout_keeps_what_was_returned_by_then():
-    result = mpwatch.run(wait_forever_on_rank_0, 3, keep_going=True, timeout=6.0, grace_period=0, check=False)
+@pytest.mark.parametrize("keep_going", [True, False])
+def test_a_timeout_keeps_what_was_returned_by_then(keep_going):
+    result = mpwatch.run(wait_forever_on_rank_0, 3, keep_going=keep_going, timeout=6.0, grace_period=0, check=False)
     assert dict(result.return_values) == {1: 1, 2: 2}
     assert result.reason == "the run did not end within timeout=6 s: rank 0 had not returned"
 
@@ -112,7 +117,7 @@ def test_a_timeout_keeps_what_was_returned_by_then():
 def test_all_ranks_may_fail():
     with pytest.raises(mpwatch.RunFailedError, match="2 of 2 ranks failed; ") as caught:
         mpwatch.run(failing.raises_value_error, 2, keep_going=True)
-    assert caught.value.result.return_values == {}
+    assert (len(caught.value.result), dict(caught.value.result.items())) == (2, {})
 
 
 def test_a_run_without_failures_is_a_success():
@@ -126,19 +131,54 @@ def test_ctrl_c_stops_all_ranks():
 
 
 @pytest.mark.parametrize("options", [{}, {"max_restarts": RestartPolicy(0, scope="worker")}])
-def test_without_it_the_report_names_the_dropped_values(options):
+def test_values_that_were_returned_before_the_failure_are_kept_without_it(options):
     end = SPAWN.Event()
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(return_then_fail, 4, args=(end,), on_event=set_after(3, mpwatch.events.WorkerSucceeded, end), **options)
-    assert caught.value.result.dropped_values == (2, 3)  # rank 0 returned None
-    assert "the return values of ranks 2-3 are dropped; keep_going=True keeps them" in str(caught.value)
-    assert caught.value.result.return_values == {}
+    result = caught.value.result
+    assert dict(result.items()) == {0: None, 2: 2, 3: 3}
+    assert (result[-1], result[2:], list(result.values())) == (3, [2, 3], [None, 2, 3])
+    with pytest.raises(LookupError, match="rank 1 has no value: ValueError: bad shard"):
+        list(result)
 
 
-def test_values_that_nothing_could_have_kept_are_not_named():
-    with mpwatch.WorkerGroup(2) as group, pytest.raises(mpwatch.RunFailedError) as caught:
-        group.run(fail_on_odd_ranks, [SPAWN.Event()], timeout=0.5)
-    assert caught.value.result.dropped_values == ()
+def test_a_call_that_fails_keeps_values_too():
+    end = SPAWN.Event()
+    with mpwatch.WorkerGroup(4, on_event=set_after(3, mpwatch.events.WorkerSucceeded, end), check=False) as group:
+        assert dict(group.run(return_then_fail, [end]).items()) == {0: None, 2: 2, 3: 3}
+
+
+def return_anything_then_fail(end):
+    if get_rank() == 0:
+        return CannotBeUnpickled()
+    if get_rank() == 1:
+        return lambda: 1  # which plain pickle refuses
+    end.wait(60)
+    raise ValueError("bad shard")
+
+
+class CannotBeUnpickled:
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise LookupError("not here")
+
+
+def test_a_failure_arrives_whatever_the_values_are():
+    end = SPAWN.Event()
+    with pytest.raises(mpwatch.RunFailedError, match="rank 2 failed first: ValueError: bad shard") as caught:
+        mpwatch.run(return_anything_then_fail, 3, args=(end,), on_event=set_after(2, mpwatch.events.WorkerSucceeded, end))
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        result = error.result
+        assert (list(result.return_values), result[1]()) == ([1], 1)
+        assert list(result.failures) == [2]
+        (note,) = result.notes
+        assert note.startswith("rank 0 has no value: its return value cannot be rebuilt in the caller")
+        assert f"\n  {note}" in str(error)
+        with pytest.raises(LookupError, match=r"rank 0 has no value: it had returned.*see \.notes"):
+            result[0]
 
 
 @pytest.mark.parametrize(

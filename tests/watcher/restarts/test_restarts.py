@@ -38,7 +38,7 @@ def test_failed_ranks_are_restarted():
     assert [attempt for attempt, *_ in result] == [2, 2, 2]
     assert (result.state, result.restarts, result.failures, result.root_cause) == (WorkerState.SUCCEEDED, 2, {}, None)
     assert set(result.worker_states.values()) == {WorkerState.SUCCEEDED}
-    assert (result.not_restarted, result.reason, sorted(result.return_values)) == ("", "", [0, 1, 2])
+    assert (result.notes, result.reason, sorted(result.return_values)) == ((), "", [0, 1, 2])
     assert [worker.restart_count for worker in result.workers] == [2, 2, 2]
     first, second, third = result.attempts
     for number, attempt in enumerate((first, second)):
@@ -143,7 +143,10 @@ def test_the_error_names_what_happened_each_time():
     error = failed(attempt_functions.ends, 1, args=("kill", "exit", "raise"), max_restarts=2)
     verdict, *lines = str(error).splitlines()
     assert verdict.startswith("rank 0 failed first: ValueError: the third time (attempt_functions.py:")
-    assert lines[0] == "  restarted 2 times, then no more: all restarts are used up (max_restarts=2)"
+    assert (lines[0], lines.pop()) == (
+        "  restarted 2 times",
+        "  not restarted again: all restarts are used up (max_restarts=2)",
+    )
     starts = [
         r"    first start, [\d.]+ s: rank 0 was killed by SIGKILL \(not sent by mpwatch",
         r"    restart 1, [\d.]+ s: rank 0 ended with exit code 3 and no result",
@@ -155,7 +158,7 @@ def test_the_error_names_what_happened_each_time():
     assert [attempt.root_cause.kind.name for attempt in result.attempts] == ["SIGNAL", "EXIT", "EXCEPTION"]
     assert error.root_cause is result.attempts[-1].root_cause
     assert error.__cause__ is error.root_cause.exception
-    assert (error.failures, result.return_values) == ({0: error.root_cause}, {})
+    assert (error.result.failures, result.return_values) == ({0: error.root_cause}, {})
 
 
 def test_an_error_with_its_attempts_can_be_pickled():
@@ -195,7 +198,7 @@ def test_values_that_cannot_be_unpickled_are_no_reason_for_a_restart():
     assert "LookupError: not here" in str(error)
     assert [attempt.state for attempt in error.result.attempts] == [WorkerState.FAILED] * 2
     assert error.result.restarts == 1
-    assert error.result.not_restarted == "all ranks had returned, but a return value cannot be unpickled"
+    assert error.result.notes == ("not restarted again: all ranks had returned, but a return value cannot be unpickled",)
 
 
 def test_values_that_cannot_be_pickled_are_a_failure_of_the_rank():
@@ -203,22 +206,23 @@ def test_values_that_cannot_be_pickled_are_a_failure_of_the_rank():
         attempt_functions.returns_in_the_second_attempt, 1, args=(attempt_functions.CannotBePickled,), max_restarts=3
     )
     assert [attempt.root_cause.kind for attempt in error.result.attempts] == [FailureKind.EXCEPTION] * 2
-    assert "TypeError before the first heartbeat or report" in error.result.not_restarted
+    assert "TypeError before the first heartbeat or report" in error.result.notes[0]
 
 
 def test_check_false_returns_the_attempts():
     result = mpwatch.run(attempt_functions.always_raises, 2, max_restarts=1, check=False)
     assert (result.state, result.restarts, len(result.attempts)) == (WorkerState.FAILED, 1, 2)
-    assert result.not_restarted == "all restarts are used up (max_restarts=1)"
+    assert result.notes == ("not restarted again: all restarts are used up (max_restarts=1)",)
     table = result._repr_html_()
-    assert "restarted once, then no more" in table
+    assert "restarted once" in table
+    assert result.notes[0] in table
     assert [table.count(f'left">{attempt}, ') for attempt in ("first start", "restart 1", "restart 2")] == [1, 1, 0]
 
 
 def test_without_max_restarts_the_error_does_not_mention_restarts():
     error = failed(attempt_functions.always_raises, 1)
     assert "restart" not in str(error)
-    assert (error.result.restarts, len(error.result.attempts), error.result.not_restarted) == (0, 1, "")
+    assert (error.result.restarts, len(error.result.attempts), error.result.notes) == (0, 1, ())
 
 
 # --- which failures
@@ -253,7 +257,7 @@ def test_retry_if_is_called_in_the_callers_thread_for_each_failure():
     )
     here = threading.current_thread()
     assert calls == [(here, FailureKind.SIGNAL), (here, FailureKind.EXIT), (here, FailureKind.EXCEPTION)]
-    assert "`retry_if` does not allow a restart" in error.result.not_restarted
+    assert "`retry_if` does not allow a restart" in error.result.notes[0]
 
 
 @pytest.mark.parametrize("scope", ["group", "worker"])
@@ -307,7 +311,8 @@ def test_no_progress_ends_the_run():
     policy = RestartPolicy(9, max_no_progress=2)
     error = failed(attempt_functions.reports, 1, args=(3, 5, 4, 5, 5), max_restarts=policy)
     assert len(error.result.attempts) == 4
-    assert error.result.not_restarted == "no step beyond 5 was reported after 2 restarts in a row (max_no_progress=2)"
+    text = "no step beyond 5 was reported after 2 restarts in a row (max_no_progress=2)"
+    assert error.result.notes == (f"not restarted again: {text}",)
 
 
 # --- ranks that do not start
@@ -372,7 +377,7 @@ def test_the_timeout_is_for_all_attempts_together():
 def test_no_restart_if_the_delay_is_longer_than_what_is_left_of_the_timeout():
     error = failed(attempt_functions.always_raises, 2, timeout=30, max_restarts=RestartPolicy(delay=30, jitter=0))
     assert not isinstance(error, mpwatch.RunTimeoutError)
-    assert (error.result.restarts, "`timeout` leaves " in error.result.not_restarted) == (0, True)
+    assert (error.result.restarts, "`timeout` leaves " in error.result.notes[0]) == (0, True)
 
 
 # --- many restarts

@@ -87,9 +87,10 @@ def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
         mpwatch.run(attempt_functions.fails, 3, args=(99, 1), max_restarts=restart_single(2))
     error, result = caught.value, caught.value.result
     assert str(error).startswith("rank 1 failed first: ValueError: attempt 2 ")
-    assert "  restarted 2 times, then no more: all restarts are used up (max_restarts=2)" in str(error)
+    assert "  restarted 2 times" in str(error)
+    assert "  not restarted again: all restarts are used up (max_restarts=2)" in str(error)
     assert repr(error.__cause__) == "ValueError('attempt 2')"
-    assert (set(error.failures), result.return_values, result.state) == ({1}, {}, WorkerState.FAILED)
+    assert (set(error.result.failures), result.return_values, result.state) == ({1}, {}, WorkerState.FAILED)
     assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}
     assert sorted((attempt.ranks, attempt.number, attempt.state.name) for attempt in result.attempts) == [
         ((0,), 0, "STOPPED"),
@@ -124,9 +125,9 @@ def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_rest
     error, result = caught.value, caught.value.result
     assert str(error).startswith("rank 1 failed first: KeyError: 'no restart'")
     assert type(error.__cause__) is KeyError
-    assert set(error.failures) == {0, 1}
+    assert set(error.result.failures) == {0, 1}
     assert (result.restarts, result.worker_states[2]) == (0, WorkerState.STOPPED)
-    assert result.not_restarted == "`retry_if` does not allow a restart after this failure"
+    assert result.notes == ("not restarted: `retry_if` does not allow a restart after this failure",)
 
 
 def test_restarts_do_not_extend_the_timeout():
@@ -134,7 +135,7 @@ def test_restarts_do_not_extend_the_timeout():
         mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 2, timeout=4.0, max_restarts=restart_single())
     error = caught.value
     assert str(error).startswith("the run did not end within timeout=4 s: ranks 0-1 had not returned")
-    assert (error.root_cause, set(error.failures), error.exit_code) == (None, {0, 1}, 124)
+    assert (error.root_cause, set(error.result.failures), error.exit_code) == (None, {0, 1}, 124)
     assert error.result.restarts == 1
 
 
@@ -149,7 +150,7 @@ def test_ctrl_c_while_one_rank_awaits_its_restart_and_others_run():
         )
     failed = caught.value.__cause__
     assert repr(failed.root_cause.exception) == "ValueError('attempt 0')"
-    assert failed.result.not_restarted == "this process received a signal"
+    assert failed.result.notes == ("not restarted: this process received a signal",)
     assert failed.result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}
 
 

@@ -43,4 +43,6 @@ def test_an_error_from_an_executor_keeps_the_exception_of_the_rank():
         division_after_wide_characters()
     expected = traceback.format_exception(caught.type, caught.value, caught.tb.tb_next)
     assert traceback.format_exception(error.root_cause.exception) == expected
-    assert error.verdict.startswith("rank 0 failed first: ZeroDivisionError: division by zero (raising_expressions.py:")
+    assert error.result.verdict.startswith(
+        "rank 0 failed first: ZeroDivisionError: division by zero (raising_expressions.py:"
+    )
