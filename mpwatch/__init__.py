@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import CallHandle, RunHandle
+    from mpwatch.script import Script
     from mpwatch.version import __version__
     from mpwatch.worker.context import current_worker, heartbeat, report, request_stop, should_stop
 
@@ -50,6 +51,7 @@ __all__ = [
     "RunHandle",
     "RunResult",
     "RunTimeoutError",
+    "Script",
     "Worker",
     "WorkerGroup",
     "WorkerSpec",
@@ -88,6 +90,7 @@ _HOME = {
     "RunHandle": ".run_handle",
     "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
+    "Script": ".script",
     "Worker": ".options.worker_info",
     "WorkerGroup": ".group",
     "WorkerSpec": ".options.spec",
