@@ -109,7 +109,7 @@ def test_a_script_finds_in_a_rank_what_python_gives_it(args, options, as_python,
 def test_processes_of_a_rank_find_the_classes_of_its_script(args, tmp_path):
     """A process that multiprocessing spawns imports the script as `__mp_main__`."""
     write(tmp_path, pools=POOLS)
-    program = f"import mpwatch; mpwatch.main(mpwatch.Script({args}), nprocs=2)"
+    program = f"import mpwatch; mpwatch.main(mpwatch.Script({args}), nprocs=2, timeout=60)"
     assert python("-c", program, cwd=tmp_path).stdout == "squared\nsquared\n"
 
 
