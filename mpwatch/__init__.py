@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import RunHandle
+    from mpwatch.script import Script
     from mpwatch.version import __version__
     from mpwatch.worker.context import current_worker, heartbeat, report, request_stop, should_stop
 
@@ -55,6 +56,7 @@ __all__ = [
     "RunOptions",
     "RunResult",
     "RunTimeoutError",
+    "Script",
     "StopPolicy",
     "Worker",
     "WorkerGroup",
@@ -96,6 +98,7 @@ _HOME = {
     "RunOptions": ".options.spec",
     "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
+    "Script": ".script",
     "StopPolicy": ".options.stop_policy",
     "Worker": ".options.worker_info",
     "WorkerGroup": ".group",

@@ -31,7 +31,8 @@ LAYERS = {
     "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
     "group": {"data", "live_view", "watcher", "run_handle"},
     "item_map": {"data", "live_view", "watcher", "wire", "worker", "group", "run_handle"},
-    "facade": {"version", "api", "group", "item_map", "run_handle", "data", "worker"},
+    "script": set(),
+    "facade": {"version", "api", "group", "item_map", "run_handle", "script", "data", "worker"},
     "cluster": {"facade", "api", "live_view", "multinode", "watcher", "wire", "data"},
     "integrations": {"facade", "cluster"},  # only what a user can import
 }

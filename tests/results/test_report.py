@@ -17,7 +17,7 @@ from mpwatch.results.html import make_group_table
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
 from mpwatch.results.report import FATE_LINES, format_overdue_ranks, format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
+from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE, SCRIPT_FILE
 from mpwatch.watcher.machine.transitions import StopReason
 from support.observations import (
     CONNECTION_LOST_ERROR,
@@ -380,7 +380,8 @@ def test_a_failure_and_a_result_can_be_made_by_users():
 
 def test_files_of_mpwatch_that_reports_recognise_exist():
     """A renamed module would silently lose its phrase, or show its frames as the user's."""
-    files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE] + [f"{PACKAGE_FOLDER}/../{RANK_MAIN_FILE}"]
+    files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE]
+    files += [f"{PACKAGE_FOLDER}/..{file}" for file in (RANK_MAIN_FILE, SCRIPT_FILE)]
     assert [file for file in files if not os.path.exists(file)] == []
 
 

@@ -281,6 +281,25 @@ def ours():
 
 
 @row(
+    "`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`",
+    '`mpwatch.main(mpwatch.Script("train.py", "--lr", "0.1"), nprocs=4)` in a program of its own',
+)
+@row(
+    "`torchrun --standalone --nproc-per-node=4 -m pkg.train --lr 0.1`",
+    '`mpwatch.main(mpwatch.Script("--lr", "0.1", module="pkg.train"), nprocs=4)`',
+)
+@pytest.mark.parametrize("script", ["*sys.argv[1:]", '*sys.argv[2:], module="train"'], ids=["file", "module"])
+def test_a_script_stays_as_it_is(script, theirs):
+    logs = 'logs=mpwatch.LogSpec("logs", show=0)'
+    program = f"import mpwatch, sys\nmpwatch.main(mpwatch.Script({script}), nprocs=2, max_restarts=1, {logs})"
+    job = Job("main()", ("-c", program))
+    assert (job.status, job.files.keys()) == (3, theirs.files.keys())
+    for rank in range(2):
+        (args, variables), (their_args, their_variables) = job.read_report(rank), theirs.read_report(rank)
+        assert (args, variables | {"ROLE_NAME": "trainer"}) == (their_args, their_variables)
+
+
+@row(
     "`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`, with `main()` at the end of train.py",
     "`python train.py --lr 0.1`, with `mpwatch.main(main, 4)` at its end",
 )

@@ -34,6 +34,8 @@ for value in result:
     assert_type(value, list[float])
 assert_type(mpwatch.run(lambda: 3, 2)[0], int)
 assert_type(mpwatch.main(train, 2), RunResult[list[float]])
+assert_type(mpwatch.run(mpwatch.Script(Path("train.py"), "--lr", "0.1"), nprocs=2), RunResult[None])
+assert_type(mpwatch.main(mpwatch.Script("--lr", "0.1", module="pkg.train"), nprocs=2), RunResult[None])
 stopping = mpwatch.run(train, 2, stop=mpwatch.StopPolicy((signal.SIGUSR1,), after=3600, timeout=60.0))
 assert_type(stopping.stopped_at, int | None)
 assert_type(stopping.stop_cause, str)

@@ -39,6 +39,7 @@ CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank 
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
+SCRIPT_FILE = "/mpwatch/script.py"  # runs the user's script
 DUMP_HANDLER_FRAME = re.compile(r'/mpwatch/worker/stack_dumps\.py", line \d+ in __call__$')
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
 NATIVE_FRAME = re.compile(r'  Binary file "([^"]*)"')
@@ -232,9 +233,9 @@ def _is_thread_of_mpwatch(block: str) -> bool:
 
 
 def _cut_at_rank_main(block: str) -> str:
-    """Return the lines of the stack that come before the first frame of the rank's main module (worker/main.py)."""
+    """Return the lines of the stack that come before the first frame of mpwatch's code that called the user's code."""
     lines = block.splitlines()
-    end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line), len(lines))
+    end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line or SCRIPT_FILE in line), len(lines))
     return "\n".join(lines[:end])
 
 

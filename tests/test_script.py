@@ -1,0 +1,207 @@
+"""`mpwatch.Script`: a script in each rank is what it is under `python train.py` and `python -m train`."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpwatch
+from support.programs import ENV, python
+
+# Writes what it finds in its process to a file that is named by its rank.
+REPORTER = """
+import json, os, pickle, sys
+import __main__
+from beside import VALUE
+
+class Cfg:
+    pass
+
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Cfg)) is __main__.Cfg is Cfg
+    assert __builtins__.len is len
+    spec = __spec__ and __spec__.name
+    found = [VALUE, __file__, __package__, spec, sys.argv, sys.path[0], os.getcwd(), type(__loader__).__name__, Cfg.__module__]
+    with open(os.environ.get("RANK", "python"), "w") as file:
+        json.dump(found, file)
+    sys.exit(0)
+"""
+POOLS = """
+import multiprocessing, os
+
+class Item:
+    def __init__(self, n):
+        self.n = n
+
+def square(item):
+    return Item(item.n**2)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            assert [item.n for item in pool.map(square, [Item(2), Item(3)])] == [4, 9], method
+    print("squared", flush=True)
+"""
+# Rank 1 waits for rank 0, and fails.
+FAILING = """
+import os, signal, sys
+
+class BadShardError(Exception):
+    def __init__(self, *, shard):
+        super().__init__(f"shard {shard} is bad")
+        self.shard = shard
+
+def load(shard):
+    open("both").close()
+    if sys.argv[1] == "exit":
+        sys.exit(3)
+    raise BadShardError(shard=shard)  # THE-LINE
+
+if os.environ["RANK"] == "1":
+    load(7)
+open("both", "w").close(), signal.pause()
+"""
+
+
+def write(folder, **texts):
+    """Write these modules into the folder, in which `a__b` is the name of `a/b.py`."""
+    for name, text in texts.items():
+        path = Path(folder, f"{name.replace('__', '/')}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def write_reporter(folder):
+    write(folder, src__train=REPORTER, src__beside="VALUE = 5", beside="VALUE = 6")
+    write(folder, pkg__train=REPORTER, pkg__part=REPORTER)
+    Path(folder, "pkg", "__main__.py").write_text(REPORTER)
+    Path(folder, "link.py").symlink_to("src/train.py")
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "as_python"),
+    [
+        (["src/train.py", "--lr", "0.1"], {}, ["src/train.py", "--lr", "0.1"]),
+        ([Path("link.py")], {}, ["link.py"]),
+        (["--lr", "0.1"], {"module": "pkg.train"}, ["-m", "pkg.train", "--lr", "0.1"]),
+        ([], {"module": "pkg"}, ["-m", "pkg"]),
+    ],
+    ids=["file", "link", "module", "package"],
+)
+def test_a_script_finds_in_a_rank_what_python_gives_it(args, options, as_python, tmp_path, monkeypatch):
+    write_reporter(tmp_path)
+    python(*as_python, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    script = mpwatch.Script(*args, **options)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")  # relative paths are those of the moment at which the Script was made
+    result = mpwatch.submit(script, nprocs=2).result(60)
+    assert list(result) == [None, None]
+    expected = json.loads((tmp_path / "python").read_text())
+    expected[4][0], expected[6] = expected[1], str(tmp_path / "elsewhere")  # sys.argv[0] is absolute
+    assert [json.loads(Path(rank).read_text()) for rank in ("0", "1")] == [expected, expected]
+
+
+@pytest.mark.parametrize("args", ['"pools.py"', 'module="pools"'])
+def test_processes_of_a_rank_find_the_classes_of_its_script(args, tmp_path):
+    """A process that multiprocessing spawns imports the script as `__mp_main__`."""
+    write(tmp_path, pools=POOLS)
+    program = f"import mpwatch; mpwatch.main(mpwatch.Script({args}), nprocs=2, timeout=60)"
+    assert python("-c", program, cwd=tmp_path).stdout == "squared\nsquared\n"
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    write(tmp_path, train=FAILING)
+    os.mkfifo(tmp_path / "both")
+    monkeypatch.chdir(tmp_path)
+
+    def fail(*args, on_event=None):
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            mpwatch.run(mpwatch.Script("train.py", *args), nprocs=2, on_event=on_event)
+        return caught.value
+
+    return fail
+
+
+@pytest.mark.usefixtures("_wait_for_all_stacks")
+def test_a_failure_is_reported_with_the_lines_of_the_script(failing, tmp_path):
+    events = []
+    error = failing("raise", on_event=events.append)
+    line = next(number for number, text in enumerate(FAILING.splitlines(), 1) if "THE-LINE" in text)
+    assert re.fullmatch(
+        rf"rank 1 failed first: BadShardError: shard 7 is bad \(train.py:{line} in load\)\n"
+        r"  rank 0: stopped by the watcher \(train.py:\d+ in <module>: open\(.both., .w.\).close\(\), signal.pause\(\)\)",
+        str(error),
+    )
+    assert error.__cause__.shard == 7
+    path, frames = str(tmp_path / "train.py"), []
+    trace = error.__cause__.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_frame.f_code.co_name))
+        trace = trace.tb_next
+    assert frames == [(path, "<module>"), (path, "load")]
+    assert error.stacks[0].count("  File ") == 1  # no frames of mpwatch
+    assert [event.fn for event in events if isinstance(event, mpwatch.events.RunStarted)] == ["train.py"]
+
+
+def test_an_exit_status_is_that_of_the_rank(failing):
+    error = failing("exit")
+    assert (error.exit_code, error.root_cause.rank) == (3, 1)
+
+
+def test_a_syntax_error_names_the_script(tmp_path):
+    write(tmp_path, wrong="x = = 3")
+    with pytest.raises(mpwatch.RunFailedError, match=r"SyntaxError: invalid syntax \(wrong.py, line 1\)$"):
+        mpwatch.run(mpwatch.Script(tmp_path / "wrong.py"), nprocs=1)
+
+
+def test_a_module_that_does_not_exist_is_named():
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"ModuleNotFoundError: there is no module nothing_here that can be run"
+    ):
+        mpwatch.run(mpwatch.Script(module="nothing_here"), nprocs=1)
+
+
+def get_main(name):
+    return getattr(sys.modules["__main__"], name, None), sys.argv[1:]
+
+
+def test_ranks_of_a_group_are_as_before_after_a_script(tmp_path):
+    write(tmp_path, one="import sys\nvalue = sys.argv[1]\nassert value == 'a'", two="assert 'value' not in globals()")
+    with mpwatch.WorkerGroup(1) as group:
+        before = group.run(get_main, ("value",))[0]
+        assert list(group.run(mpwatch.Script(tmp_path / "one.py", "a"))) == [None]
+        assert list(group.run(mpwatch.Script(tmp_path / "two.py"))) == [None]
+        assert group.run(get_main, ("value",))[0] == before
+    before = sys.modules["__main__"], sys.argv[:], sys.path[:]
+    mpwatch.Script(tmp_path / "one.py", "a")()
+    assert (sys.modules["__main__"], sys.argv, sys.path) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error"),
+    [
+        (["nowhere.py"], {}, FileNotFoundError(f"there is no script {os.path.abspath('nowhere.py')}")),
+        ([os.path.dirname(__file__)], {}, FileNotFoundError(f"there is no script {os.path.dirname(__file__)}")),
+        ([], {}, TypeError("Script needs the path of a script")),
+        ([__file__, "--lr", 0.1], {}, TypeError("must be strings or paths, as in sys.argv, not 0.1")),
+        ([b"train.py"], {}, TypeError("must be strings or paths")),
+        ([], {"module": Path("pkg")}, TypeError("module must be the name of a module")),
+        ([], {"module": "pkg/train.py"}, ValueError("to run a file, pass its path: Script('pkg/train.py')")),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Exception) else "",
+)
+def test_a_wrong_argument_is_refused_before_a_rank_starts(args, options, error):
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        mpwatch.Script(*args, **options)
+
+
+def test_a_script_that_starts_itself_in_its_ranks_is_refused(tmp_path):
+    write(tmp_path, train="import mpwatch\nmpwatch.main(mpwatch.Script(__file__), nprocs=1)")
+    done = python("train.py", cwd=tmp_path, env=ENV, check=False)
+    assert done.returncode == 1
+    assert "train.py') would start itself in each of its ranks, without end" in done.stderr
