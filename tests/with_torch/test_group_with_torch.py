@@ -121,7 +121,7 @@ def test_some_ranks_have_the_process_group_of_all():
         ]
         with pytest.raises(mpwatch.RunFailedError, match="bad"):
             handles[0].result(60)
-        assert [list(handle.result(60)) for handle in handles[1:]] == [[(2, 0)], [(2, 1)], [(2, 0)]]
+        assert [list(handle.result(60).values()) for handle in handles[1:]] == [[(2, 0)], [(2, 1)], [(2, 0)]]
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         with pytest.raises(mpwatch.RunFailedError, match="bad"):
             group.run(raise_on_rank_1, ranks=1)
@@ -139,7 +139,7 @@ def test_calls_that_wait_for_the_process_group_run_at_the_same_time():
     barrier = SPAWN.Barrier(2)
     with WorkerGroup(2, backend="gloo") as group:
         handles = [group.submit(meet, (barrier,), ranks=rank) for rank in range(2)]
-        assert [list(handle.result(60)) for handle in handles] == [[None], [None]]
+        assert [list(handle.result(60).values()) for handle in handles] == [[None], [None]]
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_collectives_of_different_ranks_at_the_same_time():
     with WorkerGroup(4, backend="gloo") as group:
         group.run(make_pairs)
         handles = [group.submit(sum_over_two, (pair,), ranks=pair) for _ in range(25) for pair in ((0, 1), (2, 3))]
-        assert [list(handle.result(60)) for handle in handles] == [[1, 1], [5, 5]] * 25
+        assert [list(handle.result(60).values()) for handle in handles] == [[1, 1], [5, 5]] * 25
 
 
 def test_a_call_that_lacks_a_rank_in_a_collective_names_it(caplog, eventually):
@@ -156,4 +156,4 @@ def test_a_call_that_lacks_a_rank_in_a_collective_names_it(caplog, eventually):
         waiting = group.submit(sum_over_ranks, ranks=[0, 1])
         eventually(lambda: "rank 2 has not joined all_reduce #2" in caplog.text, 60)
         group.run(sum_over_ranks, ranks=2)  # late, but it comes
-        assert [value for value, _ in waiting.result(60)] == [6, 6]
+        assert [value for value, _ in waiting.result(60).values()] == [6, 6]
