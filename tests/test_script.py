@@ -144,7 +144,7 @@ def test_a_failure_is_reported_with_the_lines_of_the_script(failing, tmp_path):
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_frame.f_code.co_name))
         trace = trace.tb_next
     assert frames == [(path, "<module>"), (path, "load")]
-    assert error.stacks[0].count("  File ") == 1  # no frames of mpwatch
+    assert error.result.stacks[0].count("  File ") == 1  # no frames of mpwatch
     assert [event.fn for event in events if isinstance(event, mpwatch.events.RunStarted)] == ["train.py"]
 
 

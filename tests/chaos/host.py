@@ -59,7 +59,7 @@ def main(folder, ready):
 
 
 def call_run(history, folder):
-    policy = None
+    policy = 0
     if history.restart_scope:
         policy = mpwatch.RestartPolicy(
             10_000, scope=history.restart_scope, delay=history.restart_delay, max_delay=history.restart_delay

@@ -223,7 +223,7 @@ def test_by_default_only_restarts_are_logged(caplog):
 
 def test_the_progress_of_a_run_is_logged_at_info(caplog):
     lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, restarted_run())]
-    assert lines[0] == "train starts on here: 2 ranks of role trainer"
+    assert lines[0] == "train starts on here: 2 ranks of role default"
     assert lines[1:4] == ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of 10.0 s allowed"]
     assert lines[-1] == "SUCCEEDED after 4.7 s, after 1 restart"
     assert len(lines) == 10
@@ -598,7 +598,7 @@ def test_the_error_without_events_says_how_to_collect_them(tmp_path):
     with pytest.raises(ValueError, match=r"on_event=events\.append"):
         RunResult(WorkerState.SUCCEEDED).to_chrome_trace(tmp_path / "trace.json")
     with pytest.raises(TypeError, match=r"result\.events"):
-        write_chrome_trace(RunResult(WorkerState.SUCCEEDED, {0: "value"}), tmp_path / "trace.json")
+        write_chrome_trace(["value"], tmp_path / "trace.json")
     assert not os.listdir(tmp_path)
 
 

@@ -123,6 +123,10 @@ def _run(request):
         options["env"] = getattr(tasks, options["env"])
     if isinstance(options.get("max_restarts"), dict):
         options["max_restarts"] = mpwatch.RestartPolicy(**options["max_restarts"])
+    if isinstance(options.get("stop"), dict):
+        options["stop"] = mpwatch.StopPolicy(**options["stop"])
+    if isinstance(options.get("backend"), dict):
+        options["backend"] = mpwatch.Backend(**options["backend"])
     if "per_rank" in options:  # for JSON
         options["args"] = [mpwatch.PerRank(options.pop("per_rank"))]
     if request["rendezvous"] is not None:

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from mpwatch import StopPolicy
 from nodes.harness import AT_ONCE, NODE_TIMEOUT
 
 USR1 = {"stop": [signal.SIGUSR1]}
@@ -114,7 +113,7 @@ def test_the_job_is_not_restarted_if_a_node_is_killed_after_the_request(job):
 
 
 def test_each_node_has_a_limit_for_its_ranks(job):
-    job.start_several(2, stop=StopPolicy([signal.SIGUSR1], timeout=0.2))
+    job.start_several(2, stop={"signals": [signal.SIGUSR1], "timeout": 0.2})
     job.await_world(2).order("ignore_stop")
     receiver, other = job.nodes
     receiver.send(signal.SIGUSR1)

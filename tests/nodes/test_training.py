@@ -117,7 +117,7 @@ def test_a_rank_that_called_another_collective_is_blamed_on_every_node(job, odd)
 def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(job):
     """Each node has one rank, so none can see alone that they do not fit."""
     job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
-    options = {"args": [True], "backend": "gloo", "env": OVER_LOOPBACK, "stall_after": 0.5}
+    options = {"args": [True], "backend": {"name": "gloo", "stall_after": 0.5}, "env": OVER_LOOPBACK}
     for node in job.start_several(2, leave_others_waiting, 1, **options):
         outcome = node.outcome(TRAINING_SECONDS)
         assert outcome.root_cause["rank"] == 1, outcome.text
@@ -132,7 +132,7 @@ def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(
 
 @pytest.mark.slow
 def test_the_leader_warns_of_a_rank_that_others_wait_for(job):
-    options = {"args": [False], "backend": "gloo", "env": OVER_LOOPBACK, "stall_after": 0.5, "timeout": 15.0}
+    options = {"args": [False], "backend": {"name": "gloo", "stall_after": 0.5}, "env": OVER_LOOPBACK, "timeout": 15.0}
     first, second = job.start_several(2, leave_others_waiting, 1, **options)
     late = "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits (training.py:"
     for node in (first, second):

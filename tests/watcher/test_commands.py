@@ -34,7 +34,7 @@ SUCCEEDED, INTERRUPTED = StopReason.SUCCEEDED, StopReason.INTERRUPTED
 def watcher_thread():
     """The thread of one node of a job, whose ranks are not known until a RestartCommand comes."""
     spec = WorkerSpec(fn=int, nprocs=len(RANKS), rendezvous=Rendezvous("localhost:1", "job", 1))
-    with closing(WatcherThread(spec, EventBus("job", (), keep_events=False), keep_ranks=False)) as thread:
+    with closing(WatcherThread(spec, EventBus("job", spec, keep_events=False), keep_ranks=False)) as thread:
         yield thread
 
 
@@ -42,7 +42,7 @@ def watcher_thread():
 def group_thread():
     """The thread of a WorkerGroup."""
     spec = GroupSpec(nprocs=len(RANKS))
-    with closing(WatcherThread(spec, EventBus("group", (), keep_events=False), keep_ranks=True)) as thread:
+    with closing(WatcherThread(spec, EventBus("group", spec, keep_events=False), keep_ranks=True)) as thread:
         thread.prepare()
         yield thread
 

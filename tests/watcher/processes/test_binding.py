@@ -160,7 +160,7 @@ def test_the_cpus_of_a_function_may_be_numpy_integers():
     ],
 )
 def test_what_a_function_returns_is_checked(returned, error, text):
-    text = rf"what bind\(\) returned for rank 1 {text}; this process may use CPUs 0-3"
+    text = rf"what the function in placement returned for rank 1 {text}; this process may use CPUs 0-3"
     with pytest.raises(error, match=text):
         bind_rank(lambda _: returned, worker(1, 2), [Core((0, 1)), Core((2, 3))], [])
 
