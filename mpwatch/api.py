@@ -17,6 +17,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Bind, Nprocs, Observers, VisibleDevices, WorkerSpec
 from mpwatch.options.validation import check_flag
 from mpwatch.options.worker_info import Worker
+from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.view_driver import MakeView
@@ -294,6 +295,6 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
     except RunFailedError as error:
         cause = error.__cause__
         if cause is not None:
-            traceback.print_exception(cause)
+            print(clean_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -427,4 +427,4 @@ def _report_exit_blockers(channel: Channel) -> None:
         *([f"non-daemon processes: {', '.join(children)}"] if children else []),
     ]
     if blockers:
-        channel.send(MessageKind.EXIT_BLOCKED, "; ".join(blockers).encode())
+        channel.send(MessageKind.EXIT_BLOCKED, "; ".join(blockers).encode(errors="backslashreplace"))
