@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
@@ -50,7 +50,8 @@ class GroupSpec:
 
     nprocs: Nprocs = "auto"
     backend: str | None = None
-    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None
+    # not in the repr, since it may have secrets
+    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = field(default=None, repr=False)
     timeout: float | None = None
     heartbeat_timeout: float | None = None
     grace_period: float = 10.0
