@@ -19,6 +19,7 @@ from mpwatch.options.validation import check_flag
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.view_driver import MakeView
 from mpwatch.watcher.run import pack_spec, run_single_node
@@ -257,6 +258,7 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
 
     __tracebackhide__ = True
     refuse_signals(spec)
+    check_host()
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)

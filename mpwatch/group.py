@@ -23,6 +23,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.persistent_ranks import CLOSED, OnStart, PersistentRanks
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
@@ -158,6 +159,7 @@ class WorkerGroup:
             forward_signals=forward_signals,
             scope=scope,
         )
+        check_host()
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
         self._handles: set[CallHandle[Any]] = set()  # of calls of `submit` that are not over
