@@ -215,6 +215,7 @@ def run(
 
 def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
+    check_host()
     make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)

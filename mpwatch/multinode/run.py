@@ -16,7 +16,6 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.handler_errors import run_until_handler_raises
-from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.pending_call import PendingCall
@@ -51,7 +50,6 @@ def run_multi_node(
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
-    check_host()
     check_signal_options(spec)
     event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
     with ExitStack() as resources:

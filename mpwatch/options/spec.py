@@ -50,8 +50,7 @@ class GroupSpec:
 
     nprocs: Nprocs = "auto"
     backend: str | None = None
-    # not in the repr, since it may have secrets
-    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = field(default=None, repr=False)
+    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = field(default=None, repr=False)  # secrets
     timeout: float | None = None
     heartbeat_timeout: float | None = None
     grace_period: float = 10.0

@@ -44,8 +44,7 @@ def check_flag(name: str, value: object) -> None:
 def check_env_mapping(what: str, env: object) -> None:
     """Check that a value maps names of environment variables to strings.
 
-    Refuse variables that identify a rank, such as RANK, because only mpwatch may set these variables. The error texts name
-    no value, because a value can be a secret.
+    Refuse variables that identify a rank, because only mpwatch may set them. No error text has a value: it may be secret.
     """
     if not isinstance(env, Mapping):
         raise TypeError(f"{what} must be a mapping of strings to strings, not a value of type {type(env).__qualname__}")

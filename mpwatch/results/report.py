@@ -282,13 +282,6 @@ def format_not_ready(start_timeout: float) -> str:
     return f"its interpreter was not ready after {start_timeout:g} s"
 
 
-def format_lost_interpreter(executable: str, exit_code: int) -> str:
-    """Return a phrase that says how the interpreter of a rank ended before the rank was ready."""
-    name = executable.rpartition("/")[2]
-    hint = f"; if {executable} is not Python, name an interpreter by multiprocessing.set_executable(...)"
-    return f"its interpreter ended with exit code {exit_code}{'' if 'py' in name else hint}"
-
-
 def format_likely_oom(clue: str) -> str:
     """Return a phrase that says that the out-of-memory killer probably ended a process.
 

@@ -50,7 +50,6 @@ from mpwatch.results.report import format_report
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import Command
 from mpwatch.watcher.handler_errors import run_until_handler_raises
-from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -92,7 +91,6 @@ def run_single_node(
     at the end of the run. The calling program's handler can raise an exception such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
-    check_host()
     check_signal_options(spec)
     controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
     try:

@@ -253,7 +253,9 @@ def _find_evidence(observed: RankObservations) -> str:
     if (peer_error := get_death_kind(observed)) is not None:
         return texts.GLOO_SIZE if peer_error is PeerErrorKind.OTHER_SIZE else texts.NCCL_WATCHDOG
     if not observed.was_ready and observed.exit_code is not None and observed.exit_code >= 0:
-        return texts.format_lost_interpreter(os.fsdecode(spawn.get_executable()), observed.exit_code)
+        path = os.fsdecode(spawn.get_executable())
+        hint = "" if "py" in os.path.basename(path) else f"; {path} may not be Python: see multiprocessing.set_executable()"
+        return f"its interpreter ended with exit code {observed.exit_code}{hint}"
     return observed.oom_proof or (texts.format_likely_oom(observed.oom_hint) if observed.oom_hint else "")
 
 
