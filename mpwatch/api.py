@@ -20,7 +20,9 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import CallOptions, Debug, Env, Nprocs, Observers, ProgressObservers, RunOptions, WorkerSpec
 from mpwatch.options.stop_policy import StopPolicy
 from mpwatch.options.validation import check_flag
+from mpwatch.results.clean_text import clean_text
 from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.view_driver import MakeView
 from mpwatch.watcher.run import pack_spec, run_single_node
@@ -183,6 +185,7 @@ def _make_spec(
 
 def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
+    check_host()
     make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)
@@ -228,6 +231,7 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
 
     __tracebackhide__ = True
     refuse_signals(spec)
+    check_host()
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
@@ -271,6 +275,6 @@ def main(fn: Callable[..., T] | WorkerSpec[T], nprocs: Nprocs | None = None, **o
     except RunFailedError as error:
         cause = error.__cause__
         if cause is not None:
-            traceback.print_exception(cause)
+            print(clean_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -22,6 +22,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.host_check import check_host
 from mpwatch.watcher.persistent_ranks import CLOSED, OnStart, PersistentRanks
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
@@ -84,6 +85,7 @@ class WorkerGroup:
         check_flag("check", check)
         self._check = check
         self._spec = PersistentGroupSpec(nprocs=nprocs, preload=preload, scope=scope, **options)
+        check_host()
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
         self._handles: set[RunHandle[Any]] = set()  # of calls of `submit` that are not over

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpwatch.events.to_json import encodable
 from mpwatch.events.types import (
     CallStarted,
     CollectivesRecorded,
@@ -28,6 +27,7 @@ from mpwatch.events.types import (
     WorkerStopped,
     WorkerSucceeded,
 )
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_exit, format_failure, format_ranks, format_root_cause
 
 log = logging.getLogger("mpwatch")
@@ -46,7 +46,7 @@ class LogEvents:
         if self.wants(type(event)):
             level, line = LINES[type(event)]
             text = " ".join(line(event).splitlines())
-            log.log(level, "run %s: %s", encodable(event.run_id)[:ID_LENGTH], encodable(text))
+            log.log(level, "run %s: %s", clean_line(event.run_id)[:ID_LENGTH], clean_line(text))
 
 
 def _run_started(event: RunStarted) -> str:

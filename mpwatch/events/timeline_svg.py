@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from mpwatch.events.timeline import Lane, Timeline, calls_within, timelines
-from mpwatch.events.to_json import encodable
 from mpwatch.events.types import Event, HeartbeatLate, Restarting, WorkerFailed
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import describe_failure
 from mpwatch.results.report import format_times
 
@@ -198,4 +198,4 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
 
 
 def _escape(text: str) -> str:
-    return escape(encodable(text))
+    return escape(clean_line(text))

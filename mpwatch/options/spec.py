@@ -99,7 +99,7 @@ class GroupSpec:
 
     nprocs: Nprocs
     backend: str | Backend | None = None
-    env: Env | None = None
+    env: Env | None = field(default=None, repr=False)  # secrets
     timeout: float | None = None
     heartbeat_timeout: float | None = None
     grace_period: float = 10.0

@@ -51,23 +51,23 @@ def check_word(name: str, value: object, words: Collection[str]) -> None:
 def check_env_mapping(what: str, env: object) -> None:
     """Check that a value maps names of environment variables to strings.
 
-    Refuse variables that identify a rank, such as RANK, because only mpwatch may set these variables.
+    Refuse variables that identify a rank, because only mpwatch may set them. No error text has a value: it may be secret.
     """
     if not isinstance(env, Mapping):
-        raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")
+        raise TypeError(f"{what} must be a mapping of strings to strings, not a value of type {type(env).__qualname__}")
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"{what} must map strings to strings, not {name!r} to {value!r:.200}")
+            raise TypeError(f"{what} must map strings to strings; {name!r} has a value of type {type(value).__qualname__}")
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"{what} has a variable that no environment can hold: {name!r}={value!r:.200}")
+            raise ValueError(f"{what} has a variable that no environment can hold: {name!r}")
         try:
             os.fsencode(name + value)
         except UnicodeEncodeError:
-            raise ValueError(f"{what} has a variable that cannot be encoded: {name!r}={value!r:.200}") from None
+            raise ValueError(f"{what} has a variable whose name or value cannot be encoded: {name!r}") from None
         if name == "MASTER_PORT" and not is_port(value):
-            raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
+            raise ValueError(f"{what} must give MASTER_PORT as a TCP port, a number from 1 to {MAX_PORT}")
         if name in RANK_VARIABLES:
-            raise ValueError(f"{what} may not set {name}={value!r}: it identifies the rank, so mpwatch sets it")
+            raise ValueError(f"{what} may not set {name}: it identifies the rank, so mpwatch sets it")
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:

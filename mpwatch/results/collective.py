@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from mpwatch.results.clean_text import clean_line
+
 MAX_TENSORS = 64  # of a call that are known
 HASHED_NAME = re.compile("[0-9a-f]{40}")  # torch's name of a group that was made with use_local_synchronization
 SHORT_NAME = 8  # digits
@@ -86,7 +88,7 @@ class Collective:
         """
         if self.group == DEFAULT_GROUP:
             return f"{DEFAULT_GROUP} group"
-        return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else self.group}"
+        return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else clean_line(self.group)}"
 
     @property
     def tensors(self) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from mpwatch.results.clean_text import clean_text
 from mpwatch.results.collective import Collective
 from mpwatch.results.places import format_location, format_raise_location
 from mpwatch.wire.exceptions import decoder
@@ -113,6 +114,10 @@ class ProcessFailure:
     collective: Collective | None = None
     is_secondary: bool = False
     elapsed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("summary", "traceback", "stack", "stderr", "evidence"):
+            object.__setattr__(self, name, clean_text(getattr(self, name)))
 
     def __str__(self) -> str:
         """Return the line of the report for this failure, such as `rank 3: was killed by SIGKILL (...)`."""
@@ -252,4 +257,4 @@ def summarize_exception(error: BaseException) -> str:
         text = str(error).strip()
     except BaseException as broken:  # noqa: BLE001  user code of the class, which may even exit
         text = f"<its __str__ raised {type(broken).__name__}>"
-    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
+    return clean_text(f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__)

@@ -10,6 +10,7 @@ from reprlib import Repr
 from typing import Any
 
 from mpwatch.options.worker_info import Worker
+from mpwatch.results.clean_text import clean_text
 from mpwatch.results.failure import ProcessFailure, format_ranks
 from mpwatch.results.model import RunData, WorkerState
 from mpwatch.results.report import (
@@ -141,8 +142,4 @@ def _name_cell(match: re.Match[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape a text for HTML.
-
-    Surrogate characters become backslash escapes, because UTF-8 cannot encode these characters.
-    """
-    return escape(text.encode(errors="backslashreplace").decode())
+    return escape(clean_text(text))

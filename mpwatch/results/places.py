@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from traceback import walk_tb
 
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.stack_frames import parse_frames
 from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 from mpwatch.wire.exceptions.source_lines import cell_name
@@ -105,7 +106,7 @@ def format_raise_location(error: BaseException) -> str:
 
 def format_place(path: str, line: int | None, function: str) -> str:
     """Return a place such as `train.py:88 in step`."""
-    return f"{_format_file_name(path)}:{line} in {function}"
+    return clean_line(f"{_format_file_name(path)}:{line} in {function}")
 
 
 def find_user_frame(files: Iterable[str]) -> int:
@@ -135,4 +136,4 @@ def _is_of_other_package(file: str) -> bool:
 
 
 def _format_file_name(path: str) -> str:
-    return cell_name(path) or path.rpartition("/")[2].replace("\n", "\\n")
+    return cell_name(path) or path.rpartition("/")[2]

@@ -44,6 +44,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.processes import is_ending
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
@@ -433,7 +434,7 @@ class EventLoop:
                 observed.add_collectives(RankCollectives.from_json(message.body))
             return []
         if message.kind is MessageKind.EXIT_BLOCKED:
-            self._group_of(rank).exit_blockers[rank] = message.body.decode()
+            self._group_of(rank).exit_blockers[rank] = clean_line(message.body.decode(errors="replace"))
             return []
         if message.kind is MessageKind.DETAILS:
             observed.details = message.body

@@ -115,7 +115,8 @@ def _reset_signals(ignored: tuple[int, ...]) -> None:
     A rank inherits blocked signals from the watcher thread, and ignored signals from the calling program. A rank that
     ignores SIGTERM can be stopped only by SIGKILL. A rank that ignores SIGCHLD cannot wait for its own children.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not callable(signal.getsignal(signal.SIGTERM)):  # else the start of the interpreter has set it, as coverage does
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
@@ -437,4 +438,4 @@ def _report_exit_blockers(channel: Channel) -> None:
         *([f"non-daemon processes: {', '.join(children)}"] if children else []),
     ]
     if blockers:
-        channel.send(MessageKind.EXIT_BLOCKED, "; ".join(blockers).encode())
+        channel.send(MessageKind.EXIT_BLOCKED, "; ".join(blockers).encode(errors="backslashreplace"))

@@ -35,6 +35,7 @@ class DeferredSignals:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self._first_sigterm = get_handler(signal.SIGTERM)  # SIG_DFL, or what the start of the interpreter has set
         self._handlers: dict[int, Any] = {}  # the handlers to restore, by signal
         self._deferred: set[int] = set()
 
@@ -60,7 +61,7 @@ class DeferredSignals:
         # Python loses a signal that comes between its last check and the change of the handler. The kernel keeps a blocked
         # signal, whose default action then ends the rank.
         mask = c_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        set_handler(signal.SIGTERM, signal.SIG_DFL)
+        set_handler(signal.SIGTERM, self._first_sigterm)
         c_sigmask(signal.SIG_SETMASK, mask)
         if signal.SIGTERM in self._deferred:
             signal.raise_signal(signal.SIGTERM)

@@ -56,13 +56,13 @@ class AsyncCallable:
         ({"kwargs": {1: 2}}, TypeError, "kwargs must have strings as keys, not 1"),
         ({"backend": 3}, TypeError, "backend must be a string, a Backend or None, not 3"),
         ({"backend": ""}, ValueError, "backend must name a backend"),
-        ({"env": "A=1"}, TypeError, "env must be a mapping .* not 'A=1'"),
-        ({"env": {"A": 1}}, TypeError, "env must map strings to strings, not 'A' to 1"),
-        ({"env": {"A=B": "1"}}, ValueError, "env has a variable that no environment can hold: 'A=B'"),
+        ({"env": "A=1"}, TypeError, "env must be a mapping .* not a value of type str$"),
+        ({"env": {"A": 1}}, TypeError, "env must map strings to strings; 'A' has a value of type int$"),
+        ({"env": {"A=B": "1"}}, ValueError, "env has a variable that no environment can hold: 'A=B'$"),
         ({"env": {"A": "\0"}}, ValueError, "no environment can hold"),
-        ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK='1'"),
-        ({"env": {"MASTER_PORT": "http"}}, ValueError, "must give MASTER_PORT as a TCP port, not 'http'"),
-        ({"env": {"A": "\ud800"}}, ValueError, "cannot be encoded: 'A'"),
+        ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK: it identifies the rank, so mpwatch sets it$"),
+        ({"env": {"MASTER_PORT": "http"}}, ValueError, "must give MASTER_PORT as a TCP port, a number from 1 to 65535$"),
+        ({"env": {"A": "\ud800"}}, ValueError, "cannot be encoded: 'A'$"),
         ({"timeout": -1}, ValueError, "timeout must be a number of seconds, more than 0, not -1"),
         ({"timeout": 0}, ValueError, "timeout .* not 0"),
         ({"timeout": math.inf}, ValueError, "timeout .* not inf"),
@@ -96,6 +96,17 @@ def test_an_invalid_option_is_named(options, error, text):
         WorkerSpec(**{"fn": fn, "nprocs": 2} | options)
     with pytest.raises(error, match=text):
         mpwatch.run(**{"fn": fn, "nprocs": 2} | options)
+
+
+@pytest.mark.parametrize(
+    "env", [{"TOKEN": "s3cret"}, {"TOKEN": ["s3cret"]}, {"TOKEN": "s3cret\0"}, ["s3cret"], {"RANK": "s3cret"}]
+)
+def test_no_value_of_env_is_shown(env):
+    try:
+        shown = repr(WorkerSpec(fn=fn, nprocs=2, env=env))
+    except (TypeError, ValueError) as error:
+        shown = str(error)
+    assert "s3cret" not in shown
 
 
 def test_signals_may_be_numbers_and_are_listed_once():

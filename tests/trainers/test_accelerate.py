@@ -122,8 +122,11 @@ def test_the_template_is_converted_to_a_prefix_of_logs(capfd):
         ),
         ({"log_line_prefix_template": "", "logs": mpwatch.LogSpec()}, "log_line_prefix_template and logs were both given"),
         ({"log_line_prefix_template": 5}, "log_line_prefix_template must be a string or None, not 5"),
-        ({"env": 5}, "env must be a mapping of strings to strings, not 5"),
-        ({"env": lambda worker: None}, "what env() returned must be a mapping of strings to strings, not None"),
+        ({"env": 5}, "env must be a mapping of strings to strings, not a value of type int"),
+        (
+            {"env": lambda worker: None},
+            "what env() returned must be a mapping of strings to strings, not a value of type NoneType",
+        ),
         ({"max_restarts": -1}, "max_restarts must be at least 0, not -1"),
     ],
 )

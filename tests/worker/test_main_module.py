@@ -46,8 +46,8 @@ def test_an_interactive_session():
 
 def test_a_run_in_a_daemonic_process_is_explained():
     err = python("daemonic.py", cwd=PROGRAMS).stderr
-    assert "LaunchError: rank 0 could not be started" in err
-    assert "start the run in a process that is not daemonic" in err
+    assert "LaunchError: this process is daemonic" in err
+    assert "start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo" in err
 
 
 @pytest.mark.parametrize("args", [["pools.py"], ["-m", "pools"]], ids=["script", "module"])

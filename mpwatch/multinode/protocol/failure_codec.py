@@ -20,8 +20,9 @@ from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
-from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, clean_text, from_json, to_json
+from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
+from mpwatch.results.clean_text import clean_line, clean_text
 from mpwatch.results.failure import ProcessFailure
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.decoder import ExceptionNode, build_graph
@@ -296,7 +297,7 @@ def _shorten(text: str, max_bytes: int) -> str:
 
 def _encode_name(raw: str, max_bytes: int) -> str:
     """Shorten a name or path to at most `max_bytes` bytes of JSON, and escape its line breaks and tabs."""
-    return _shorten(clean_text(raw).replace("\n", "\\n").replace("\t", "\\t"), max_bytes)
+    return _shorten(clean_line(raw), max_bytes)
 
 
 def _clamp(value: int, least: int, most: int) -> int:

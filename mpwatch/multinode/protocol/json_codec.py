@@ -10,7 +10,6 @@ control characters could disturb a terminal that shows the text.
 """
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -19,13 +18,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
+from mpwatch.results.clean_text import CONTROL_CHARACTERS, clean_text
 
 T = TypeVar("T")
 MAX_TEXT = 1 << 16  # characters of one text
 MAX_INTEGER = 1 << 53  # the largest integer that every JSON reader keeps exactly
-# They include surrogates, which UTF-8 cannot encode.
-CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-COLOR_SEQUENCES = re.compile(r"\x1b\[[0-9;:]*m")
 SCALAR_TYPES: Mapping[type, str] = {
     NoneType: "null",
     str: f"a text of at most {MAX_TEXT} characters without control characters",
@@ -66,12 +63,6 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
     except RecursionError:
         raise InvalidEntryError(f"{wanted.__name__} is nested too deeply") from None
     return decoded
-
-
-def clean_text(raw: str) -> str:
-    """Remove terminal color sequences from a text, and escape all other control characters."""
-    plain = COLOR_SEQUENCES.sub("", str.__str__(raw))
-    return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape", "backslashreplace").decode(), plain)
 
 
 def _encode(value: Any, path: str, omit: Collection[str] = ()) -> Any:

@@ -25,6 +25,7 @@ from operator import attrgetter
 from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.rank_status import RankStatus
@@ -87,7 +88,7 @@ class RankSession:
                 text, self.can_be_left, thread, place = values
                 if place is not None:  # it is None at a question of pdb
                     self.place = format_place(*place)
-                thread = f", {thread}" if thread and not self.is_inspector else ""
+                thread = f", {clean_line(thread)}" if thread and not self.is_inspector else ""
                 self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
             elif kind == "completions":

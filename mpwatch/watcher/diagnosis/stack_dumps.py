@@ -21,6 +21,7 @@ import re
 import threading
 from itertools import dropwhile, pairwise, takewhile
 
+from mpwatch.results.clean_text import clean_line
 from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
 from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
 from mpwatch.wire.messages import OTHER_THREADS_HEAD, STACKS_END
@@ -263,6 +264,6 @@ def _read_source_line(file: str, line: int, started_at: float) -> str:
         if os.path.exists(file) and os.path.getmtime(file) > started_at:
             return ""
         linecache.checkcache(file)  # the file may have changed since the calling program read it
-        return linecache.getline(file, line).strip()
+        return clean_line(linecache.getline(file, line).strip())
     except (ValueError, OSError):  # a name that no file can have, or a file that was removed at this moment
         return ""

@@ -30,7 +30,6 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from multiprocessing import current_process
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -126,7 +125,7 @@ class ProcessPool:
         try:
             return self._start(setup)
         except (OSError, RuntimeError, AssertionError) as error:
-            raise LaunchError(_explain_start_error(setup.worker, error)) from error
+            raise LaunchError(with_remedy(f"rank {setup.worker.rank} could not be started", error)) from error
 
     def _start(self, setup: RankSetup) -> RankHandle:
         worker = setup.worker
@@ -382,10 +381,3 @@ def _describe_rank(worker: Worker, fn_name: str) -> list[str]:
 def _make_printable(text: str) -> str:
     """Replace each character that is not printable ASCII by a question mark."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
-
-
-def _explain_start_error(worker: Worker, error: Exception) -> str:
-    what = f"rank {worker.rank} could not be started"
-    if current_process().daemon:
-        return f"{what}: {error}; start the run in a process that is not daemonic"
-    return with_remedy(what, error)

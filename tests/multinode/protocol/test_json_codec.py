@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, clean_text, from_json, to_json
+from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
+from mpwatch.results.clean_text import clean_text
 from multinode.protocol.samples import make_sample
 
 

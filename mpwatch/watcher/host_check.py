@@ -1,0 +1,46 @@
+"""Check that this process can start and watch ranks. This module runs in the caller's thread, before anything is started."""
+
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing import current_process, spawn
+
+from mpwatch.errors import LaunchError
+from mpwatch.os_support.signals import set_handler
+
+MONKEYS = (("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_monkey_patched"))
+NEEDED_MODULES = ("threading", "thread", "select", "selectors", "os", "subprocess")
+
+
+def check_host() -> None:
+    """Raise LaunchError if ranks cannot be started or watched in this process."""
+    for module, name in MONKEYS:
+        is_patched = getattr(sys.modules.get(module), name, None)
+        if is_patched is not None and any(map(is_patched, NEEDED_MODULES)):
+            raise LaunchError(
+                f"{module[: module.index('.')]} has replaced threads, select, os or subprocess here; call mpwatch in a "
+                "process without monkey patching (in Celery: a worker with --pool=solo or --pool=threads)"
+            )
+    if current_process().daemon:
+        raise LaunchError(
+            "this process is daemonic, as in multiprocessing.Pool and in Celery's prefork pool, and Python lets it have no "
+            "children; start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo or "
+            "--pool=threads, or set multiprocessing.current_process().daemon = False before the run"
+        )
+    executable = os.fsdecode(spawn.get_executable() or "")
+    if not os.path.isfile(executable):
+        raise LaunchError(
+            f"ranks are started with this program's Python interpreter, and {executable!r} is no file; name the interpreter "
+            "by multiprocessing.set_executable(...), since a program that embeds Python often has none in sys.executable"
+        )
+    if threading.current_thread() is threading.main_thread():
+        try:
+            with suppress(OSError):  # the kernel refuses it, but a subinterpreter refuses it first
+                set_handler(signal.SIGKILL, signal.SIG_DFL)
+        except ValueError:
+            raise LaunchError(
+                "mpwatch was called in the main thread of a subinterpreter, where no signal can be handled; call it in the "
+                "main interpreter, or in another thread of the subinterpreter"
+            ) from None

@@ -1,0 +1,101 @@
+"""Processes in which no rank can be started or watched: a clear error, before anything is started."""
+
+import importlib
+import multiprocessing
+import os  # noqa: F401  what `eval` calls
+import sys
+
+import pytest
+
+import mpwatch
+from support import functions
+from support.process_state import children
+from support.programs import call, python
+
+PATCHES = [
+    ("gevent", "from gevent import monkey; monkey.patch_all()"),
+    ("gevent", "from gevent import monkey; monkey.patch_subprocess()"),
+    ("eventlet", "import eventlet; eventlet.monkey_patch()"),
+    ("eventlet", "import eventlet; eventlet.monkey_patch(os=True)"),
+]
+CALLS = {
+    "run": "mpwatch.run(os.getpid, 1)",
+    "submit": "mpwatch.submit(os.getpid, 1)",
+    "group": "mpwatch.WorkerGroup(1).__enter__()",
+}
+REFUSE = """
+import mpwatch, os
+try:
+    {}
+except mpwatch.LaunchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("library", "patch"), PATCHES)
+def test_a_patched_standard_library(library, patch):
+    pytest.importorskip(library)
+    out = python("-W", "ignore", "-c", patch + REFUSE.format(CALLS["run"])).stdout
+    assert out.startswith(f"{library} has replaced threads, select, os or subprocess here")
+
+
+def test_a_library_that_has_patched_only_sockets():
+    pytest.importorskip("gevent")
+    patch = "from gevent import monkey; monkey.patch_socket()\n"
+    out = python("-W", "ignore", "-c", f"{patch}import mpwatch, os\nprint(list(mpwatch.run(os.getpgrp, 1)) > [0])").stdout
+    assert out == "True\n"
+
+
+@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("path", [None, "", "/dev", "/nonexistent/python"])
+def test_a_program_without_an_interpreter(monkeypatch, path, way):
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", path)
+    before = children()
+    with pytest.raises(mpwatch.LaunchError) as caught:
+        eval(CALLS[way])
+    assert f"{path or ''!r} is no file; name the interpreter by multiprocessing.set_executable(" in str(caught.value)
+    assert children() == before
+
+
+def start_rank_with(path):
+    multiprocessing.set_executable(path)
+    try:
+        mpwatch.run(functions.rank, 1)
+    except mpwatch.MpwatchError as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+def test_an_interpreter_that_is_not_python():
+    out = call(start_rank_with, "/bin/false").stdout
+    assert out == (
+        "RunFailedError: rank 0 never started: its interpreter ended with exit code 1; /bin/false may not be Python: see "
+        "multiprocessing.set_executable()\n"
+    )
+
+
+def test_an_interpreter_that_cannot_be_executed(tmp_path):
+    (tmp_path / "script").write_text("no program")
+    (tmp_path / "script").chmod(0o755)
+    out = call(start_rank_with, str(tmp_path / "script")).stdout
+    assert out.startswith("LaunchError: the ranks cannot be watched: OSError: ")
+    assert out.endswith("name the Python interpreter of the ranks by multiprocessing.set_executable(...)\n")
+
+
+def test_a_daemonic_process(monkeypatch):
+    """Before anything is started, and not only when the first rank is."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    before = children()
+    for call_of_mpwatch in CALLS.values():
+        with pytest.raises(mpwatch.LaunchError, match=r"^this process is daemonic.*daemon = False before the run$"):
+            eval(call_of_mpwatch)
+    assert children() == before
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_subinterpreter(way):
+    name = "_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters"
+    importlib.import_module(name)
+    out = python("-c", f"import {name} as i; i.run_string(i.create(), {REFUSE.format(CALLS[way])!r})").stdout
+    assert out.startswith(
+        "mpwatch was called in the main thread of a subinterpreter, where no signal can be handled; call it"
+    )
