@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from mpwatch.errors import LaunchError, RunFailedError, raise_if_failed
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.run_result import RunResult
@@ -139,7 +139,7 @@ class RunHandle(_Handle[T]):
     def __init__(self, run: Callable[[OnStart], RunResult[T]], *, check: bool) -> None:
         super().__init__(run, check=check, name="mpwatch run")
         self.set_running_or_notify_cancel()
-        self._submitted_at = time.monotonic()
+        self._submitted_at = monotonic()
         add_call(self)
 
     def stop(self) -> None:

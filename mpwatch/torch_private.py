@@ -13,7 +13,6 @@ entry points of other packages.
 import os
 import pickle
 import threading
-import time
 from datetime import UTC, tzinfo
 from importlib import import_module
 from types import CodeType
@@ -23,6 +22,8 @@ import torch
 import torch._tensor
 import torch._utils
 import torch.storage
+
+from mpwatch.os_support.clock import monotonic
 
 # Tensors: wire/pickling/torch_storages.py.
 
@@ -168,7 +169,7 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
     this function raises the same exception.
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
-    handler._op_executor.run(leave, time.monotonic() + seconds)
+    handler._op_executor.run(leave, monotonic() + seconds)
 
 
 # The flight recorder: worker/collectives.py.

@@ -10,7 +10,6 @@ deadline, this node leaves the round at once.
 
 import math
 import platform
-import time
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
@@ -36,6 +35,7 @@ from mpwatch.multinode.rendezvous.errors import JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.rounds import Round, WaitReport
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, wrap_store
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
 from mpwatch.torch_private import leave_rendezvous, stop_heartbeats
 
 LATE_JOIN_HINT = (
@@ -78,7 +78,7 @@ class CustomHandlerClient(RendezvousClient):
         `join` converts only torch's exceptions and TimeoutError. If the handler raises, for example, ValueError, `join`
         raises the same ValueError.
         """
-        started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
+        started_at, limit = monotonic(), Deadline(deadline, self._cancelled)
         limit.seconds_left(0)
         self._release_connection()
         self._has_joined = False  # if the call is abandoned, its thread leaves the round
@@ -92,7 +92,7 @@ class CustomHandlerClient(RendezvousClient):
             ) from error
         except (RendezvousTimeoutError, TimeoutError) as error:
             raise LaunchError(
-                f"{self._description}: no round had formed after {time.monotonic() - started_at:.1f} s. Check that each node"
+                f"{self._description}: no round had formed after {monotonic() - started_at:.1f} s. Check that each node"
                 " of the job waits there, and that there are as many nodes as the handler requires. The handler's own"
                 " timeouts and join_timeout set the time"
             ) from error

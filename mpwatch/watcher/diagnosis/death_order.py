@@ -16,8 +16,8 @@ watcher killed could look like the first failure.
 """
 
 import math
-import time
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
@@ -34,7 +34,7 @@ class DeathClock:
 
     def record_death(self, observed: RankObservations) -> None:
         """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
-        observed.died_at = time.monotonic()
+        observed.died_at = monotonic()
         self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
     def record_message(self, stamp: float) -> None:
