@@ -21,7 +21,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -37,6 +36,7 @@ from mpwatch.options.placement import Cpus, Placement
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Env, Nprocs, OutputOptions, PersistentGroupSpec, as_restart_policy, check_call
 from mpwatch.options.validation import check_count, check_flag, check_word
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
@@ -442,7 +442,7 @@ class ItemMap:
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
                 while feed.takes_items and len(feed.chunks) == chunks:
-                    tasks = self._queue.take_chunk(time.monotonic(), end)
+                    tasks = self._queue.take_chunk(monotonic(), end)
                     if not tasks:
                         break
                     self._send(feed, tasks)  # or put them back, to be sent one by one
@@ -469,7 +469,7 @@ class ItemMap:
             raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
         feed.has_loaded = feed.takes_items = False
         self._selector.register(feed.channel, selectors.EVENT_READ, feed)
-        feed.called_at = time.monotonic()
+        feed.called_at = monotonic()
         handle = feed.handle = self._group.submit(
             serve_items, args=(feed.rank_end, feed.tokens), kwargs={"fn": self._fn}, ranks=feed.rank
         )
@@ -503,7 +503,7 @@ class ItemMap:
         feed.next_token += len(tasks)
         if is_sent:
             feed.tasks += enumerate(tasks, first)
-            feed.chunks.append(_Chunk(len(tasks), len(tasks), time.monotonic()))
+            feed.chunks.append(_Chunk(len(tasks), len(tasks), monotonic()))
         else:
             feed.takes_items = False  # its call is ending
             self._queue.put_back(tasks)
@@ -528,7 +528,7 @@ class ItemMap:
         """
         outcomes, self._early = self._early, []
         self._update_view()
-        due_at, now = self._queue.due_at, time.monotonic()
+        due_at, now = self._queue.due_at, monotonic()
         waits = [0.0] if outcomes else []
         waits += [due_at - now] if due_at is not None and due_at > now else []  # else it waits for a free rank
         waits += [] if (seconds := self._view.seconds_to_next_update) is None else [seconds]
@@ -592,7 +592,7 @@ class ItemMap:
         chunk = feed.chunks[0]
         chunk.left -= 1
         if not chunk.left:
-            now = time.monotonic()
+            now = monotonic()
             self._queue.add_duration(chunk.size, now - chunk.began_at)
             feed.chunks.popleft()
             if feed.chunks:
@@ -623,7 +623,7 @@ class ItemMap:
         unpickle the item's value. An ItemFailure needs a ProcessFailure, so this method makes a new ProcessFailure.
         """
         worker = self._group.workers[feed.rank]
-        elapsed = time.monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
+        elapsed = monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -677,7 +677,7 @@ class ItemMap:
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
         """Return [(index, ItemFailure)] for a failed item, or [] if it will be tried again. Can raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
-        decision = self._queue.fail(task, failed_attempt, time.monotonic())
+        decision = self._queue.fail(task, failed_attempt, monotonic())
         text = _format_item(task.item)
         if decision.delay is not None:
             log_now(

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from mpwatch.errors import LaunchError, RunFailedError, raise_if_failed
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.run_result import RunResult
@@ -241,7 +241,7 @@ class RunHandle(Future[RunResult[T]]):
         if run is None:  # cancelled
             self._release_ranks()
             return
-        self._started_at = time.monotonic()
+        self._started_at = monotonic()
         try:
             result = run(self._ticket, self._begin)
             if self._check:

@@ -46,6 +46,7 @@ from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
 from mpwatch.options.rendezvous import LAST_CALL_OPTION
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -198,14 +199,14 @@ class Driver:
         return self._make_result()
 
     def _begin_queue_wait(self) -> QueueWait:
-        self._queue_wait = QueueWait(self._queue_timeout, time.monotonic())
+        self._queue_wait = QueueWait(self._queue_timeout, monotonic())
         self._deadline = self._queue_wait.deadline
         return self._queue_wait
 
     def _wait_for_room(self, wait: QueueWait) -> None:
         """Wait until the cluster has room for the minimum number of nodes. Raises LaunchError."""
         while what := self._describe_wait():
-            now = time.monotonic()
+            now = monotonic()
             if now >= wait.deadline:
                 raise wait.make_error(what)
             self._report_wait(wait, what)
@@ -221,20 +222,20 @@ class Driver:
         return self._describe_wait() or f"no {new}node of the job has connected to this program"
 
     def _report_wait(self, wait: QueueWait, what: str) -> None:
-        if report := wait.take_report(what, time.monotonic()):
+        if report := wait.take_report(what, monotonic()):
             log_now(logging.WARNING, "%s", report)
 
     def _wait(self) -> None:
         """Wait for the next message or deadline, and handle it."""
         period = ROOM_PERIOD if self._waits_for_more and self._lacks_room else math.inf
         due_at = min(self._deadline, math.inf if self._queue_wait is None else self._queue_wait.report_at)
-        seconds = min(due_at - time.monotonic(), self._view.seconds_to_next_update(), period)
+        seconds = min(due_at - monotonic(), self._view.seconds_to_next_update(), period)
         try:
             message = self._messages.get(timeout=None if seconds == math.inf else max(0.0, seconds))
         except queue.Empty:
-            if time.monotonic() >= self._deadline:
+            if monotonic() >= self._deadline:
                 self._handle_deadline()
-            elif self._queue_wait is not None and time.monotonic() >= self._queue_wait.report_at:
+            elif self._queue_wait is not None and monotonic() >= self._queue_wait.report_at:
                 self._report_wait(self._queue_wait, self._describe_queue())
         else:
             try:
@@ -381,7 +382,7 @@ class Driver:
 
     def _restart(self) -> bool:
         """After the loss of all nodes, let new nodes restart the ranks. Return False if no restart is allowed."""
-        restart = self._restarts.lose_all(self._losses, time.time(), time.monotonic())
+        restart = self._restarts.lose_all(self._losses, time.time(), monotonic())
         if restart is None:
             return False
         history, event = restart
@@ -404,14 +405,14 @@ class Driver:
         """Set a deadline for the other nodes after one node has ended. Stop connected nodes that have not joined."""
         if self._is_stopping:
             return
-        self._deadline = min(self._deadline, time.monotonic() + self._end_seconds)
+        self._deadline = min(self._deadline, monotonic() + self._end_seconds)
         for node in self._nodes.values():
             if node.has_begun and not node.has_joined and not node.is_over:
                 self._stop_node(node)
 
     def _stop_nodes(self) -> None:
         self._is_stopping = True
-        self._deadline, self._queue_wait = time.monotonic() + self._end_seconds, None
+        self._deadline, self._queue_wait = monotonic() + self._end_seconds, None
         for node in self._nodes.values():
             self._stop_node(node)
 

@@ -2,12 +2,12 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mpwatch.live_view.live import LiveView
 from mpwatch.live_view.select import may_show, select_view
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
@@ -40,11 +40,11 @@ class JobView:
 
     def seconds_to_next_update(self) -> float:
         """Return the number of seconds until `update` must be called again."""
-        return math.inf if self._view is None else max(0.0, self._due_at - time.monotonic())
+        return math.inf if self._view is None else max(0.0, self._due_at - monotonic())
 
     def update(self) -> None:
         """Draw the view if its next update is due."""
-        if self._view is not None and time.monotonic() >= self._due_at:
+        if self._view is not None and monotonic() >= self._due_at:
             self._guard(self._show)
 
     def close(self) -> None:
@@ -55,12 +55,12 @@ class JobView:
 
     def _open(self, progress: bool | None) -> None:
         self._view = select_view(progress)
-        self._due_at = time.monotonic() + (0.0 if self._view is None else self._view.period)
+        self._due_at = monotonic() + (0.0 if self._view is None else self._view.period)
 
     def _show(self) -> None:
         assert self._view is not None
         self._view.show(self._sort())
-        self._due_at = time.monotonic() + self._view.period
+        self._due_at = monotonic() + self._view.period
 
     def _sort(self) -> list[RankStatus]:
         nodes = list(self._statuses.values())  # a copy: a node may send its first statuses meanwhile

@@ -13,7 +13,6 @@ placement group has no running task, RayEngine starts the next task in this bund
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import mpwatch
 from mpwatch import cluster
+from mpwatch.os_support.clock import monotonic
 
 __all__ = ["run"]
 
@@ -229,9 +229,9 @@ class _FurtherNode:
         try:
             other_node = {"ray.io/node-id": f"!in({','.join(sorted(engine.find_used_nodes()))})"}  # Ray keeps blanks
             self.group = placement_group([engine.bundle], bundle_label_selector=[other_node])
-            room_deadline = time.monotonic() + ROOM_SECONDS
+            room_deadline = monotonic() + ROOM_SECONDS
             while not self.group.wait(WAIT_SECONDS):
-                self.lacks_room = time.monotonic() >= room_deadline
+                self.lacks_room = monotonic() >= room_deadline
                 if self.is_cancelled.is_set():
                     return False
             self.is_placed = True

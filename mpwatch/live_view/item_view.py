@@ -2,12 +2,12 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable
 
 from mpwatch.live_view.live import Display
 from mpwatch.live_view.model import OverallProgress, RateEstimator, Snapshot
 from mpwatch.live_view.select import may_show, select_display
+from mpwatch.os_support.clock import monotonic
 
 FIRST_SECONDS = 1.0  # a shorter `map` has no bar, unless the user asks for a bar
 RATE_SECONDS = 10.0  # the rate is the mean over this number of seconds
@@ -27,7 +27,7 @@ class ItemView:
         clock: returns seconds.
     """
 
-    def __init__(self, progress: bool | None, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, progress: bool | None, total: int | None, clock: Callable[[], float] = monotonic) -> None:
         self._allow_lines = progress is True
         self._total = total
         self._clock = clock

@@ -5,11 +5,11 @@ display at the first call of `show`. LiveView implements the View protocol of `w
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpwatch.live_view.model import Snapshot, SnapshotBuilder
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_status import RankStatus
 
 WAITING_PERIOD = 1.0  # seconds between two status requests, until a rank has reported
@@ -59,7 +59,7 @@ class LiveView:
         choose_display: Callable[[], Display | None],
         *,
         starts_at_once: bool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._choose_display = choose_display
         self._starts_at_once = starts_at_once

@@ -8,7 +8,6 @@ the view reserves the rows again, output of ranks can appear among the rows of t
 """
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot
 from mpwatch.live_view.scroll_region import RECOVER, ScrollRegion, go_to_line_start
 from mpwatch.live_view.tty import is_foreground, is_writable, terminal_name
+from mpwatch.os_support.clock import monotonic
 
 PERIOD = 0.25
 MAX_GAP = 2.0  # if the time between two drawings is longer, this program was stopped, and others had the terminal
@@ -43,7 +43,7 @@ def is_terminal_free() -> bool:
 class TerminalDisplay:
     """Draws the live view in the terminal that has the file descriptor `fd`."""
 
-    def __init__(self, fd: int, renderer: Renderer, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fd: int, renderer: Renderer, encoding: str, clock: Callable[[], float] = monotonic) -> None:
         global _latest
         self._fd = fd
         self._renderer = renderer

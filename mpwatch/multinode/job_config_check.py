@@ -11,7 +11,6 @@ This module runs in the node thread. It uses these keys in the store of the job,
 """
 
 import platform
-import time
 from threading import Event
 
 from mpwatch.errors import LaunchError
@@ -24,6 +23,7 @@ from mpwatch.multinode.rendezvous.client import JOB_OVER_KEY
 from mpwatch.multinode.rendezvous.errors import JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.store import PrefixedStore
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
 
 STORE_NODE_SECONDS = 1.0  # the other nodes wait this long for the JobConfig of the node that serves the store
 JOB_CONFIG_KEY, WRITERS_KEY, REFUSED_KEY = "job_config", "job_config/writers", "refused"
@@ -124,4 +124,4 @@ class JobConfigCheck:
         return from_json(PublishedJobConfig, self._signed_json.decode(JOB_CONFIG_KEY, store.get(JOB_CONFIG_KEY)))
 
     def _make_deadline(self, seconds: float) -> Deadline:
-        return Deadline(time.monotonic() + seconds, self._cancelled)
+        return Deadline(monotonic() + seconds, self._cancelled)

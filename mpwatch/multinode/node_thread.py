@@ -17,7 +17,6 @@ Guarantee: when `NodeThread.close` has returned, the node thread has ended, and 
 import math
 import platform
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -49,6 +48,7 @@ from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, 
 from mpwatch.multinode.rendezvous.rounds import Round, WaitReport
 from mpwatch.multinode.round_runner import RoundRunner
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.os_support.signals import name_signal
 from mpwatch.results.rank_collectives import RankCollectives
@@ -240,7 +240,7 @@ class NodeThread:
 
     def _report_launch_failure(self, error: Exception) -> None:
         """Report an error to the caller's thread: a rendezvous or the start of an attempt has failed."""
-        if isinstance(error, LaunchError) and time.monotonic() >= self._run_deadline:
+        if isinstance(error, LaunchError) and monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
             decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error))
@@ -264,7 +264,7 @@ class NodeThread:
         self._local_ranks.end_lease()
 
     def _make_join_deadline(self) -> float:
-        return min(time.monotonic() + self._rendezvous.join_timeout, self._run_deadline)
+        return min(monotonic() + self._rendezvous.join_timeout, self._run_deadline)
 
     def _join_first_round(self, join_deadline: float) -> Round:
         """Connect to the store, check the JobConfig of this node, and join the first round.
@@ -272,7 +272,7 @@ class NodeThread:
         When this node starts, an earlier job with the same name may still be ending. If the store belongs to an earlier job,
         close the connection, and try to connect again for at most RECONNECT_SECONDS.
         """
-        reconnect_deadline = min(time.monotonic() + RECONNECT_SECONDS, join_deadline)
+        reconnect_deadline = min(monotonic() + RECONNECT_SECONDS, join_deadline)
         earlier_error = ""
         while True:
             try:
@@ -287,7 +287,7 @@ class NodeThread:
             except (JobClosedError, StoreLostError) as error:
                 earlier_error = str(error)
                 cannot_reconnect = self._client.is_host or self._rendezvous.backend != "c10d"
-                if cannot_reconnect or time.monotonic() > reconnect_deadline:
+                if cannot_reconnect or monotonic() > reconnect_deadline:
                     raise
             self._client.close()
             self._client = RendezvousClient(self._rendezvous)
@@ -314,7 +314,7 @@ class NodeThread:
 
         FIRST_WAIT_SECONDS is longer than REJOIN_WAIT_SECONDS, because the nodes of a job start at different times.
         """
-        now, needed = time.monotonic(), self._rendezvous.min_nodes
+        now, needed = monotonic(), self._rendezvous.min_nodes
 
         def log(present: int) -> None:
             what = "another node" if needed - present == 1 else f"{needed - present} more nodes"
@@ -339,7 +339,7 @@ class NodeThread:
             min_nodes=options.min_nodes,
             max_restarts=self._spec.policy.max_restarts,
             node_timeout=options.node_timeout,
-            now=time.monotonic(),
+            now=monotonic(),
         )
         leader = self._make_leader(round_.group_world_size) if round_.group_rank == 0 else None
         round_runner = RoundRunner(
@@ -382,5 +382,5 @@ class NodeThread:
             node_timeout=options.node_timeout,
             exit_barrier_timeout=options.exit_barrier_timeout,
             stall_after=self._spec.torch_backend.stall_after,
-            now=time.monotonic(),
+            now=monotonic(),
         )

@@ -8,7 +8,6 @@ A store cannot notify its clients, so the node thread polls the store several ti
 NodeMachine goes on without the store until the node's ranks have exited.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +39,7 @@ from mpwatch.multinode.node_machine import (
 from mpwatch.multinode.protocol.store_channel import StoreChannel
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, StoreLostError
+from mpwatch.os_support.clock import monotonic
 
 POLL_SECONDS = 0.1  # the longest time until a message is read, in a round of at most 400 nodes
 FAST_POLL_SECONDS = 0.02  # the same while the nodes exchange messages
@@ -79,13 +79,13 @@ class RoundRunner:
         self._channel, self.node_machine, self._leader = channel, node_machine, leader
         self._client, self._local_ranks, self._log_warning = client, local_ranks, log_warning
         self._nodes = range(size)
-        self._poll_fast_until = time.monotonic() + FAST_POLL_DURATION
+        self._poll_fast_until = monotonic() + FAST_POLL_DURATION
         self._min_poll_seconds = size / MAX_POLLS_PER_SECOND
         self._heartbeat_interval = node_timeout / HEARTBEATS_PER_TIMEOUT
         # If this node was silent for a longer time, the other nodes may count it as lost.
         self._max_silence = node_timeout - 2 * self._heartbeat_interval
         self._next_heartbeat = self._next_waiting_nodes_poll = 0.0
-        self._polled_at = time.monotonic()
+        self._polled_at = monotonic()
         self._node_actions: deque[NodeAction] = deque(node_machine.send_node_info())
         self._leader_actions: deque[LeaderAction] = deque()
         self._is_store_lost = False
@@ -118,11 +118,11 @@ class RoundRunner:
 
         Call this method when the node's ranks have exited.
         """
-        self._leave_deadline = time.monotonic() + seconds
+        self._leave_deadline = monotonic() + seconds
 
     def _is_finished(self) -> bool:
         deadline = self._leave_deadline
-        if deadline is not None and (self._is_store_lost or time.monotonic() >= deadline):
+        if deadline is not None and (self._is_store_lost or monotonic() >= deadline):
             return True
         is_leader_needed = self._leader is not None and not self._leader.is_finished and not self._is_store_lost
         if self._node_actions or is_leader_needed:
@@ -131,14 +131,14 @@ class RoundRunner:
         return self.node_machine.is_finished or may_leave
 
     def _seconds_to_poll(self) -> float:
-        is_fast = time.monotonic() < self._poll_fast_until
+        is_fast = monotonic() < self._poll_fast_until
         return max(FAST_POLL_SECONDS if is_fast else POLL_SECONDS, self._min_poll_seconds)
 
     def _extend_fast_polling(self) -> None:
-        self._poll_fast_until = time.monotonic() + FAST_POLL_DURATION
+        self._poll_fast_until = monotonic() + FAST_POLL_DURATION
 
     def _poll(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         self._check_own_silence(now)
         if self._is_store_lost:
             self._execute_node_actions()
@@ -180,10 +180,10 @@ class RoundRunner:
         self._channel.send_heartbeat()
         self._local_ranks.renew_lease(now)
         leader_count = self._channel.read_heartbeats([0])[0]
-        self.add_actions(self.node_machine.check_leader_heartbeat(leader_count, time.monotonic()))
+        self.add_actions(self.node_machine.check_leader_heartbeat(leader_count, monotonic()))
         if self._leader is not None:
             counts = self._channel.read_heartbeats(self._nodes)
-            self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
+            self._leader_actions += self._leader.check_heartbeats(counts, monotonic())
 
     def _run_leader(self, leader: Leader, now: float) -> None:
         """Run the leader's state machine, and execute the actions that it returns."""

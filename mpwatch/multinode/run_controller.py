@@ -11,7 +11,6 @@ unpickling. If `retry_if` or `env` raises an exception, the run ends.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +37,7 @@ from mpwatch.multinode.protocol.messages import (
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 from mpwatch.multinode.rank_assignment import build_assigned_workers
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_verdict, make_restart_notes
@@ -125,7 +125,7 @@ class MultiNodeRunController(RunController[T]):
         self._publish_pending_outcomes()
         result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
         self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else format_verdict(result))
-        return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
+        return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 
     def end_with_error(self, error: BaseException) -> None:
         """End the run because of an error that is not the failure of a rank."""

@@ -6,11 +6,12 @@ This module runs in the watcher.
 import errno
 import os
 import sys
-import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
 from typing import Any
+
+from mpwatch.os_support.clock import monotonic
 
 THREAD_EXIT_SECONDS = 1.0  # the kernel needs only microseconds to remove a thread that has ended
 
@@ -208,6 +209,6 @@ def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -
     The kernel removes a thread some microseconds after `Thread.join` has returned. From Python 3.12 on, `os.fork` warns if
     the process has several threads. `os.fork` also counts a thread that has ended, until the kernel has removed the thread.
     """
-    deadline = time.monotonic() + seconds
-    while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:
+    deadline = monotonic() + seconds
+    while os.path.exists(f"/proc/self/task/{native_id}") and monotonic() < deadline:
         os.sched_yield()

@@ -25,7 +25,6 @@ write the same field of a command.
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -33,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
@@ -124,7 +124,7 @@ class Suspend:
     stay unset. `Suspend` uses locks instead of events, because no signal handler can interrupt `Lock.release`.
     """
 
-    requested_at: float = field(default_factory=time.monotonic)
+    requested_at: float = field(default_factory=monotonic)
     """In seconds of CLOCK_MONOTONIC. Time limits do not count the time from this request to the end of the suspension."""
     are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)
     """A lock that the watcher thread releases when the ranks are stopped."""

@@ -30,12 +30,12 @@ Rules:
    has begun.
 """
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpython_private import c_socket
 from mpwatch.watcher.pending_call import DirectCall, IdleRanks, PendingCall
 from mpwatch.wire.messages import MAX_DESCRIPTORS, encode_call
@@ -90,7 +90,7 @@ class DirectCalls:
         if not direct.have_all_returned():
             return False
         direct.heartbeats = idle_ranks.read_heartbeats()
-        self._last_call_at = time.monotonic()
+        self._last_call_at = monotonic()
         with suppress(ValueError):  # the watcher thread has just done it
             self._calls.remove(call)
         return True
@@ -132,7 +132,7 @@ class DirectCalls:
         for handle in handles:
             handle.pause_messages()
         self._offered[ranks] = idle_ranks
-        self._last_call_at = time.monotonic()
+        self._last_call_at = monotonic()
 
     def withdraw(self) -> None:
         """Withdraw all offers. The watcher thread then resumes reading the channels of the ranks. Raises OSError."""

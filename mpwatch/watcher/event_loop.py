@@ -33,7 +33,6 @@ import heapq
 import math
 import platform
 import signal
-import time
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -43,6 +42,7 @@ from functools import partial
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
+from mpwatch.os_support.clock import monotonic, wall_time
 from mpwatch.os_support.processes import is_ending
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_exit
@@ -177,7 +177,7 @@ class EventLoop:
         self._is_multi_node = on_stall is not None
         self._death_clock = DeathClock()
         self._hostname = platform.node()
-        self._wall_started_at = time.time()  # source files that are newer are not quoted in stack dumps
+        self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
 
     def run(self) -> None:
         """Start the ranks, and handle events until no rank is left. Raises LaunchError."""
@@ -282,7 +282,7 @@ class EventLoop:
             due_times += [due_at for due_at, _, _ in self._delayed_actions[:1]]
             due_times += [self._direct_calls.due_at] if self._direct_calls.are_offered else []
             deadline = min(due_times)
-            seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
+            seconds = 0.0 if events else None if deadline == math.inf else deadline - monotonic()
             ready = self._pool.selector.wait(seconds)
             events += self._take_over_calls()
             for read_events in ready:
@@ -301,7 +301,7 @@ class EventLoop:
         while self._suspend_commands:
             command = self._suspend_commands.pop(0)
             suspend_processes(command, [handle.process for handle in self._pool.handles.values()])
-            suspended_at, self._resumed_at = max(command.requested_at, self._resumed_at), time.monotonic()
+            suspended_at, self._resumed_at = max(command.requested_at, self._resumed_at), monotonic()
             seconds = self._resumed_at - suspended_at
             self._delayed_actions = [(due_at + seconds, number, action) for due_at, number, action in self._delayed_actions]
             for call in {id(group.call): group.call for group in self._groups}.values():
@@ -311,7 +311,7 @@ class EventLoop:
         return events
 
     def _run_due_actions(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         while self._delayed_actions and self._delayed_actions[0][0] <= now:
             _, _, action = heapq.heappop(self._delayed_actions)
             action()
@@ -377,7 +377,7 @@ class EventLoop:
         """Allow threads of the caller to call the ranks directly while no call is running."""
         direct_calls, groups = self._direct_calls, self._unfinished_groups
         are_idle = self._keep_ranks and bool(groups) and all(group.is_idle() for group in groups)
-        if not are_idle or (direct_calls.are_offered and time.monotonic() >= direct_calls.due_at):
+        if not are_idle or (direct_calls.are_offered and monotonic() >= direct_calls.due_at):
             direct_calls.withdraw()
         elif self._has_ended_call and not direct_calls.is_observed():
             self._has_ended_call = False
@@ -414,7 +414,7 @@ class EventLoop:
 
     def _handle_message(self, handle: RankHandle, message: Message) -> Sequence[m.Event | CallEvent]:
         rank, observed, generation = handle.observations.worker.rank, handle.observations, handle.generation
-        now = time.monotonic()
+        now = monotonic()
         if not handle.started_at <= message.stamp <= now:  # by the clock of another time namespace
             message.stamp = observed.raised_at or now
         if message.kind is MessageKind.READY:
@@ -445,7 +445,7 @@ class EventLoop:
         if message.kind is MessageKind.FAILING:
             observed.raised_at = message.stamp
             return [m.Failing(rank, generation=generation)]
-        observed.answer, observed.answer_received_at = message, time.monotonic()
+        observed.answer, observed.answer_received_at = message, monotonic()
         if message.kind is MessageKind.RETURNED:
             if self._is_multi_node:  # the rank exits when all ranks of this node have returned; others may wait for it
                 self._request_collectives_of(handle)
@@ -494,7 +494,7 @@ class EventLoop:
         if answer is not None and observed.wants_collectives:
             observed.add_collectives(answer)
             observed.wants_collectives = False
-            observed.collectives_at = time.monotonic()
+            observed.collectives_at = monotonic()
         if not was_pending or sockets.is_pending:
             return []
         for monitor in dict.fromkeys(self._monitors.values()):
@@ -509,7 +509,7 @@ class EventLoop:
         sockets = handle.collective_sockets
         if sockets.hold_crash():
             self._request_collectives(self._group_of(handle.observations.worker.rank))
-            self._call_at(time.monotonic() + CRASH_HOLD_SECONDS, lambda: handle.stack_parser.feed(sockets.read_crash()))
+            self._call_at(monotonic() + CRASH_HOLD_SECONDS, lambda: handle.stack_parser.feed(sockets.read_crash()))
         else:
             handle.stack_parser.feed(sockets.read_crash())
         return []
@@ -581,7 +581,7 @@ class EventLoop:
         if not handle.request_stack_dump():
             return False
         ask_natively = partial(handle.request_native_stack_dump, handle.stack_parser.dump_count)
-        self._call_at(time.monotonic() + NATIVE_DUMP_SECONDS, ask_natively)
+        self._call_at(monotonic() + NATIVE_DUMP_SECONDS, ask_natively)
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
@@ -616,7 +616,7 @@ class EventLoop:
 
         Return the new events that the actions and the new stages of the state machines have caused.
         """
-        now = time.monotonic()
+        now = monotonic()
         actions: list[tuple[RestartGroup, m.Action]] = []
         groups_to_check = {group: None for group in self._unfinished_groups if group.due_at <= now}
         for event in events:
@@ -778,9 +778,9 @@ class EventLoop:
             else:
                 return []  # the call has ended in this wake-up
             if action.signum in (signal.SIGINT, signal.SIGTERM):
-                self._call_at(time.monotonic() + WAKE_SECONDS, partial(self._wake_rank, handle, observed))
+                self._call_at(monotonic() + WAKE_SECONDS, partial(self._wake_rank, handle, observed))
             observed.signals_sent.add(action.signum)
-            observed.first_signal_at = observed.first_signal_at or time.monotonic()
+            observed.first_signal_at = observed.first_signal_at or monotonic()
         else:
             assert isinstance(action, m.AbandonRank)
             self._finish_observations(handle)

@@ -39,13 +39,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, name_signal, set_handler
 from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
@@ -223,7 +223,7 @@ class HostSignals:
 
         Return False when `deadline` (CLOCK_MONOTONIC) has passed.
         """
-        seconds = deadline - time.monotonic()
+        seconds = deadline - monotonic()
         if seconds <= 0 or not wait([self._caller_wakeup.fileno()], seconds):
             return False
         self._caller_wakeup.drain()

@@ -9,13 +9,13 @@ Items are taken in this order: failed items whose delay is over, items that were
 """
 
 import heapq
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.os_support.clock import monotonic
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
 
 CHUNK_SECONDS = 0.02  # how long the items of a chunk should take: a chunk costs the caller about 0.2 ms
@@ -55,7 +55,7 @@ class ItemQueue:
         *,
         chunksize: int | None,
         policy: RestartPolicy,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._new: Iterator[tuple[int, Any]] = enumerate(items)
         self._chunksize = chunksize

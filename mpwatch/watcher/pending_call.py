@@ -6,13 +6,13 @@ The modules direct_calls.py and commands.py show the two ways in which a call re
 import os
 import select
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from typing import TYPE_CHECKING, Any
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpython_private import c_socket
 from mpwatch.os_support.descriptors import MSG_CMSG_CLOEXEC, MSG_NOSIGNAL, SIZE_OF_INT, Received
 from mpwatch.results.model import Progress
@@ -124,7 +124,7 @@ class DirectCall:
         If one rank sends no complete return value before the deadline, receive nothing from the remaining ranks.
         """
         for poll, only_answer in self.idle_ranks.waits:
-            if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
+            if poll.poll(max(0.0, deadline - monotonic()) * 1000) != only_answer:
                 return
             try:
                 rights = map(list.pop, [self._to_receive])
@@ -146,8 +146,8 @@ class DirectCall:
             while True:
                 rights.pop()
                 left += 1
-        deadline = time.monotonic() + RECORD_SECONDS
-        while len(records) + left < len(self.idle_ranks.channels) and not self._has_failed and time.monotonic() < deadline:
+        deadline = monotonic() + RECORD_SECONDS
+        while len(records) + left < len(self.idle_ranks.channels) and not self._has_failed and monotonic() < deadline:
             os.sched_yield()
 
     def have_all_returned(self) -> bool:
@@ -170,7 +170,7 @@ class DirectCall:
 
     def observe_ranks(self) -> dict[int, RankObservations]:
         """Return a dict from each rank to its RankObservations. Call this method only when all ranks have returned."""
-        now = time.monotonic()
+        now = monotonic()
         observed = {}
         for handle, (data, *_), heartbeat in zip(self.idle_ranks.handles, self.received, self.heartbeats, strict=True):
             before = handle.observations

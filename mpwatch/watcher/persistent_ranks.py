@@ -15,7 +15,6 @@ import logging
 import math
 import platform
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from weakref import WeakSet
 
 from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_verdict
@@ -147,7 +147,7 @@ class PersistentRanks:
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
             check_stop_signals(self._spec)
-        started_at = time.monotonic()
+        started_at = monotonic()
         may_reach_ranks = False
 
         def begin(watcher_thread: WatcherThread) -> BlockingCall | None:
@@ -360,7 +360,7 @@ class PersistentRanks:
         workers = call.direct.idle_ranks.workers
         values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
         log_dir = self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else ""
-        progress, elapsed = call.direct.get_progress(call.started_at), time.monotonic() - call.started_at
+        progress, elapsed = call.direct.get_progress(call.started_at), monotonic() - call.started_at
         result = build_success(workers, values, progress, log_dir, elapsed)
         if result is None:
             return self._diagnose(watcher_thread, self._observe(call), (), values)
@@ -387,7 +387,7 @@ class PersistentRanks:
             timeout=call.timeout,
             start_timeout=spec.start_timeout,
             log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",
-            ended_at=time.monotonic(),
+            ended_at=monotonic(),
         )
 
     def _diagnose(
@@ -473,4 +473,4 @@ def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown
         return 0.0
     if not isinstance(command, PendingCall) or command.timeout is None:
         return math.inf
-    return command.started_at + command.timeout + command.suspended_seconds - time.monotonic()
+    return command.started_at + command.timeout + command.suspended_seconds - monotonic()

@@ -33,7 +33,6 @@ import math
 import signal
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -44,6 +43,7 @@ from weakref import ref
 
 from mpwatch.errors import make_error
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_report
@@ -188,7 +188,7 @@ class BlockingCall:
                 self.signals.call = command
         try:
             if isinstance(command, PendingCall) and self._may_be_quick():
-                deadline = time.monotonic() + QUICK_CALL_SECONDS
+                deadline = monotonic() + QUICK_CALL_SECONDS
                 if self.watcher_thread.direct_calls.execute(command, deadline):
                     return
                 self._post_once(command)

@@ -9,11 +9,11 @@ This module runs in the watcher thread.
 The protocol between the watcher and a rank is in wire/stop_step.py.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 
 from mpwatch.events.types import Stopping
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_location
 from mpwatch.results.report import format_overdue_ranks
@@ -63,7 +63,7 @@ class StopAgreements:
         for rank in group.setups:
             self._pool.get_stop_memory(rank).hold()
         read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)
-        self._call_at(time.monotonic() + HOLD_SECONDS, read_steps)
+        self._call_at(monotonic() + HOLD_SECONDS, read_steps)
 
     def _read_steps(self, group: RestartGroup, call: object, generation: int, cause: str) -> None:
         if group.call is not call or group.machine.generation != generation:  # the ranks have another call meanwhile

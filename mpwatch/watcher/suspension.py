@@ -28,10 +28,10 @@ continue at once.
 
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import list_group_members, read_process_state
 from mpwatch.os_support.signals import get_handler, set_handler
 from mpwatch.watcher.commands import CommandQueue, Suspend
@@ -100,7 +100,7 @@ class ProgramSuspension:
     def _wait_until_ranks_are_stopped(self, command: Suspend) -> None:
         deadline = command.requested_at + STOP_SECONDS
         while not command.are_ranks_stopped.acquire(timeout=POLL_SECONDS):
-            if not self._is_watcher_running() or time.monotonic() > deadline:
+            if not self._is_watcher_running() or monotonic() > deadline:
                 return
 
 

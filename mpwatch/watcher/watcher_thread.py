@@ -14,7 +14,6 @@ No user code runs in the watcher thread.
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from multiprocessing.context import set_spawning_popen
@@ -26,6 +25,7 @@ from mpwatch.events.types import CallStarted, Progressed, WorkerSucceeded
 from mpwatch.options.log_spec import default_logs
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
@@ -59,8 +59,8 @@ class WaitingCall(Protocol):
 
 def has_come_up(thread: threading.Thread) -> bool:
     """Return whether a thread is alive. If the start of the thread was interrupted, wait until the thread runs."""
-    deadline = time.monotonic() + THREAD_START_SECONDS
-    while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
+    deadline = monotonic() + THREAD_START_SECONDS
+    while thread in threading.enumerate() and not thread.is_alive() and monotonic() < deadline:
         os.sched_yield()
     return thread.is_alive()
 

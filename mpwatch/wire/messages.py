@@ -24,7 +24,8 @@ clock, so the watcher can sort the events of different ranks by time.
 
 import enum
 import struct
-import time
+
+from mpwatch.os_support.clock import monotonic
 
 HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
 CALL_NUMBER = struct.Struct("<Q")  # at the start of the body of CALL
@@ -79,7 +80,7 @@ class Message:
 
 def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:
     """Return the bytes of a message. `stamp` is the time of the event by CLOCK_MONOTONIC. The default is now."""
-    return HEADER.pack(MAGIC, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
+    return HEADER.pack(MAGIC, kind, monotonic() if stamp is None else stamp, len(body)) + body
 
 
 def encode_call(number: int, body: bytes) -> bytes:

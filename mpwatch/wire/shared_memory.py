@@ -32,10 +32,10 @@ import mmap
 import os
 import struct
 import sys
-import time
 from binascii import crc32
 from itertools import count
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.wire import stop_step
 from mpwatch.wire.messages import HEADER, Message, parse_header
 
@@ -201,7 +201,7 @@ class HeartbeatWriter:
         self._memory = memory
 
     def write_heartbeat(self) -> None:
-        HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, time.monotonic())
+        HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, monotonic())
 
     def stop(self) -> None:
         """Record that no heartbeat will follow, because the function has returned.
@@ -213,7 +213,7 @@ class HeartbeatWriter:
 
     def write_report(self, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
         """Write a report, which also counts as a heartbeat. Raises ValueError if the report is too large."""
-        now = time.monotonic()
+        now = monotonic()
         body = _encode_report(now, step, total, metrics)
         if len(body) > MAX_REPORT_SIZE:
             raise ValueError(

@@ -26,7 +26,6 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from functools import wraps
 from typing import TYPE_CHECKING
 
 from mpwatch import torch_private
+from mpwatch.os_support.clock import wall_time
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL
 from mpwatch.results.collective import DEFAULT_GROUP, MAX_TENSORS, Collective, CollectiveState
 from mpwatch.results.places import find_user_frame, format_place
@@ -231,7 +231,7 @@ def describe_rank() -> RankCollectives:
 
 
 def _describe_rank(frames: list[FrameType]) -> RankCollectives:
-    now = time.time_ns()
+    now = int(wall_time() * 1e9)
     recorded = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
     entries = _merge_coalesced(filter(_is_of_present_group, recorded))
     selected = _select_entries(entries)

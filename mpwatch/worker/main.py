@@ -24,11 +24,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpython_private import observe_children
 from mpwatch.os_support.signals import die_if_ended, die_with_writer
 
@@ -193,16 +193,16 @@ def _run_call(
             value = _load_and_call(received, deferred_signals, preload_error)
         finally:
             deferred_signals.defer()
-        returned_at = time.monotonic()
+        returned_at = monotonic()
         channel.release_reserved_fd()  # for the file of a large value
         return _pack_value(value, returned_at)
     except _LoadError as error:
-        return _Failure(MessageKind.LOAD_FAILED, error.error, time.monotonic())
+        return _Failure(MessageKind.LOAD_FAILED, error.error, monotonic())
     except _DebuggedError as error:
         deferred_signals.defer()
         return _Failure(MessageKind.RAISED, error.error, error.raised_at)
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt and SystemExit are answers, too
-        failed_at = time.monotonic()
+        failed_at = monotonic()
         deferred_signals.defer()  # a second time, since the exception may be an interrupt that came before the first `defer`
         return _Failure(MessageKind.RAISED, error, failed_at)
 
@@ -232,7 +232,7 @@ def _call_function(call: Call) -> object:
             raise
         value = None
     except Exception as error:
-        raised_at = time.monotonic()
+        raised_at = monotonic()
         if debugger_hook.open_post_mortem(error):
             raise _DebuggedError(error, raised_at) from None
         raise

@@ -19,6 +19,7 @@ from submitit.core.utils import JobPaths
 
 from mpwatch import cluster
 from mpwatch.integrations.submitit.preemption import stop_when_preempted
+from mpwatch.os_support.clock import monotonic
 
 POLL_SECONDS = 0.5  # between two looks into the folder
 CHECK_SECONDS = 30.0  # between two questions to SLURM
@@ -123,10 +124,10 @@ class SubmititEngine:
 
     def _poll(self) -> None:
         """Set the result of each node's future when the node has ended. A separate thread runs this method."""
-        checked_at = time.monotonic()
+        checked_at = monotonic()
         while not self._is_closed.wait(POLL_SECONDS):
-            is_check_due = time.monotonic() >= checked_at + CHECK_SECONDS
-            checked_at = time.monotonic() if is_check_due else checked_at
+            is_check_due = monotonic() >= checked_at + CHECK_SECONDS
+            checked_at = monotonic() if is_check_due else checked_at
             for job, numbers in list(self._jobs):
                 running = [number for number in numbers if not self._futures[number].done()]
                 try:
@@ -151,8 +152,8 @@ class SubmititEngine:
                 self.is_preempted |= is_preempted
                 self._set(number, outcome)
             elif has_ended:
-                ended_at = self._ended_at.setdefault(number, time.monotonic())
-                if time.monotonic() >= ended_at + LOST_SECONDS:
+                ended_at = self._ended_at.setdefault(number, monotonic())
+                if monotonic() >= ended_at + LOST_SECONDS:
                     self._set(number, error=_explain_loss(job))
 
     def _set(self, number: int, outcome: cluster.NodeOutcome | None = None, error: Exception | None = None) -> None:
@@ -199,8 +200,8 @@ def _explain_loss(job: submitit.Job[Any]) -> Exception:
 
 
 def _wait_until_done(jobs: Sequence[submitit.Job[Any]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(job.done() for job in jobs) and time.monotonic() < deadline:
+    deadline = monotonic() + seconds
+    while not all(job.done() for job in jobs) and monotonic() < deadline:
         time.sleep(0.1)
 
 

@@ -12,7 +12,6 @@ A StoreChannel uses only the methods `set`, `get`, `add` and `check` of the stor
 entries are logged and ignored. All methods raise StoreLostError if the store cannot be reached.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from mpwatch.multinode.protocol.messages import (
 )
 from mpwatch.multinode.protocol.signed_json import MAX_ENTRY_BYTES, InvalidEntryError, SignedJson
 from mpwatch.multinode.rendezvous.store import PrefixedStore
+from mpwatch.os_support.clock import monotonic
 
 T = TypeVar("T")
 MAX_BROADCAST_BYTES = 4 * MAX_ENTRY_BYTES  # a decision contains failures of many nodes
@@ -95,7 +95,7 @@ class StoreChannel:
     def read_inbox(self) -> list[MessageToLeader]:
         """Return the messages that nodes have sent to the leader since this method was last called."""
         count = self._store.add("inbox", 0)
-        now = time.monotonic()
+        now = monotonic()
         self._missing_messages |= dict.fromkeys(range(self._inbox_count + 1, count + 1), now)
         self._inbox_count = max(self._inbox_count, count)
         found = []

@@ -5,13 +5,13 @@ import torch.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from typing import TypeVar
 
 from mpwatch.multinode.rendezvous.errors import CancelledError
+from mpwatch.os_support.clock import monotonic
 
 RETRY_SECONDS = 0.2
 CHECK_SECONDS = 0.1
@@ -35,7 +35,7 @@ class Deadline:
         """Return the seconds until the deadline, but at least 0 and at most `at_most`. Raises CancelledError."""
         if self.cancelled.is_set():
             raise CancelledError
-        return max(0.0, min(at_most, self.at - time.monotonic()))
+        return max(0.0, min(at_most, self.at - monotonic()))
 
     def wait_before_retry(self) -> bool:
         """Wait a moment before the next try. Return False if the deadline has passed. Raises CancelledError."""

@@ -19,6 +19,7 @@ from mpwatch.multinode.rendezvous.open_store import OpenedStore, open_store
 from mpwatch.multinode.rendezvous.rounds import DynamicRendezvous, Round, StaticRendezvous, WaitReport
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 
 JOB_OVER_KEY = "over"  # in the store of the job
@@ -160,6 +161,6 @@ def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
 
     If torch's server ends while another node uses the store, torch prints a page of C++ frames on the other node.
     """
-    deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
-    while has_other_nodes() and time.monotonic() < deadline:
+    deadline = monotonic() + OTHERS_LEAVE_SECONDS
+    while has_other_nodes() and monotonic() < deadline:
         time.sleep(OTHERS_LEAVE_POLL_SECONDS)

@@ -13,7 +13,6 @@ changed, and leaves all other times in the store as they are:
           ---- times of the local clock -->                   ---- foreign times unchanged -------->
 """
 
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State, dump_state, load_state
+from mpwatch.os_support.clock import monotonic
 
 
 class _ForeignTime:
@@ -88,7 +88,7 @@ class LocalClockBackend(RendezvousBackend):
     def _with_local_times(self, data: bytes) -> bytes:
         state = load_state(data)
         self._on_state(state)
-        now = time.monotonic()
+        now = monotonic()
         heartbeats = {}
         for node, written in state.last_heartbeats.items():
             known = self._heartbeats.get(node)

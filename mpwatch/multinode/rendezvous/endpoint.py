@@ -9,13 +9,13 @@ torch.
 import errno
 import socket
 import struct
-import time
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.rendezvous.cancellable_wait import RETRY_SECONDS, Deadline, call_with_deadline
+from mpwatch.os_support.clock import monotonic
 
 TRY_SECONDS = 0.5  # to connect, and again to get an answer. It is short, because the call may be cancelled
 ANSWER_SECONDS = 2.0  # a store on this machine has this time to answer. Otherwise the listener counts as another program
@@ -169,12 +169,12 @@ def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
 
     Raises OSError if the network fails.
     """
-    deadline = time.monotonic() + seconds
+    deadline = monotonic() + seconds
     answer = b""
     try:
         connection.sendall(PROBE_REQUEST)
         while len(answer) < KEY_COUNT.size:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.settimeout(max(0.001, deadline - monotonic()))
             piece = connection.recv(KEY_COUNT.size - len(answer))
             if not piece:
                 break

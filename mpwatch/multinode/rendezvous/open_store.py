@@ -4,7 +4,6 @@
 name of the endpoint cannot be resolved, `open_store` also tries again, because name servers do not know a new node at once.
 """
 
-import time
 from dataclasses import dataclass
 from socket import create_connection, gaierror
 from typing import Any
@@ -30,6 +29,7 @@ from mpwatch.multinode.rendezvous.endpoint import (
 from mpwatch.multinode.rendezvous.errors import StoreLostError
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, open_tcp_store
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
 
 DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
@@ -87,13 +87,13 @@ class _StoreOpener:
         self._problem = ""  # the error text of the latest try
 
     def open(self, deadline: Deadline) -> OpenedStore:
-        started_at = time.monotonic()
+        started_at = monotonic()
         while True:
             opened = self._try_once(deadline)
             if opened:
                 return opened
             if not deadline.wait_before_retry():
-                seconds = time.monotonic() - started_at
+                seconds = monotonic() - started_at
                 raise LaunchError(f"rendezvous at {self._endpoint}: {self._problem}. Tried for {seconds:.1f} s")
 
     def _try_once(self, deadline: Deadline) -> OpenedStore | None:

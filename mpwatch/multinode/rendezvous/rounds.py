@@ -4,7 +4,6 @@ This module raises LaunchError, JobClosedError or StoreLostError instead of torc
 """
 
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 from mpwatch.multinode.rendezvous.torch_handler import Handler, JoinTimeouts, make_handler
 from mpwatch.multinode.rendezvous.torch_state import Node, State, dump_state, load_state, remove_node
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
 from mpwatch.torch_private import forget_bootstrap_store
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class WaitReport:
 
     def check(self, count: int) -> None:
         """If `due_at` has passed and nothing was reported yet, report that `count` nodes have joined."""
-        if not self.is_done and time.monotonic() >= self.due_at:
+        if not self.is_done and monotonic() >= self.due_at:
             self.is_done = True
             self.report(count)
 
@@ -141,7 +141,7 @@ class DynamicRendezvous:
 
     def join(self, deadline: Deadline, last_call: float, expected_nodes: float, wait_report: WaitReport | None) -> Round:
         """See `RendezvousClient.join`."""
-        started_at = time.monotonic()
+        started_at = monotonic()
         self._wait_report = wait_report
         self._timeouts.deadline, self._timeouts.last_call_seconds = deadline.at, last_call
         self._deadline, self._joined_count, self._expected_nodes = deadline, 0, expected_nodes
@@ -160,7 +160,7 @@ class DynamicRendezvous:
                 " over. A new job needs a run_id of its own"
             ) from error
         except (RendezvousTimeoutError, _NoRoomError) as error:
-            seconds = time.monotonic() - started_at
+            seconds = monotonic() - started_at
             text = self._describe_timeout(seconds, has_no_room=isinstance(error, _NoRoomError))
             self._remove_this_node()
             raise LaunchError(text) from error
@@ -304,7 +304,7 @@ class StaticRendezvous:
 
     def join(self, deadline: Deadline, _last_call: float, _expected_nodes: float, wait_report: WaitReport | None) -> Round:
         """See `RendezvousClient.join`."""
-        started_at = time.monotonic()
+        started_at = monotonic()
         deadline.seconds_left(0)
         rank, size = self._rendezvous.options["rank"], self._rendezvous.max_nodes
         store = PrefixedStore(self._opened_store.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
@@ -323,7 +323,7 @@ class StaticRendezvous:
                 if wait_report is not None:
                     wait_report.check(size - len(missing))
                 if not deadline.wait_before_retry():
-                    raise LaunchError(self._describe_timeout(missing, time.monotonic() - started_at))
+                    raise LaunchError(self._describe_timeout(missing, monotonic() - started_at))
         except (CancelledError, JobClosedError, LaunchError):
             self._delete_own_entry()
             raise

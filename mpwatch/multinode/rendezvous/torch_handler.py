@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from mpwatch.multinode.rendezvous.errors import StoreLostError
 from mpwatch.multinode.rendezvous.torch_state import Node
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.torch_private import (
     _Action,
@@ -56,7 +57,7 @@ class JoinTimeouts(RendezvousTimeout):
     @property
     def join(self) -> timedelta:
         """The time that is left until the deadline of the join."""
-        return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
+        return timedelta(seconds=max(0.0, self.deadline - monotonic()))
 
     @property
     def last_call(self) -> timedelta:
@@ -86,11 +87,11 @@ class _Executor(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
-        started_at = time.monotonic()
+        started_at = monotonic()
 
         def decide(context: _RendezvousContext, deadline: float) -> _Action:
             while (action := state_handler(context, deadline)) is _Action.SYNC:
-                time.sleep(poll_interval(time.monotonic() - started_at, len(self._state.last_heartbeats)))
+                time.sleep(poll_interval(monotonic() - started_at, len(self._state.last_heartbeats)))
                 self._state_holder.sync()
                 self._state = self._state_holder.state
                 context = _RendezvousContext(self._node, self._state, self._settings)

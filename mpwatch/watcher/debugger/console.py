@@ -16,7 +16,6 @@ import math
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -25,6 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
@@ -94,7 +94,7 @@ class RankSession:
             elif kind == "completions":
                 self._completions.append(values[0])
             elif kind == "left":
-                self.left_at = time.monotonic()
+                self.left_at = monotonic()
             elif kind == "quit":
                 self.wants_to_quit = True
 
@@ -113,10 +113,10 @@ class RankSession:
     def complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
         """Ask the rank how the word `text` can be completed, and return the possible words."""
         self._completions.clear()
-        deadline = time.monotonic() + COMPLETION_SECONDS
+        deadline = monotonic() + COMPLETION_SECONDS
         try:
             self.connection.send(("complete", text, line, begin, end))
-            while not self._completions and self.connection.poll(max(0.0, deadline - time.monotonic())):
+            while not self._completions and self.connection.poll(max(0.0, deadline - monotonic())):
                 self.receive()
         except (EOFError, OSError):
             return []
@@ -258,13 +258,13 @@ class DebuggerConsole:
 
     def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
         """Wait at most `seconds` until each of the expected ranks is at a prompt again or has ended."""
-        deadline = time.monotonic() + seconds
+        deadline = monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
             # A rank that has left its prompt either opens the next one soon, or runs for a while.
             last_left_at = max((one.left_at for one in running), default=0.0)
             until = min(deadline, last_left_at + NEXT_PROMPT_SECONDS)
-            if not running or not wait([one.connection for one in running], max(0.0, until - time.monotonic())):
+            if not running or not wait([one.connection for one in running], max(0.0, until - monotonic())):
                 return
             self._receive()
             if any(session.wants_to_quit for session in self._sessions.values()):
@@ -354,7 +354,7 @@ class DebuggerConsole:
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
             # A rank may have a handler for SIGTERM that does not end it. A second signal kills.
             kill = partial(self._commands.post, Interrupted(signal.SIGTERM))
-            self._commands.post(DelayedAction(time.monotonic() + QUIT_SECONDS, kill))
+            self._commands.post(DelayedAction(monotonic() + QUIT_SECONDS, kill))
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:

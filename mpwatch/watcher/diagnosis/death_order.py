@@ -14,9 +14,9 @@ first of these signals. Without this limit, a rank that the watcher killed could
 """
 
 import math
-import time
 from typing import NamedTuple
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.watcher.diagnosis.observations import RankObservations
 
 DEATH_LAG_SECONDS = 0.1  # a death that caused a failure is noticed at most so much later than the failure
@@ -38,7 +38,7 @@ class DeathClock:
     def record_dying(self, observed: RankObservations) -> None:
         """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
         if observed.dying_at is None:
-            observed.dying_at = time.monotonic()
+            observed.dying_at = monotonic()
             earliest = max(self._latest_stamp, observed.first_signal_at)
             self._deaths.append(_Death(earliest, observed.dying_at, observed))
 
@@ -52,7 +52,7 @@ class DeathClock:
 
         No death is moved before a time stamp that was recorded before the death.
         """
-        limit, now = stamp, time.monotonic()
+        limit, now = stamp, monotonic()
         self._deaths = [death for death in self._deaths if now - death.noticed_at <= DEATH_LAG_SECONDS]
         for earliest, _, observed in reversed(self._deaths):
             assert observed.dying_at is not None

@@ -16,9 +16,9 @@ On several nodes, this module finds mismatches among the ranks of its own node, 
 leader node compares the collectives of the ranks of all nodes.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
@@ -78,7 +78,7 @@ class CollectiveMonitor:
         end_call: Callable[[CollectivesMismatched], object],
         on_stall: StallCallback | None,
         may_call_again: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._list_handles = list_handles
         self._stall_after = stall_after

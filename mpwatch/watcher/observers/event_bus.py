@@ -17,6 +17,7 @@ from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import Event, Progressed, RunEnded, RunStarted, StateChanged
 from mpwatch.options.spec import GroupSpec, Observer
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
 from mpwatch.results.state_transitions import ENDS, check_transition
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -36,7 +37,7 @@ class EventBus:
 
     def __init__(self, run_id: str, spec: GroupSpec, *, keep_events: bool) -> None:
         self.run_id = run_id
-        self.started_at = time.monotonic()
+        self.started_at = monotonic()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # that were dispatched, if they are kept
         self.wake: Callable[[], object] = lambda: None  # makes the caller's thread call `dispatch`; WatcherThread sets it
         self.state = WorkerState.UNKNOWN  # of all ranks together, as of the last StateChanged
@@ -68,7 +69,7 @@ class EventBus:
         """
         if not self.wants(kind):
             return
-        at = time.monotonic() if at is None else at
+        at = monotonic() if at is None else at
         when = {"time": self.wall_time(at), "monotonic": at}
         self._queue.append(kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details))
         if self._is_observed(kind):
@@ -110,7 +111,7 @@ class EventBus:
         if self._has_started and not self._has_ended:
             if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call
                 self.change_state(state, workers)
-            elapsed = time.monotonic() - self.started_at
+            elapsed = monotonic() - self.started_at
             attempt = _latest_attempt(workers)
             self._has_ended = True
             self.publish(

@@ -8,9 +8,9 @@ The state machine and the CollectiveMonitor also ask the ranks for stacks or col
 answer of the same rank, one answer of this rank is enough for all of them.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import CommandQueue, StacksRequest
@@ -94,7 +94,7 @@ class StackRequests:
             elif reason := describe_blocked_process(handle.observations):
                 self._stacks[rank] = reason
         if self._asked or self._asked_for_collectives:
-            self._call_at(time.monotonic() + STACK_DUMP_SECONDS, self._answer)
+            self._call_at(monotonic() + STACK_DUMP_SECONDS, self._answer)
         else:
             self._answer()
 

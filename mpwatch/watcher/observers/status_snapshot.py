@@ -5,9 +5,9 @@ of microseconds for each rank. When the call is over, `final_statuses` runs in t
 """
 
 import math
-import time
 from collections.abc import Iterable
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import ProcessUsage, read_process_usage
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankReport, RankStatus
@@ -49,7 +49,7 @@ def _current_status(observed: RankObservations, group: RestartGroup, pool: Proce
     rank = observed.worker.rank
     handle = pool.handles.get(rank)
     if handle is None or handle.observations is not observed:  # the process has exited
-        return _final_status(observed, group.machine.stopped_at, time.monotonic())
+        return _final_status(observed, group.machine.stopped_at, monotonic())
     phase = group.machine.phase_table.phases[rank]
     state = STATES.get(phase) if observed.answer is None else None
     if phase is RankPhase.RUNNING and rank in group.machine.heartbeats.late_ranks:
@@ -57,7 +57,7 @@ def _current_status(observed: RankObservations, group: RestartGroup, pool: Proce
     state = state or _final_state(observed, group.machine.stopped_at)
     usage = read_process_usage(observed.pid) if observed.pid is not None else None
     heartbeat = pool.read_heartbeat(handle)
-    return _build_status(observed, state, heartbeat, usage, time.monotonic())  # time last: no heartbeat is later than that
+    return _build_status(observed, state, heartbeat, usage, monotonic())  # time last: no heartbeat is later than that
 
 
 def _final_status(observed: RankObservations, stopped_at: float | None, now: float) -> RankStatus:

@@ -12,10 +12,10 @@ exception, the driver logs the exception and removes the view, so that the run d
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.commands import CommandQueue, StatusRequest, TerminalRestore
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -81,14 +81,14 @@ class ViewDriver:
         """
         if self._view is None or self._request is not None or self._due_at == math.inf:
             return None
-        return max(0.0, self._due_at - time.monotonic())
+        return max(0.0, self._due_at - monotonic())
 
     def update(self) -> None:
         """Show the statuses that the watcher thread has sent, or request new statuses if an update is due."""
         if self._view is None:
             return
         if self._request is None:
-            if time.monotonic() >= self._due_at:
+            if monotonic() >= self._due_at:
                 self._request = StatusRequest()
                 self._commands.post(self._request)
         elif self._request.statuses is not None:
@@ -142,7 +142,7 @@ class ViewDriver:
 
     def _schedule_update(self) -> None:
         if self._view is not None:
-            self._due_at = time.monotonic() + self._view.period
+            self._due_at = monotonic() + self._view.period
 
     def _post_restore(self, view: View) -> None:
         """If the bytes that restore the terminal have changed, send them to the guardian process."""

@@ -9,7 +9,6 @@ needs no locks. The bytes from a pipe take this way:
 import math
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -18,6 +17,7 @@ from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
 
 from mpwatch.errors import LaunchError
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import write_all
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -158,7 +158,7 @@ class OutputThread:
 
     def start_call(self, multiplexer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
         """Write the remaining output of earlier calls. Use this multiplexer and these sinks for the output of a new call."""
-        self._multiplexer.flush(time.monotonic())
+        self._multiplexer.flush(monotonic())
         self._write_to_sinks()
         self._close_sinks()
         self._multiplexer, self._sinks = multiplexer, sinks
@@ -201,7 +201,7 @@ class OutputThread:
         for pipe in list(self._pipes.values()):
             self._drain(pipe)
         if with_unfinished_lines:
-            self._multiplexer.flush(time.monotonic())
+            self._multiplexer.flush(monotonic())
         self._write_to_sinks()
         for stream, sink in self._sinks.items():
             if sink is not None:
@@ -231,7 +231,7 @@ class OutputThread:
             self._run_jobs()
             return
         due_at = self._multiplexer.due_at
-        timeout = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
+        timeout = None if due_at == math.inf else max(0.0, due_at - monotonic())
         sizes = [0]
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._job_wakeup:
@@ -239,7 +239,7 @@ class OutputThread:
             elif (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it meanwhile
                 sizes.append(self._read(pipe))
             self._run_jobs()
-        self._multiplexer.write_due(time.monotonic())
+        self._multiplexer.write_due(monotonic())
         self._write_to_sinks()
         if 0 < max(sizes) < READ_SIZE:
             self._wait_for_batch()
@@ -283,7 +283,7 @@ class OutputThread:
         if pipe.file_fd is not None:
             self._write_to_file(pipe, pipe.file_fd, data)
         if pipe.rank_stream is not None:
-            self._multiplexer.feed(pipe.rank_stream, data, time.monotonic())
+            self._multiplexer.feed(pipe.rank_stream, data, monotonic())
             self._write_to_sinks()
 
     def _stop_polling(self, pipe: OutputPipe) -> None:

@@ -38,6 +38,7 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any, Self
 
+from mpwatch.os_support.clock import monotonic, wall_time
 from mpwatch.os_support.cpu_affinity import limit_thread_to
 from mpwatch.os_support.cpython_private import (
     forget_child,
@@ -122,7 +123,7 @@ class RankPopen(Popen):
         cpus: frozenset[int] | None,
     ) -> None:
         self.name = process.name
-        self.wall_started_at = time.time()
+        self.wall_started_at = wall_time()
         self._description = description
         self._process: _WatchedProcess | None = process
         self._env = env
@@ -197,8 +198,8 @@ class RankPopen(Popen):
         If a debugger delays the exit code for more than DEBUGGER_SECONDS, the exit code is unknown. The exit code is also
         unknown if the calling program ignores SIGCHLD, or if other code of the program has reaped the rank.
         """
-        deadline = time.monotonic() + DEBUGGER_SECONDS
-        while (code := self.poll()) is None and time.monotonic() < deadline:
+        deadline = monotonic() + DEBUGGER_SECONDS
+        while (code := self.poll()) is None and monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return code if self._is_exit_code_known else None
 
@@ -208,9 +209,9 @@ class RankPopen(Popen):
         `deadline` is a time of CLOCK_MONOTONIC.
         """
         try:
-            return bool(wait([self.sentinel], max(0.0, deadline - time.monotonic())))
+            return bool(wait([self.sentinel], max(0.0, deadline - monotonic())))
         except OSError:  # too little memory, or too low a limit of open files, to wait for anything
-            while (code := self.poll()) is None and time.monotonic() < deadline:
+            while (code := self.poll()) is None and monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
             return code is not None
 
@@ -268,8 +269,8 @@ class RankPopen(Popen):
         A debugger of the rank can delay the status, so wait at most DEBUGGER_SECONDS for the status. If the sentinel is a
         pipe, the kernel closes this pipe shortly before waitpid can return the status.
         """
-        deadline = time.monotonic() + DEBUGGER_SECONDS
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        deadline = monotonic() + DEBUGGER_SECONDS
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return ended
 

@@ -36,6 +36,7 @@ from typing import Any, Self
 from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
 from mpwatch.os_support.processes import group_exists, group_members, open_pidfd, reap_adopted
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
@@ -247,7 +248,7 @@ class ProcessPool:
         """Kill the processes that are left in the group of a dead rank, and reap the rank."""
         rank, pid = handle.observations.worker.rank, handle.process.pid
         del self.handles[rank]  # first: after an error the end of the pool must not reap it again
-        group = _KilledGroup(pid, handle.process.wall_started_at, killed_at=time.monotonic())
+        group = _KilledGroup(pid, handle.process.wall_started_at, killed_at=monotonic())
         try:
             handle.close()
         finally:  # even if the calling program has closed descriptors of mpwatch
@@ -275,7 +276,7 @@ class ProcessPool:
         """If the watcher itself has failed, kill and reap the ranks that still exist."""
         for handle in self.handles.values():
             handle.process.send_signal_to_group(signal.SIGKILL)
-        deadline = time.monotonic() + KILL_SECONDS
+        deadline = monotonic() + KILL_SECONDS
         with ExitStack() as stack:  # an error with one rank does not keep the others from being reaped
             for handle in self.handles.values():
                 stack.callback(self._reap_or_abandon, handle, deadline)
@@ -289,7 +290,7 @@ class ProcessPool:
     def _wait_for_debuggers(self) -> None:
         """Reap each dead rank that has a debugger. Abandon a rank that the pool cannot reap within KILL_SECONDS."""
         for process, reap_started_at in self._held_by_debugger.items():
-            while not (is_reaped := process.reap()) and time.monotonic() < reap_started_at + KILL_SECONDS:
+            while not (is_reaped := process.reap()) and monotonic() < reap_started_at + KILL_SECONDS:
                 pass  # each `reap` waits for DEBUGGER_SECONDS
             if not is_reaped:
                 text = (
@@ -309,7 +310,7 @@ class ProcessPool:
             try:
                 _wait_for_group(group.pgid, deadline, self.deferred_log)
             except OSError:  # no descriptors are left to read /proc or to wait with
-                while group_exists(group.pgid) and time.monotonic() < deadline:
+                while group_exists(group.pgid) and monotonic() < deadline:
                     reap_adopted(group.pgid)
                     time.sleep(POLL_SECONDS)
             reap_adopted(group.pgid)
@@ -343,7 +344,7 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
         if pidfd is None:
             continue
         try:
-            if not wait([pidfd], max(0.0, deadline - time.monotonic())):
+            if not wait([pidfd], max(0.0, deadline - monotonic())):
                 deferred_log.warning(text, pid)
         finally:
             os.close(pidfd)

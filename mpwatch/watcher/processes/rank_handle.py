@@ -10,12 +10,12 @@ watcher <--- sentinel of the process: it is readable when the rank is dead
 import errno
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
     Received,
@@ -73,7 +73,7 @@ class RankHandle:
     ) -> None:
         self._deferred_log = deferred_log
         self.generation = 0
-        self.started_at = time.monotonic()
+        self.started_at = monotonic()
         self.process = process
         self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio

@@ -1,8 +1,9 @@
 """Waits until at least one descriptor of the event loop is readable.
 
-`multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
+The selector takes the place of `multiprocessing.connection.wait`, for three reasons:
 
-- If mpwatch passed all descriptors to `wait`, each call of `wait` would register all descriptors again.
+- Each call of `connection.wait` would register all descriptors again.
+- `connection.wait` measures its timeout by `monotonic`, which a test may have frozen.
 - The selector keeps its set of descriptors in the kernel (epoll). The kernel lists the ready descriptors in the order in
   which they became ready. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0
   first. The kernel keeps this order until the watcher reads the list.
@@ -12,9 +13,9 @@ sends a second message. The kernel lists rank 1 before rank 0, so the watcher re
 death. But if the kernel lists the death of rank 0 before rank 1, rank 0 died before rank 1 sent its unread messages.
 """
 
+import select
 import selectors
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
@@ -26,6 +27,8 @@ class Selector(Generic[T]):
 
     def __init__(self) -> None:
         self._selector: Any = selectors.DefaultSelector()  # epoll or kqueue: another poll can wait for its descriptor
+        self._poll = select.poll()
+        self._poll.register(self._selector, select.POLLIN)
 
     def __enter__(self) -> Self:
         return self
@@ -51,8 +54,8 @@ class Selector(Generic[T]):
         Return an empty list if no descriptor becomes ready within `seconds`. If `seconds` is None, wait at most
         LONGEST_WAIT, which is one day.
         """
-        ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`
+        ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than a poll
         if not ready:
             timeout = LONGEST_WAIT if seconds is None else min(max(0.0, seconds), LONGEST_WAIT)
-            ready = self._selector.select(0) if wait([self._selector], timeout) else ()
+            ready = self._selector.select(0) if self._poll.poll(timeout * 1000) else ()
         return [key.data for key, _ in ready]

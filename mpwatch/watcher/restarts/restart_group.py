@@ -8,13 +8,13 @@ The event loop executes the actions of the state machine, such as the start of a
 """
 
 import math
-import time
 from collections.abc import Collection
 from typing import Any
 
 from mpwatch.events.types import CallStarted, Event, HeartbeatLate, WorkerExited, WorkerReady, WorkerSucceeded
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
@@ -62,7 +62,7 @@ class RestartGroup:
         self._has_published_call = False
         self.machine = StateMachine(
             [setup.worker.rank for setup in setups],
-            now=time.monotonic(),
+            now=monotonic(),
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
@@ -76,7 +76,7 @@ class RestartGroup:
         self.setups = {setup.worker.rank: setup for setup in self.next_setups}
         self.observed.clear()
         self.exit_blockers.clear()
-        self._attempt_started_at = time.monotonic()
+        self._attempt_started_at = monotonic()
         self._all_ready_at: float | None = None
         self._publish_call_started()
         self.read_machine()
@@ -138,7 +138,7 @@ class RestartGroup:
 
         In a WorkerGroup, return what the watcher has observed since the ranks got their last call.
         """
-        machine, spec, now = self.machine, self._spec, time.monotonic()
+        machine, spec, now = self.machine, self._spec, monotonic()
         return AttemptObservations(
             ranks=dict(self.observed),
             hostname=hostname,

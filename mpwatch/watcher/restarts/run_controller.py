@@ -14,7 +14,6 @@ exception ends the run.
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from mpwatch.events.types import CollectivesRecorded, Restarting, WorkerFailed, WorkerStopped
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_attempts, format_verdict, make_restart_notes
@@ -71,7 +71,7 @@ class RunController(Generic[T]):
         """Return how many seconds of the run's `timeout` are left, or infinity if there is no timeout."""
         timeout = self._spec.timeout
         suspended_seconds = 0.0 if self._pending_call is None else self._pending_call.suspended_seconds
-        return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - time.monotonic()
+        return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - monotonic()
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
         """For each attempt that has failed since the previous call of this method, decide whether its ranks are restarted.
@@ -191,7 +191,7 @@ class RunController(Generic[T]):
         result = replace(merged, attempts=attempts, notes=notes)
         reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
         self._publish_run_ended(result.state, reason)
-        return replace(result, events=tuple(self.event_bus.events), elapsed=time.monotonic() - self.started_at)
+        return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the exception `error` has ended the run.
@@ -230,7 +230,7 @@ def diagnose_attempt(
 
 def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[], object]) -> None:
     """Make the watcher thread call `restart` after a delay of `seconds`."""
-    commands.post(DelayedAction(time.monotonic() + seconds, restart))
+    commands.post(DelayedAction(monotonic() + seconds, restart))
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:

@@ -8,11 +8,12 @@ constant STOPPED instead.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from itertools import islice
 from reprlib import Repr
 from types import FunctionType, ModuleType
+
+from mpwatch.os_support.clock import monotonic
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -169,11 +170,11 @@ def _get_variables(frame: FrameType) -> dict[str, object]:
 
 def _format_all(found: list[dict[int, dict[str, object]]], texts: list[dict[int, dict[str, str]]]) -> None:
     """Convert the values of all variables to text. In each traceback, the values of the innermost frame come first."""
-    bounded, total, deadline = BoundedRepr(), 0, time.monotonic() + LIMIT_SECONDS
+    bounded, total, deadline = BoundedRepr(), 0, monotonic() + LIMIT_SECONDS
     for variables_by_frame, texts_by_frame in zip(found, texts, strict=True):
         for number in sorted(variables_by_frame, reverse=True):
             for name, value in variables_by_frame[number].items():
-                if total > MAX_TOTAL or time.monotonic() > deadline:
+                if total > MAX_TOTAL or monotonic() > deadline:
                     return
                 try:
                     text = bounded.repr(value)[:MAX_TEXT]
