@@ -66,7 +66,7 @@ def main(orders: int, watcher: int | None = None) -> None:
         for kill in (os.kill, os.killpg):  # the rank itself may have joined another group
             try:
                 kill(group, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
+            except OSError:
                 pass  # the rank has ended together with the watcher
     if restore:
         try:

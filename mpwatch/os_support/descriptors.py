@@ -5,7 +5,9 @@ This module runs in the watcher and in the ranks. A module that only a few funct
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +30,19 @@ MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
 MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # necessary if SIGPIPE has its default action
 LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
 MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs. The mmap module does not export it
+
+
+def open_regular_file(path: str, flags: int) -> int:
+    """Open a file, but never wait as for a FIFO, and follow no symbolic link at `path` itself. Raises OSError.
+
+    `open` takes this function as its `opener`.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.ENXIO, "No regular file", path)  # as for a FIFO without a reader
+    os.set_blocking(fd, True)
+    return fd
 
 
 def open_anonymous_file(name: str) -> FileIO:

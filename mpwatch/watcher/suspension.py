@@ -139,7 +139,7 @@ def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
                 process.send_signal_to_group(signal.SIGCONT)
                 continue
             for pid in pids - stopped_before:
-                with suppress(ProcessLookupError, PermissionError):
+                with suppress(Exception):  # the others must go on, too
                     os.kill(pid, signal.SIGCONT)
 
 

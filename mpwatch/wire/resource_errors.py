@@ -18,6 +18,8 @@ REMEDIES: dict[int | None, str] = {
     errno.E2BIG: "the environment is too large for a new process: see `env`",
     errno.ENOENT: "check that the current folder of this program and its Python interpreter still exist",
     errno.ENOEXEC: "name the Python interpreter of the ranks by multiprocessing.set_executable(...)",
+    errno.ELOOP: "remove the symbolic link, which is not followed here",
+    errno.ENXIO: "remove it: a FIFO or a device cannot take the place of a regular file",
     errno.ETOOMANYREFS: "raise the limit of open files (`ulimit -n`), or use torch's sharing strategy 'file_system'",
 }
 SHORTAGE_ERRNOS = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EFBIG))

@@ -1,5 +1,6 @@
 """Create and destroy a rank's torch process group, if the option `backend` is set. This module runs in a rank."""
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -63,12 +64,16 @@ def destroy() -> None:
 
 def _get_store(dist: Any) -> Any:
     global _store
+    import torch
+
     if _store is None:
         worker = current_worker()
-        _store = dist.TCPStore(
-            worker.master_addr,
-            worker.master_port,
-            worker.world_size,
-            is_master=worker.rank == 0,
-        )
+        address, port, world_size, is_master = worker.master_addr, worker.master_port, worker.world_size, worker.rank == 0
+        options: dict[str, Any] = {}
+        if is_master and (address == "localhost" or address.startswith("127.")):
+            # torch itself would listen on all interfaces, and anybody can read and write the keys of a store.
+            fd = socket.create_server((address, port), backlog=world_size).detach()
+            # Before torch 2.8, the server with libuv takes no descriptor.
+            options = {"master_listen_fd": fd, "use_libuv": torch.__version__ >= "2.8"}
+        _store = dist.TCPStore(address, port, world_size, is_master=is_master, **options)
     return _store

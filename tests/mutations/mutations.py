@@ -54,7 +54,8 @@ MUTATIONS = [
     Mutation(TRANSITIONS, "RankPhase.RETURNED: {StackDumped: None, Exited", "RankPhase.RETURNED: {Exited"),
     Mutation(HEARTBEATS, "if silent_at <= now:", "if late_at <= now:"),
     Mutation(HEARTBEATS, "if self.silent_ranks and self._is_second_reading:", "if self.silent_ranks:"),
-    Mutation(HEARTBEATS, "was_suspended = now > self.due_at + SUSPENDED_SECONDS", "was_suspended = False"),
+    Mutation(HEARTBEATS, "was_suspended = is_excusable and now > self.due_at + SUSPENDED_SECONDS", "was_suspended = False"),
+    Mutation(HEARTBEATS, "self._patience /= 2 if was_suspended else 1", "pass"),
     # stopping ranks
     Mutation(
         MACHINE,

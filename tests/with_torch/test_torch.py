@@ -42,6 +42,15 @@ def test_the_process_group_is_initialized(gloo_ranks):
     assert list(gloo_ranks.run(all_reduce)) == [("gloo", 2, 3.0)] * 2
 
 
+def test_on_one_machine_the_store_listens_on_the_loopback_interface_only(gloo_ranks):
+    def find_listening_addresses():
+        port = f":{mpwatch.current_worker().master_port:04X}"
+        lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+        return [local.removesuffix(port) for _, local, _, state, *_ in lines if local.endswith(port) and state == "0A"]
+
+    assert gloo_ranks.run(find_listening_addresses)[0] == ["0100007F"]  # 127.0.0.1
+
+
 @pytest.mark.slow
 def test_backend_auto_is_nccl_with_gpus_and_gloo_without():
     expected = "nccl" if torch.cuda.is_available() else "gloo"

@@ -31,6 +31,7 @@ class Heartbeats:
         self._limit = math.inf if limit is None else limit
         self._unread: set[int] = set()
         self._is_second_reading = False
+        self._patience = self._limit  # seconds from a reading that was much too late to the next one
         self._begun_at = -math.inf  # silence counts from then on, at the earliest
         self.due_at = now + self._limit * LATE_SHARE  # when the next reading is due
         self.late_ranks: dict[int, float] = {}  # late ranks, with the times of their last heartbeats
@@ -47,9 +48,12 @@ class Heartbeats:
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
         """Return the running ranks whose heartbeats must be read now."""
-        # If a reading comes so late, neither the calling program nor its ranks could run. No rank is to blame.
-        was_suspended = now > self.due_at + SUSPENDED_SECONDS
-        self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
+        # If a reading comes so late, perhaps neither the calling program nor its ranks could run, so no rank is to blame.
+        # Or the program is only busy, perhaps all the time. So the ranks get more time, but each time half as much.
+        is_excusable = self._patience > self._limit * RECHECK_SHARE and not self._is_second_reading
+        was_suspended = is_excusable and now > self.due_at + SUSPENDED_SECONDS
+        self.due_at = now + (self._patience if was_suspended else self._limit * LATE_SHARE)
+        self._patience /= 2 if was_suspended else 1
         self._unread = set() if was_suspended else set(ranks)
         if not self._unread:
             self._is_second_reading = False
@@ -71,6 +75,8 @@ class Heartbeats:
         if self.silent_ranks:
             self.due_at = now + min(CONFIRM_SECONDS, self._limit * RECHECK_SHARE)
             self.silent_ranks.clear()
+        else:
+            self._patience = self._limit
         return False
 
     def remove(self, rank: int) -> None:

@@ -70,7 +70,7 @@ STACK_DUMP_SECONDS = 0.2  # for the stacks of all ranks together; one in Python 
 MIN_GRACE_SECONDS = 0.2  # so that a failed rank can send the details of its exception, however short the grace period is
 KILL_SECONDS = 0.8  # from SIGKILL to AbandonRank; a process that takes longer sleeps in the kernel. With the dump: 1 s
 EXIT_SECONDS = 1.0  # the least time for a rank to exit after it has returned, however short the grace period is
-SUSPENDED_SECONDS = 1.0  # a deadline missed by so much means that the whole computer was suspended, ranks included
+SUSPENDED_SECONDS = 1.0  # a deadline missed by so much may mean that the whole computer was suspended, ranks included
 CONFIRM_SECONDS = 1.0  # at most, and a tenth of the limit: from the first to the second reading of a silent rank's heartbeat
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, format_prefix
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.descriptors import grow_pipe
+from mpwatch.os_support.descriptors import grow_pipe, open_regular_file
 from mpwatch.watcher.output.multiplexer import RankStream
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.resource_errors import with_remedy
@@ -39,7 +39,7 @@ class StdioFds:
         """
         if startup_output and self.stderr_tail.direct_file:
             # If the disk is full, the failure's report still has this output.
-            with suppress(OSError), open(self.stderr_tail.direct_file, "ab") as file:
+            with suppress(OSError), open(self.stderr_tail.direct_file, "ab", opener=open_regular_file) as file:
                 file.write(startup_output)
 
 
@@ -143,7 +143,7 @@ class StdioOpener:
         path = str(folder / f"{stream}.log")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            fd = open_regular_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             what = f"the {stream} of rank {worker.rank} cannot be written to {path!r} (see logs)"
             raise LaunchError(with_remedy(what, error)) from error

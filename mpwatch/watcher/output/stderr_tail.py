@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 
+from mpwatch.os_support.descriptors import open_regular_file
 from mpwatch.watcher.output.line_assembler import LineAssembler
 
 TAIL_BYTES = 8192
@@ -47,7 +48,7 @@ class StderrTail:
 
 def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
     """Read the file from `offset` to the end. Return the last TAIL_BYTES bytes, and whether earlier bytes were cut off."""
-    with suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb", opener=open_regular_file) as file:
         tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(tail_offset)
         return file.read(TAIL_BYTES), tail_offset > offset

@@ -29,8 +29,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
@@ -72,10 +72,12 @@ class RankPopen(Popen):
         pid: the pid of the rank. It is also the number of its process group.
         wall_started_at: when the rank was started, by the wall clock.
         sentinel: descriptor that becomes readable when the rank ends.
+        signal_error: why a signal could not be sent, if this was a surprise.
     """
 
     pid: int
     returncode: int | None
+    signal_error: Exception | None = None
 
     @classmethod
     def start(
@@ -223,13 +225,13 @@ class RankPopen(Popen):
 
     def send_signal(self, number: int) -> None:
         """Send a signal only to the rank itself."""
-        with self._lock, suppress(ProcessLookupError, PermissionError):
+        with self._lock, self._tolerate_failure():
             if not self._is_reaped:
                 os.kill(self.pid, number)
 
     def send_signal_to_main_thread(self, number: int) -> None:
         """Send a signal to the rank's main thread."""
-        with self._lock, suppress(ProcessLookupError, PermissionError):
+        with self._lock, self._tolerate_failure():
             if not self._is_reaped:
                 send_signal_to_main_thread(self.pid, number)
 
@@ -237,12 +239,21 @@ class RankPopen(Popen):
         self.send_signal_to_group(sig)
 
     def _signal_group(self, number: int) -> None:
-        # PermissionError: this user may signal no process of the group, such as a setuid helper.
-        with suppress(ProcessLookupError, PermissionError):
+        with self._tolerate_failure():
             os.killpg(self.pid, number)
-        with suppress(ProcessLookupError, PermissionError):
+        with self._tolerate_failure():
             if os.getpgid(self.pid) != self.pid:  # the rank has joined another group
                 os.kill(self.pid, number)
+
+    @contextmanager
+    def _tolerate_failure(self) -> Iterator[None]:
+        # Whatever is raised for one rank, the others must get their signals.
+        try:
+            yield
+        except (ProcessLookupError, PermissionError):
+            pass  # PermissionError: this user may signal no process of the group, such as a setuid helper
+        except Exception as error:  # noqa: BLE001  of an audit hook of the calling program, for example
+            self.signal_error = error
 
     def reap(self) -> bool:
         """Kill the processes left in the group of a dead rank, reap the rank and close its descriptors.

@@ -142,6 +142,9 @@ class RankHandle:
 
     def close(self) -> None:
         """Close the watcher's ends of all connections."""
+        if (error := self.process.signal_error) is not None:
+            text = "rank %d (pid %s) could not be sent a signal: %r"
+            self._deferred_log.warning(text, self.observations.worker.rank, self.process.pid, error)
         self._close_channel()
         self.collective_sockets.close()
         for fd in list(self._registered_fds):

@@ -20,6 +20,12 @@ def sends_heartbeats_except_rank_1(saboteur, barrier):
         time.sleep(0.01)
 
 
+def sends_one_heartbeat(barrier):
+    mpwatch.heartbeat()
+    barrier.wait()
+    wait_to_be_stopped()
+
+
 def stops_its_heartbeats():
     wait_to_be_stopped()
 

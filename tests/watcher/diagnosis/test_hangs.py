@@ -1,9 +1,11 @@
 """Ranks that send no heartbeat, or keep the others waiting in a collective: heartbeats, reports, and the root cause."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -37,6 +39,7 @@ from support.observations import (
     rank_that_returned,
     stack_in,
 )
+from support.process_state import SPAWN
 from support.programs import ENV
 from watcher.diagnosis import heartbeat_functions
 
@@ -411,6 +414,26 @@ def test_a_watcher_that_was_suspended_with_its_ranks_blames_none():
     finally:
         program.kill()
         program.wait()
+
+
+def test_a_watcher_that_is_busy_all_the_time_blames_a_silent_rank():
+    """A thread of the program holds the GIL, so that each look at the heartbeats comes much too late."""
+    is_over, barrier = threading.Event(), SPAWN.Barrier(2)
+    give_up_at = time.monotonic() + 30
+
+    def hold_gil():
+        barrier.wait()
+        while not is_over.wait(0.02) and time.monotonic() < give_up_at:
+            ctypes.PyDLL(None).usleep(1_200_000)
+
+    thread = threading.Thread(target=hold_gil)
+    thread.start()
+    try:
+        with pytest.raises(mpwatch.RunFailedError, match="rank 0 was silent for"):
+            mpwatch.run(heartbeat_functions.sends_one_heartbeat, 1, args=(barrier,), heartbeat_timeout=0.5, grace_period=0)
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), "1", True])

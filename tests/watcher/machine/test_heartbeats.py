@@ -128,3 +128,22 @@ def test_a_machine_that_was_suspended_blames_no_rank():
     assert machine.deadline == late + LIMIT
     assert read_heartbeats(machine, late + LIMIT, {0: late + 9.0, 1: 0.0}) == []
     assert read_heartbeats(machine, late + LIMIT + 1, {0: late + 9.0, 1: 0.0}) == [DumpStacks(0), DumpStacks(1)]
+
+
+def test_readings_that_are_always_late_excuse_a_silent_rank_for_a_limited_time_only():
+    """A busy program reads late all the time, although its ranks run."""
+    machine, now, actions = running_machine(1), 0.0, []
+    while not actions and now < 6 * LIMIT:
+        now = machine.deadline + 5 * SUSPENDED_SECONDS
+        actions = [machine.handle(HeartbeatRead(read.rank, beat_at=0.0), now) for read in machine.handle_deadline(now)]
+        actions = [action for found in actions for action in found]
+    assert (actions, machine.stop_reason) == ([DumpStacks(0)], StopReason.FAILED)
+
+
+def test_a_heartbeat_renews_the_patience_with_readings_that_are_late():
+    machine = running_machine(1)
+    for _ in range(10):
+        late = machine.deadline + 1.1 * SUSPENDED_SECONDS
+        assert machine.handle_deadline(late) == []
+        assert machine.deadline == late + LIMIT
+        assert read_heartbeats(machine, late + LIMIT, {0: late + LIMIT - 0.1}) == []

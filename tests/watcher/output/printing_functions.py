@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import mpwatch
 
@@ -183,3 +184,16 @@ def show_progress_bar(steps):
 
     for _ in tqdm(range(steps), desc=f"bar {rank()}", mininterval=0):
         pass
+
+
+def link_to_passwords(path):
+    os.symlink(Path(path).parents[3] / "passwords", path)
+
+
+def plant_log_file(logs, plant):
+    """Call `plant` with the path of the log file of the next attempt, and fail."""
+    (path,) = logs.glob("*/attempt_0/0/stdout.log")
+    path = str(path).replace("attempt_0", "attempt_1")
+    os.makedirs(os.path.dirname(path))
+    plant(path)
+    raise ValueError("bad")

@@ -313,6 +313,19 @@ def test_a_log_file_that_cannot_be_created(tmp_path, show):
         mpwatch.run(printing_functions.print_hello, 2, logs=LogSpec(tmp_path / "logs", show=show))
 
 
+@pytest.mark.parametrize("plant", [os.mkfifo, printing_functions.link_to_passwords])
+@pytest.mark.parametrize("show", ["all", "none"])
+def test_a_log_file_is_no_fifo_and_no_symbolic_link(tmp_path, plant, show):
+    """Both could be there in a folder that others may write to: the watcher would wait, or write to another's file."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(
+        mpwatch.LaunchError, match=r"stdout of rank 0 .*attempt_1/0/stdout.log.*; remove (the symbolic link|it)"
+    ):
+        logs = tmp_path / "link"
+        mpwatch.run(printing_functions.plant_log_file, 1, args=(logs, plant), max_restarts=1, logs=LogSpec(logs, show=show))
+    assert not (tmp_path / "passwords").exists()
+
+
 def test_a_log_file_on_a_full_disk(tmp_path, caplog, monkeypatch):
     def fail_with_disk_full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

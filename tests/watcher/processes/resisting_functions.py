@@ -126,6 +126,14 @@ def runs_beside_a_rank_that_resists(prepare, ending, pid, ended_at):
     return raises_and_records_time(ended_at)
 
 
+def rank_0_raises(pids, barrier):
+    pids[rank()] = os.getpid()
+    barrier.wait()
+    if rank() == 0:
+        raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
 def is_waiting(pid, waiting):
     if waiting is execs_a_program_that_ignores_sigterm:
         with open(f"/proc/{pid}/comm") as text:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mpwatch import FailureKind
 from mpwatch.os_support.processes import group_members
 from support import failing
 from support.process_state import SPAWN, is_alive
+from support.programs import in_own_process
 from watcher.processes import resisting_functions
 from watcher.processes.resisting_functions import (
     WaitsUntilSiblingFails,
@@ -212,3 +214,23 @@ def test_a_rank_under_an_awake_debugger_is_stopped_as_usual(caplog):
     outcome.assert_value_error_of(1)
     assert outcome.seconds < GRACE + BOUND
     assert caplog.text == ""
+
+
+@in_own_process
+def test_a_signal_that_cannot_be_sent_does_not_keep_the_others_from_being_sent():
+    pids = SPAWN.Array("i", 3)
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("mpwatch").addHandler(handler)
+
+    def refuse(event, args):
+        if event in ("os.kill", "os.killpg") and args[0] == pids[1]:
+            raise RuntimeError("not this one")
+
+    sys.addaudithook(refuse)  # it stays until the process ends
+    with pytest.raises(mpwatch.RunFailedError) as raised:
+        mpwatch.run(resisting_functions.rank_0_raises, 3, args=(pids, SPAWN.Barrier(3)), grace_period=0.2)
+    assert type(raised.value.__cause__) is ValueError
+    assert not is_alive(pids[2])
+    assert f"rank 1 (pid {pids[1]}) could not be sent a signal: RuntimeError('not this one')" in logged
