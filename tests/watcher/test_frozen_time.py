@@ -30,7 +30,7 @@ def test_a_limit_expires(function, options, message, is_ticking):
 def test_a_restart_is_not_delayed_for_ever(is_ticking):
     policy = mpwatch.RestartPolicy(max_restarts=1, delay=0.05)
     with freeze_time("2020-01-01", tick=is_ticking):
-        assert list(mpwatch.run(raises_at_first, 1, restart_policy=policy)) == [None]
+        assert list(mpwatch.run(raises_at_first, 1, max_restarts=policy)) == [None]
 
 
 @with_changed_time
