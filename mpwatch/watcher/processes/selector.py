@@ -3,7 +3,7 @@
 The selector takes the place of `multiprocessing.connection.wait`, for three reasons:
 
 - Each call of `connection.wait` would register all descriptors again.
-- `connection.wait` measures its timeout by `time.monotonic`, which a test may have frozen.
+- `connection.wait` measures its timeout by a clock that a test may have frozen (os_support/clock.py).
 - The selector keeps its set of descriptors in the kernel (epoll). The kernel lists the ready descriptors in the order in
   which they became ready. For example, if rank 0 dies before rank 1 sends a message, the kernel lists the death of rank 0
   first. The kernel keeps this order until the watcher reads the list.
