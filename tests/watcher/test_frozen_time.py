@@ -13,6 +13,13 @@ from watcher.frozen_functions import is_deaf_to_sigterm, raises_at_first, sends_
 with_changed_time = pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _load_lazy_modules():
+    """Let freezegun read each attribute of each module, which loads modules, before the state of this process is compared."""
+    with freeze_time("2020-01-01"):
+        pass
+
+
 @with_changed_time
 @pytest.mark.parametrize(
     ("function", "options", "message"),
