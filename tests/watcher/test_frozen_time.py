@@ -46,7 +46,7 @@ def test_waiting_for_a_result_has_a_limit(is_ticking):
         handle = mpwatch.submit(wait_to_be_stopped, 1, grace_period=0.1)
         with pytest.raises(TimeoutError):
             handle.result(0.1)
-        handle.stop()
+        handle.terminate()
 
 
 @with_changed_time

@@ -95,6 +95,6 @@ def test_a_late_rank_that_stays_silent_has_failed():
 
 def test_a_silent_rank_is_restarted():
     policy = mpwatch.RestartPolicy(1, retry_if=mpwatch.FailureKind.HANG)
-    result = mpwatch.run(attempt_functions.stops_its_heartbeats, 2, args=(1,), heartbeat_timeout=0.5, restart_policy=policy)
+    result = mpwatch.run(attempt_functions.stops_its_heartbeats, 2, args=(1,), heartbeat_timeout=0.5, max_restarts=policy)
     assert list(result) == [1, 1]
     assert result.attempts[0].root_cause.kind is mpwatch.FailureKind.HANG
