@@ -235,7 +235,7 @@ def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: 
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda _, on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
-    add_call(handle._ask_to_stop)
+    add_call(handle, RunHandle._ask_to_stop)
     handle._enter_queue()
     handle._decide()  # from now on `cancel` returns False
     return handle

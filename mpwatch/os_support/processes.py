@@ -123,7 +123,11 @@ def start_process(
 def _list_inheritable_fds() -> set[int]:
     fds = set()
     limit = os.sysconf("SC_OPEN_MAX")  # posix_spawn refuses to close a descriptor that is above a limit lowered later
-    for fd in map(int, os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")):
+    try:
+        candidates: Iterable[int] = map(int, os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
+    except OSError:  # no /proc
+        candidates = range(3, min(limit, 1 << 16))
+    for fd in candidates:
         with suppress(OSError):  # closed meanwhile
             if fd < limit and os.get_inheritable(fd):
                 fds.add(fd)

@@ -341,7 +341,8 @@ def describe_fate(result: RunData[Any], rank: int) -> str:
     root, what = result.root_cause, describe_failure(failure).removeprefix("was ")
     if failure.is_secondary and root is not None and not root.is_secondary:
         return f"a victim of rank {root.rank}: {what}"
-    if root is not None and abs(failure.elapsed - root.elapsed) <= SAME_MOMENT:
+    are_comparable = root is not None and root.group_rank == failure.group_rank and not result.keep_going
+    if root is not None and are_comparable and abs(failure.elapsed - root.elapsed) <= SAME_MOMENT:
         if _is_death(root) and not _is_death(failure):
             return f"perhaps a victim of rank {root.rank}: {what}"
         if _is_death(failure) and not _is_death(root):

@@ -172,7 +172,7 @@ class BlockingCall:
         self._pending_call: PendingCall | None = None
         self._is_posted = False
         self.is_over = False
-        add_call(self.ask_to_stop)
+        add_call(self, BlockingCall.ask_to_stop)
         self._is_in_main_thread = threading.current_thread() is threading.main_thread()
         if self._is_in_main_thread:
             watcher_thread.get_main_call = ref(self)

@@ -2,21 +2,22 @@
 
 import os
 from collections.abc import Callable
-from weakref import WeakMethod
+from typing import Any
+from weakref import ref
 
-AskToStop = Callable[[str], bool]  # asks the ranks of a call to stop, and returns False if the call is over
+AskToStop = Callable[[Any, str], bool]  # asks the ranks of a call to stop, and returns False if the call is over
 
-# The pid of the process of each call, and its method. Each change is one operation, so threads cannot collide.
-_calls: dict[object, tuple[int, WeakMethod[AskToStop]]] = {}
+# The pid of the process of each call, its object and its method. Each change is one operation, so threads cannot collide.
+_calls: dict[object, tuple[int, ref[Any], AskToStop]] = {}
 
 
-def add_call(ask_to_stop: AskToStop) -> None:
-    """Register a call by a method of its object. When the object is deleted, the registry drops the call.
+def add_call(call: object, ask_to_stop: AskToStop) -> None:
+    """Register a call: its object, and the function to ask it. When the object is deleted, the registry drops the call.
 
     `mpwatch.submit` registers its RunHandle, since the run gets a BlockingCall later, just before its ranks start.
     """
     key = object()
-    _calls[key] = os.getpid(), WeakMethod(ask_to_stop, lambda _: _calls.pop(key, None))
+    _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None)), ask_to_stop
 
 
 def request_stop(cause: str) -> bool:
@@ -24,6 +25,6 @@ def request_stop(cause: str) -> bool:
 
     It is safe to call this function in a signal handler.
     """
-    own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
-    answers = [ask_to_stop(cause) for reference in own if (ask_to_stop := reference()) is not None]
+    own = [(reference, ask_to_stop) for pid, reference, ask_to_stop in list(_calls.values()) if pid == os.getpid()]
+    answers = [ask_to_stop(call, cause) for reference, ask_to_stop in own if (call := reference()) is not None]
     return any(answers)

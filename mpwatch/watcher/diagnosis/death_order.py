@@ -39,6 +39,7 @@ class DeathClock:
         """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
         if observed.dying_at is None:
             observed.dying_at = monotonic()
+            self._drop_old_deaths(observed.dying_at)
             earliest = max(self._latest_stamp, observed.first_signal_at)
             self._deaths.append(_Death(earliest, observed.dying_at, observed))
 
@@ -52,11 +53,14 @@ class DeathClock:
 
         No death is moved before a time stamp that was recorded before the death.
         """
-        limit, now = stamp, monotonic()
-        self._deaths = [death for death in self._deaths if now - death.noticed_at <= DEATH_LAG_SECONDS]
+        limit = stamp
+        self._drop_old_deaths(monotonic())
         for earliest, _, observed in reversed(self._deaths):
             assert observed.dying_at is not None
             observed.dying_at = max(earliest, min(observed.dying_at, math.nextafter(limit, 0.0)))
             observed.died_at = None if observed.died_at is None else observed.dying_at
             limit = min(limit, observed.dying_at)
         self._latest_stamp = max(self._latest_stamp, stamp)
+
+    def _drop_old_deaths(self, now: float) -> None:
+        self._deaths = [death for death in self._deaths if now - death.noticed_at <= DEATH_LAG_SECONDS]

@@ -50,10 +50,10 @@ class _ClassPickler(cloudpickle.Pickler):
                 attributes["__qualname__"] = obj.__qualname__
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
                     _move_slots(attributes, make_args)
-        elif obj.__module__ == "__main__" != (name := obj.__globals__.get("__name__", "")):
+        elif obj.__module__ == "__main__" and (name := obj.__globals__.get("__name__", "")).partition(".")[0] == "torch":
             module = sys.modules.get(name)
-            if getattr(module, "__dict__", None) is obj.__globals__ and not _is_sent_by_value(name):
-                # a decorator such as torch.compile has wrapped a function of __main__: its own module stays as it is
+            if getattr(module, "__dict__", None) is obj.__globals__:
+                # torch.compile has wrapped a function of __main__, and its module has globals that cannot be sent
                 make, (code, _, *others), (attributes, slots), *set_state = reduced
                 slots["__globals__"] = {}
                 return make, (code, _ModuleGlobals(module), *others), (attributes, slots), *set_state

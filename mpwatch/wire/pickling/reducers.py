@@ -4,7 +4,6 @@ A reducer is a function that reduces an object, such as a socket or a tensor, to
 in the watcher. If torch is not loaded, this module does not import torch.
 """
 
-import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -28,11 +27,13 @@ def torch_reducers() -> Reducers:
     registered = {cls: reducer for cls, reducer in _copy_registered() if _is_of_torch(cls)}
     if not registered:
         return {}
+    import torch
+
     from mpwatch.wire.pickling.torch_storages import reducers, share_or_copy
 
     copying = reducers()
     sharing = {cls: share_or_copy(reducer, copying.get(cls, _reduce_plain)) for cls, reducer in registered.items()}
-    add = sys.modules["torch.ops"].aten.add
+    add = torch.ops.aten.add
     return {type(add): _reduce_op, type(add.Tensor): _reduce_op, **sharing}
 
 
@@ -45,7 +46,9 @@ def _is_of_torch(cls: type) -> bool:
 
 
 def _reduce_op(op: Any) -> Any:
-    return attrgetter(str(op)), (sys.modules["torch.ops"],)
+    import torch
+
+    return attrgetter(str(op)), (torch.ops,)
 
 
 def _reduce_plain(obj: Any) -> Any:
