@@ -231,7 +231,7 @@ def map(
         fn,
         queue,
         lambda: ItemView(spec.progress, total),
-        {"nprocs": nprocs, **options},
+        {"nprocs": nprocs, **options, "progress": False},  # the view is that of the items
         buffersize=buffersize,
         ordered=ordered,
         on_error=on_error,
@@ -400,7 +400,7 @@ class ItemMap:
 
     def _run(self) -> Generator[IndexedValue, None, None]:
         with ExitStack() as stack:
-            self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
+            self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, **self._options))
             # A fork of this program may close it, which changes nothing here. It would with epoll.
             self._selector = stack.enter_context(selectors.PollSelector())
             self._wakeup = stack.enter_context(closing(WakeupPipe()))

@@ -52,7 +52,7 @@ def test_no_items():
 
 
 def test_fewer_items_than_ranks():
-    assert list(mpwatch.map(fn.square, [3], 3)) == [9]
+    assert list(mpwatch.map(fn.square, [3], 3, progress=False)) == [9]
 
 
 def test_functions_of_main_closures_and_lambdas():

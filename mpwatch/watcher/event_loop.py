@@ -283,6 +283,7 @@ class EventLoop:
             due_times += [self._direct_calls.due_at] if self._direct_calls.are_offered else []
             deadline = min(due_times)
             seconds = 0.0 if events else None if deadline == math.inf else deadline - monotonic()
+            self._death_clock.start_wakeup()
             ready = self._pool.selector.wait(seconds)
             events += self._take_over_calls()
             for read_events in ready:

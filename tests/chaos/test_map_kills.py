@@ -44,7 +44,7 @@ def test_ranks_are_killed_at_random(ordered, tmp_path: Path):
     outcomes = {}
     try:
         values = mpwatch.map(
-            partial(append_line, tmp_path), range(ITEMS), 4, ordered=ordered, keep_going=True, progress=False
+            partial(append_line, tmp_path), range(ITEMS), 4, ordered=ordered, on_error="yield", progress=False
         )
         for index, outcome in enumerate(values) if ordered else values:
             assert index not in outcomes

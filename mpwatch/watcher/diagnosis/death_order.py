@@ -34,6 +34,11 @@ class DeathClock:
     def __init__(self) -> None:
         self._deaths: list[_Death] = []  # recent ones
         self._latest_stamp = 0.0
+        self._woke_at = 0.0
+
+    def start_wakeup(self) -> None:
+        """Note that what is recorded from now on is read in another wake-up, maybe a late one."""
+        self._woke_at = monotonic()
 
     def record_dying(self, observed: RankObservations) -> None:
         """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
@@ -51,12 +56,15 @@ class DeathClock:
     def record_message(self, stamp: float) -> None:
         """Move recent deaths to times before `stamp`, which is the time stamp of a message FAILING that was just read.
 
-        No death is moved before a time stamp that was recorded before the death.
+        No death is moved before a time stamp that was recorded before the death. A message may come long after its
+        time stamp, as after a prompt of a debugger. Then a death of an earlier wake-up stays where it is.
         """
         limit = stamp
         self._drop_old_deaths(monotonic())
-        for earliest, _, observed in reversed(self._deaths):
+        for earliest, noticed_at, observed in reversed(self._deaths):
             assert observed.dying_at is not None
+            if noticed_at < self._woke_at and noticed_at > stamp + DEATH_LAG_SECONDS:
+                continue
             observed.dying_at = max(earliest, min(observed.dying_at, math.nextafter(limit, 0.0)))
             observed.died_at = None if observed.died_at is None else observed.dying_at
             limit = min(limit, observed.dying_at)
