@@ -123,7 +123,7 @@ def run(
 
     Returns:
         A RunResult with the return values by rank. `result[3]` is the value of rank 3, and iteration yields the values in
-        the order of ranks. In a job of several nodes, each node gets the values of its own ranks, by global rank.
+        the order of ranks. In a job of several nodes, each node gets the values of its own ranks: see `RunResult.items`.
 
     Raises:
         RunFailedError: a rank failed. `__cause__` is the rank's own exception. A rank that exits without returning has

@@ -78,7 +78,7 @@ NO_OPTIONS = {  # of WorkerGroup
 ONE_ARGUMENT = "An item is one argument: use functools.partial for others, or items that are tuples"
 
 
-class RankOptions(OutputOptions, total=False):
+class SharedOptions(OutputOptions, total=False):
     """The options of `map` that it shares with WorkerGroup."""
 
     env: Env | None
@@ -89,7 +89,7 @@ class RankOptions(OutputOptions, total=False):
     preload: Sequence[str]
 
 
-class MapOptions(RankOptions, total=False):
+class MapOptions(SharedOptions, total=False):
     """The options of `map`, for type checkers."""
 
     chunksize: int | None
@@ -149,7 +149,7 @@ def map(
     chunksize: int | None = None,
     buffersize: int | None = None,
     max_restarts: int | RestartPolicy = 0,
-    **options: Unpack[RankOptions],
+    **options: Unpack[SharedOptions],
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
@@ -217,7 +217,7 @@ def map(
         chunksize = check_count("chunksize", chunksize, at_least=1)
     if buffersize is not None:
         buffersize = check_count("buffersize", buffersize, at_least=1)
-    for name in options.keys() - RankOptions.__annotations__.keys():
+    for name in options.keys() - SharedOptions.__annotations__.keys():
         reason = f": {NO_OPTIONS[name]}" if name in NO_OPTIONS else ""
         raise TypeError(f"map() has no option {name!r}{reason}")
     check_word("debug", options.get("debug"), ("locals",))

@@ -114,6 +114,12 @@ def test_bad_arguments_are_refused_at_once():
         mpwatch.submit(functions.double, 1, args=(threading.Lock(),))
 
 
+def test_a_handle_that_is_kept_to_the_end_of_the_program_prints_nothing():
+    program = "import mpwatch\nmpwatch.run(int, 1)\nhandle = mpwatch.submit(int, 1)\nprint(handle.result()[0])\n"
+    done = python("-", program=program)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 def test_it_can_be_looked_into():
     with submit_waiting() as handle:
         assert handle.state is WorkerState.HEALTHY

@@ -45,8 +45,3 @@ class Backend:
                 f"Backend: timeout={self.timeout:g} is the limit of the process group that mpwatch makes, and it makes none "
                 "without a name; pass the name, or pass timeout= to your own init_process_group"
             )
-
-    @classmethod
-    def make(cls, value: object) -> "Backend":
-        """Return the Backend that an option `backend` means."""
-        return value if isinstance(value, Backend) else Backend(value)  # type: ignore[arg-type]  # checked above

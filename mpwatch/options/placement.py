@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from mpwatch.options.validation import check_word, is_async, name_of
+from mpwatch.options.validation import check_function, check_word
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.cpu_affinity import can_set_affinity, format_cpus, get_allowed_cpus
 
@@ -40,11 +40,6 @@ class Placement:
         _check_cpus(self.cpus)
         check_word("Placement: gpus", self.gpus, ("own",))
 
-    @classmethod
-    def make(cls, value: object) -> "Placement":
-        """Return the Placement that an option `placement` means."""
-        return value if isinstance(value, Placement) else Placement(value)  # type: ignore[arg-type]  # checked above
-
 
 def _check_cpus(cpus: object) -> None:
     if cpus is None:
@@ -53,12 +48,8 @@ def _check_cpus(cpus: object) -> None:
     if isinstance(cpus, str):
         if cpus not in ("cores", "numa"):
             raise ValueError(f"Placement: cpus must be {expected}, not {cpus!r:.200}")
-    elif not callable(cpus) or isinstance(cpus, type):
-        raise TypeError(f"Placement: cpus must be {expected}, not {cpus!r:.200}")
-    elif is_async(cpus):
-        raise TypeError(
-            f"Placement: cpus must be an ordinary function; {name_of(cpus)!r} is async def, and mpwatch would not await it"
-        )
+    else:
+        check_function("Placement: cpus", cpus, expected)
     if not can_set_affinity():
         raise ValueError(
             f"Placement: cpus={cpus!r:.200} needs os.sched_setaffinity, which this system does not have; leave it out. "

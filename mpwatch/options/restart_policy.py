@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from mpwatch.options.validation import check_count, check_fraction, check_seconds, is_async
+from mpwatch.options.validation import check_count, check_fraction, check_function, check_seconds
 from mpwatch.results.failure import FailureKind, ProcessFailure
 
 # An error in the code would be raised again. After such an error ranks are restarted only if they had made progress.
@@ -87,9 +87,5 @@ def _check_retry_if(retry_if: object) -> None:
         wrong = [cause for cause in retry_if if not _is_cause(cause)]
         if wrong or not retry_if:
             raise TypeError(f"retry_if must be {what}, not {retry_if!r:.200}")
-    elif not callable(retry_if) or isinstance(retry_if, type):
-        raise TypeError(f"retry_if must be {what}, not {retry_if!r:.200}")
-    elif is_async(retry_if):
-        raise TypeError(
-            f"retry_if must be an ordinary function; {retry_if!r:.200} is async def, and mpwatch would not await it"
-        )
+    else:
+        check_function("retry_if", retry_if, what)

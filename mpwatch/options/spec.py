@@ -21,9 +21,9 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.stop_policy import StopPolicy
 from mpwatch.options.validation import (
     as_int,
-    check_count,
     check_env_mapping,
     check_flag,
+    check_function,
     check_optional_seconds,
     check_seconds,
     check_word,
@@ -34,6 +34,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
 T = TypeVar("T")
+C = TypeVar("C")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 Env = Mapping[str, str] | Callable[[Worker], Mapping[str, str]]
 Observer = Callable[[Event], object]
@@ -41,7 +42,7 @@ Observers = Observer | Iterable[Observer]
 ProgressObserver = Callable[[Progressed], object]
 ProgressObservers = ProgressObserver | Iterable[ProgressObserver]
 Debug = Literal["locals", "post_mortem"]
-START_TIMEOUT = 300.0  # seconds for the start of an interpreter
+START_TIMEOUT = 300.0  # seconds for the start of an interpreter; a very slow file system may need more
 START_TIMEOUT_VARIABLE = "MPWATCH_START_TIMEOUT"
 
 
@@ -111,16 +112,17 @@ class GroupSpec:
     on_progress: ProgressObservers | None = None
     debug: Debug | None = None
     preload: Sequence[str] = field(default=(), init=False)  # only a WorkerGroup has it
+    start_timeout: float = field(default=START_TIMEOUT, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._set("backend", Backend.make(self.backend))
+        self._set("backend", _as_class(Backend, self.backend))
         if self.env is not None and not callable(self.env):
             check_env_mapping("env", self.env)
         check_optional_seconds("timeout", self.timeout)
         check_optional_seconds("heartbeat_timeout", self.heartbeat_timeout)
         check_seconds("grace_period", self.grace_period, at_least="0 or more")
-        self._set("stop", StopPolicy.make(self.stop))
-        self._set("placement", Placement.make(self.placement))
+        self._set("stop", _as_class(StopPolicy, self.stop))
+        self._set("placement", _as_class(Placement, self.placement))
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(
                 f"progress must be True, False or None, not {self.progress!r:.200}; on_progress takes a function"
@@ -130,7 +132,7 @@ class GroupSpec:
         self._set("on_progress", _as_observers("on_progress", self.on_progress))
         self._set("nprocs", _resolve_nprocs(self.nprocs))
         self._set("logs", _resolve_logs(self.logs, None if self.is_multi_node else self.nprocs))
-        assert self.start_timeout  # checks the variable of the environment
+        self._set("start_timeout", _read_start_timeout())
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -167,17 +169,6 @@ class GroupSpec:
     def has_decisions(self) -> bool:
         """Whether a run may go on after a failure, by a restart or by `keep_going`."""
         return self.policy.max_restarts > 0 or self.keeps_going
-
-    @property
-    def start_timeout(self) -> float:
-        """Seconds for the start of an interpreter. A variable of the environment can set it, for very slow file systems."""
-        text = os.environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = 0.0
-        check_seconds(START_TIMEOUT_VARIABLE, seconds, at_least="more than 0")
-        return seconds
 
     @property
     def role(self) -> str:
@@ -318,11 +309,25 @@ def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RA
     check_signature(fn, name_of(fn), checked_args, checked_kwargs, advice)
 
 
-def as_restart_policy(max_restarts: object) -> RestartPolicy:
+def _as_class(cls: type[C], value: object) -> C:
+    """Return an option that can be a plain value or a class, such as `backend`, as the class. The class checks the value."""
+    make: Callable[..., C] = cls
+    return value if isinstance(value, cls) else make() if value is None else make(value)
+
+
+def as_restart_policy(max_restarts: Any) -> RestartPolicy:
     """Return the RestartPolicy that an option `max_restarts` means."""
-    if isinstance(max_restarts, RestartPolicy):
-        return max_restarts
-    return RestartPolicy(check_count("max_restarts", max_restarts, at_least=0))
+    return max_restarts if isinstance(max_restarts, RestartPolicy) else RestartPolicy(max_restarts)
+
+
+def _read_start_timeout() -> float:
+    text = os.environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
+    try:
+        seconds: object = float(text)
+    except ValueError:
+        seconds = text
+    check_seconds(f"the variable {START_TIMEOUT_VARIABLE}", seconds, at_least="more than 0")
+    return float(text)
 
 
 def _check_rendezvous(rendezvous: object) -> None:
@@ -340,13 +345,9 @@ def _check_rendezvous(rendezvous: object) -> None:
 def _as_observers(name: str, value: object) -> tuple[Callable[[Any], object], ...]:
     if value is None:
         return ()
-    observers = (value,) if callable(value) else tuple(value) if isinstance(value, Iterable) else None
-    if observers is None or not all(callable(observer) and not isinstance(observer, type) for observer in observers):
-        raise TypeError(f"{name} must be a function that takes an Event, or several of them, not {value!r:.200}")
-    for observer in filter(is_async, observers):
-        raise TypeError(
-            f"{name} must be an ordinary function; {name_of(observer)!r} is async def, and mpwatch would not await it"
-        )
+    observers = tuple(value) if isinstance(value, Iterable) and not (callable(value) or isinstance(value, str)) else (value,)
+    for observer in observers:
+        check_function(name, observer, "a function that takes an Event, or several of them")
     return observers
 
 

@@ -40,10 +40,3 @@ class StopPolicy:
         object.__setattr__(self, "signals", check_signals("stop", self.signals))
         check_optional_seconds("StopPolicy: after", self.after)
         check_optional_seconds("StopPolicy: timeout", self.timeout)
-
-    @classmethod
-    def make(cls, value: object) -> "StopPolicy":
-        """Return the StopPolicy that an option `stop` means."""
-        if isinstance(value, StopPolicy):
-            return value
-        return StopPolicy() if value is None else StopPolicy(value)  # type: ignore[arg-type]  # check_signals checks it

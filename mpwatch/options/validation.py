@@ -173,6 +173,16 @@ def is_async(fn: object) -> bool:
     return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))
 
 
+def check_function(name: str, value: object, expected: str) -> None:
+    """Check that a value is a function, and not `async def`, since mpwatch calls it and does not await it."""
+    if not callable(value) or isinstance(value, type):
+        raise TypeError(f"{name} must be {expected}, not {value!r:.200}")
+    if is_async(value):
+        raise TypeError(
+            f"{name} must be an ordinary function; {name_of(value)!r} is async def, which mpwatch would not await"
+        )
+
+
 def name_of(fn: object) -> str:
     """Return the name of a callable for messages."""
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)

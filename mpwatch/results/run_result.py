@@ -143,7 +143,7 @@ class RunResult(RunData[T], Sequence[T]):
         failure = self.failures.get(rank)
         why = "this call has not called it"
         if self.worker_states.get(rank) is WorkerState.SUCCEEDED:
-            why = "it had returned, but its value could not be brought here; see .notes"
+            why = "it had returned, but its value could not be pickled or rebuilt"
         elif rank in self.worker_states:
             why = describe_fate(self, rank)
         elif self.workers and self.workers[0].group_world_size > 1:

@@ -470,7 +470,7 @@ class EventLoop:
         """
         lacks_stacks = handle.observations.answer is None and handle.stack_parser.is_dump_pending()
         is_pending = handle.collective_sockets.is_pending or lacks_stacks
-        if is_pending or not handle.awaits_dump or handle.observations.died_at is not None:
+        if is_pending or not handle.awaits_dump or handle.observations.has_exited:
             return []
         handle.awaits_dump = False
         return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)]
@@ -522,7 +522,7 @@ class EventLoop:
         """Ask the ranks of a group which collectives they have called. The report shows the answers."""
         for rank in group.setups:
             handle = self._pool.handles.get(rank)
-            if handle is not None and handle.observations.died_at is None:
+            if handle is not None and not handle.observations.has_exited:
                 self._request_collectives_of(handle)
 
     def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
@@ -538,7 +538,7 @@ class EventLoop:
     def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read all data that a dead rank has sent, and then read the exit code of the rank's process."""
         observed = handle.observations
-        if observed.died_at is not None:
+        if observed.has_exited:
             return []
         events = self._on_message(handle)
         handle.read_stack_pipe()
@@ -603,7 +603,7 @@ class EventLoop:
         signal, which requests the rank's stacks. This signal interrupts the main thread's system call.
         """
         is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
-        if is_same_call and observed.answer is None and observed.died_at is None:
+        if is_same_call and observed.answer is None and not observed.has_exited:
             self._request_stacks_of_running_rank(handle)
 
     def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
@@ -725,9 +725,9 @@ class EventLoop:
             group.call = call
             return True
         handles = [self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles]
-        is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
+        is_whole = len(handles) == len(group.setups) and all(not handle.observations.has_exited for handle in handles)
         if group.machine.stage is not m.RunStage.IDLE or not is_whole:
-            alive = {handle.observations.worker.rank for handle in handles if handle.observations.died_at is None}
+            alive = {handle.observations.worker.rank for handle in handles if not handle.observations.has_exited}
             self._refuse(call, group.setups.keys() - alive)
             return False
         group.call = call
@@ -756,7 +756,7 @@ class EventLoop:
         elif isinstance(action, m.RequestExit):
             handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
-            if observed.died_at is not None:  # in this wake-up
+            if observed.has_exited:  # in this wake-up
                 return []
             observed.is_dump_for_report = True
             if not self._request_stacks(handle):
@@ -861,7 +861,7 @@ class EventLoop:
         each stopped call says that the loss of these ranks caused the stop.
         """
         if not self._lost_ranks:
-            exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
+            exited = [rank for rank, observed in group.observed.items() if observed.has_exited]
             self._lost_ranks = exited or sorted(group.setups)
 
     def _finish_call_if_idle(self, group: RestartGroup) -> None:

@@ -98,7 +98,7 @@ class StopAgreements:
         """
         places = {}
         for rank, observed in group.observed.items():
-            if observed.answer is None and observed.died_at is None:
+            if observed.answer is None and not observed.has_exited:
                 step = self._pool.get_stop_memory(rank).read_passed_step()
                 at_step = "" if step is None else f", at step {step}"
                 places[rank] = at_step + format_location(get_stacks_or_state(observed))

@@ -115,7 +115,7 @@ def test_causes(retry_if, causes):
         ),
         ({"keep_going": True, "backend": "gloo"}, ValueError, "keep_going=True is for ranks that do not communicate"),
         ({"on_event": 3}, TypeError, "on_event must be a function that takes an Event, or several of them, not 3"),
-        ({"on_event": [print, 3]}, TypeError, r"on_event must be a function .* not \[<built-in function print>, 3\]"),
+        ({"on_event": [print, 3]}, TypeError, "on_event must be a function .* not 3"),
         ({"on_event": "log"}, TypeError, "on_event must be a function .* not 'log'"),
         ({"on_event": JsonLines}, TypeError, "on_event must be a function .* not <class '.*JsonLines'>"),
         ({"on_event": [print, is_awaited]}, TypeError, "on_event must be an ordinary function; 'is_awaited' is async def"),

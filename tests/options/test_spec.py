@@ -132,6 +132,13 @@ def test_gpus_are_own_or_all():
         mpwatch.Placement(gpus="all")
 
 
+@pytest.mark.parametrize(("text", "error"), [("soon", TypeError), ("0", ValueError), ("inf", ValueError)])
+def test_an_invalid_start_timeout_is_named(monkeypatch, text, error):
+    monkeypatch.setenv("MPWATCH_START_TIMEOUT", text)
+    with pytest.raises(error, match="the variable MPWATCH_START_TIMEOUT must be a number of seconds"):
+        mpwatch.run(fn, 1)
+
+
 def test_the_number_of_ranks_has_no_default():
     for function in (mpwatch.run, mpwatch.submit, mpwatch.main):
         with pytest.raises(

@@ -223,6 +223,11 @@ def test_an_exception_and_a_death_at_the_same_moment_are_both_named(died_at, rep
     assert all(text in line for text, line in zip(report, lines, strict=True))
 
 
+def test_independent_ranks_are_no_victims_of_each_other():
+    result = diagnose(make_observations(rank_that_died(-9, 9.0), rank_that_raised(ValueError("x"), 9.0)))
+    assert "perhaps" not in format_report(replace(result, keep_going=True))
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
     [

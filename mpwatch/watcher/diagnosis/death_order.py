@@ -42,16 +42,16 @@ class DeathClock:
 
     def record_dying(self, observed: RankObservations) -> None:
         """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
-        if observed.dying_at is None:
-            observed.dying_at = monotonic()
-            self._drop_old_deaths(observed.dying_at)
+        if observed.died_at is None:
+            observed.died_at = monotonic()
+            self._drop_old_deaths(observed.died_at)
             earliest = max(self._latest_stamp, observed.first_signal_at)
-            self._deaths.append(_Death(earliest, observed.dying_at, observed))
+            self._deaths.append(_Death(earliest, observed.died_at, observed))
 
     def record_death(self, observed: RankObservations) -> None:
         """Record that a rank is dead. If it was seen to be dying before, keep the time of that."""
         self.record_dying(observed)
-        observed.died_at = observed.dying_at
+        observed.has_exited = True
 
     def record_message(self, stamp: float) -> None:
         """Move recent deaths to times before `stamp`, which is the time stamp of a message FAILING that was just read.
@@ -62,12 +62,11 @@ class DeathClock:
         limit = stamp
         self._drop_old_deaths(monotonic())
         for earliest, noticed_at, observed in reversed(self._deaths):
-            assert observed.dying_at is not None
+            assert observed.died_at is not None
             if noticed_at < self._woke_at and noticed_at > stamp + DEATH_LAG_SECONDS:
                 continue
-            observed.dying_at = max(earliest, min(observed.dying_at, math.nextafter(limit, 0.0)))
-            observed.died_at = None if observed.died_at is None else observed.dying_at
-            limit = min(limit, observed.dying_at)
+            observed.died_at = max(earliest, min(observed.died_at, math.nextafter(limit, 0.0)))
+            limit = min(limit, observed.died_at)
         self._latest_stamp = max(self._latest_stamp, stamp)
 
     def _drop_old_deaths(self, now: float) -> None:

@@ -37,10 +37,10 @@ class RankObservations:
     """The pickled parts of a reported exception."""
     local_variables: bytes = b""
     """The texts of local variables, with debug="locals"."""
-    dying_at: float | None = None
-    """When the rank died, as soon as the watcher sees that it is dying (death_order.py)."""
     died_at: float | None = None
-    """The same time, as soon as the rank is dead."""
+    """When the rank died. It is set as soon as the watcher sees that the rank is dying (death_order.py)."""
+    has_exited: bool = False
+    """Whether the watcher has noticed the end of the rank's process."""
     exit_code: int | None = None
     """The exit code as in multiprocessing: negative after a signal, and None if the exit code is unknown."""
     oom_proof: str = ""

@@ -73,7 +73,7 @@ def _final_state(observed: RankObservations, stopped_at: float | None) -> Worker
     if answer is not None and answer.kind is MessageKind.RETURNED:
         return WorkerState.SUCCEEDED
     was_stopped = bool(observed.signals_sent) and (answer is None or stopped_at is None or answer.stamp >= stopped_at)
-    has_ended = answer is not None or observed.died_at is not None
+    has_ended = answer is not None or observed.has_exited
     return WorkerState.FAILED if has_ended and not was_stopped else WorkerState.STOPPED
 
 

@@ -49,9 +49,20 @@ def test_a_rank_seen_to_be_dying_died_before_the_messages_read_after_it():
     clock, rank = DeathClock(), observe_rank()
     clock.record_dying(rank)
     clock.record_message(5.0)
-    assert rank.died_at is None
-    clock.record_death(rank)
     assert rank.died_at < 5.0
+    assert not rank.has_exited
+
+
+def test_a_message_long_after_its_time_stamp_moves_no_death_of_an_earlier_wakeup():
+    """As after a prompt of a debugger, at which the exception waits."""
+    clock, earlier, now = DeathClock(), observe_rank(), observe_rank()
+    clock.record_death(earlier)
+    noticed_at = earlier.died_at
+    clock.start_wakeup()
+    clock.record_death(now)
+    clock.record_message(1.0)
+    assert earlier.died_at == noticed_at
+    assert now.died_at < 1.0
 
 
 def test_the_death_of_a_stopped_rank_is_not_before_the_first_signal():

@@ -32,6 +32,14 @@ def test_ranks_start_beside_forks():
     assert max(seconds) < LONGEST_START
 
 
+def test_ranks_start_without_proc():
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+    program = "mount -t tmpfs none /proc && exec \"$0\" -c 'import mpwatch; print(*mpwatch.run(int, 2))'"
+    done = python(within=("unshare", "-m", "sh", "-c", program))
+    assert done.stdout == "0 0\n", done.stderr
+
+
 class TaggedProgram:
     """A program that an environment variable marks, together with all processes that it starts or forks."""
 
