@@ -19,10 +19,12 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-import mpwatch.api  # imported before the state is read: in Python 3.12 the import of `typing` adds to copyreg
+import mpwatch
 from chaos.acts import run_rank
 from chaos.board import CALLED, ENDED, TIMER_FIRED, EventTimes
 from chaos.histories import Fault
+
+mpwatch.run  # imported before the state is read: in Python 3.12 the import of `typing` adds to copyreg
 
 
 class TimerError(Exception):

@@ -1,4 +1,4 @@
-"""How a program with Lightning and a watched strategy ends after a failure of rank 1. Lightning's own: see tests/benchmarks."""
+"""How a program with Lightning and a watched strategy ends after a failure of rank 1. Lightning's own: see benchmarks."""
 
 import signal
 

@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import mpwatch
 from mpwatch.integrations.ray import run
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 RANKS = 4
 FIGURES = {"start": ("entered", "total"), "fail": ("noticed",), "fail_once": ("restarted",)}
 
@@ -153,7 +153,7 @@ def measure_once(launcher, measure):
 def main(times, launchers):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     cluster.add_node(num_cpus=2)
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS), str(Path(__file__).parent)])
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}})
     try:
         for measure, figures in FIGURES.items():

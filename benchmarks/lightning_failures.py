@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-PROGRAM = Path(__file__).parents[1] / "trainers" / "misfortune.py"
+PROGRAM = Path(__file__).parents[1] / "tests" / "trainers" / "misfortune.py"
 PROGRAM_SECONDS = 110.0  # time limit of a program
 LAUNCHERS, FAILURES = ("watched", "ddp", "ddp_spawn"), ("raises", "killed", "exits")
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import tasks
 from launchers import LAUNCH, WARM
 from measures import MEASURES
-from teed import tee
-
 from nodes import nodes_failure, nodes_loss, nodes_start
+from teed import tee
 
 WARM_UP = 20  # calls
 

@@ -16,7 +16,7 @@ from measures import FIGURES, MEASURES, MPWATCH
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published.json"
-PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 NAMES = {
     MPWATCH: "mpwatch",
     "floor": "least possible",
@@ -83,7 +83,7 @@ DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
 }
 HEAD = """# Benchmarks
 
-<!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
+<!-- benchmarks/make_page.py makes this page from benchmarks/published.json -->
 
 This page compares mpwatch with other launchers: what a launch costs, and how soon a failure is noticed. Shorter bars are
 better. The date, the machine and the command of each measurement are below its table. Most rows of the last table
@@ -96,7 +96,7 @@ This command repeats all measurements in 80 minutes, on a machine that does noth
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20 and 2026-11-21 are
+`benchmarks/measures.py` in the repository lists the measures and their goals. The dates 2026-11-20 and 2026-11-21 are
 the days on which the README first published these figures.
 """
 END = """
@@ -112,7 +112,7 @@ exit status of the program.
 | exits with status 3 | 0.07 to 0.11, 1.6, 3 | 0.4 to 4.9 | -9 | 2.4 to 2.6 | 1 |
 
 Date and machine: 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). Command:
-`python tests/benchmarks/lightning_failures.py`.
+`python benchmarks/lightning_failures.py`.
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
 processes, your program included. The column *watched* shows a program that uses `mpwatch.integrations.lightning.watched`.
@@ -137,7 +137,7 @@ the exception itself, after 0.015 s |
 
 Date and machine: 2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The times in the
 first two rows are medians of five runs. All other rows come from one run each, and no script repeats these runs. The command
-`python tests/benchmarks/bench.py raise sigkill` measures the same two failures with 8 ranks.
+`python benchmarks/bench.py raise sigkill` measures the same two failures with 8 ranks.
 """
 BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
 
@@ -213,7 +213,7 @@ def add_results(records, results, measures):
     record = {
         "date": machine["when"][:10],
         "machine": f"{machine['cpus']} CPU cores, {machine['system']}, Python {machine['python']}, torch {machine['torch']}",
-        "command": f"python tests/benchmarks/bench.py {' '.join(measures)} -r {results['rounds']}",
+        "command": f"python benchmarks/bench.py {' '.join(measures)} -r {results['rounds']}",
         "note": f"Medians of {results['rounds']} rounds. The load of the machine was {machine['load']} at the start.",
         "rows": rows,
     }
