@@ -1,0 +1,354 @@
+"""Which rank failed first, and which are its victims: the rules at the head of diagnose.py, on evidence made by hand."""
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cores.diagnosis.evidence import (
+    LATE_PEER,
+    LOADS,
+    LOST_PEER,
+    STOPPED,
+    STOPPED_AT,
+    SUCCESS,
+    WAITS,
+    WAITS_ELSEWHERE,
+    answer,
+    call,
+    died,
+    judge,
+    observe,
+    raised,
+    returned,
+    stack,
+    stack_in_torch,
+    stopped,
+    waiting,
+)
+from mpwatch import FailureKind, WorkerState
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
+from mpwatch.results.report import format_report
+from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
+from mpwatch.watcher.diagnosis.death_order import DeathClock
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.wire.shared_memory import HeartbeatSample
+
+TERM, CONT, KILL, SEGV = signal.SIGTERM, signal.SIGCONT, signal.SIGKILL, signal.SIGSEGV
+LOST, CAUSE, LATE = raised(LOST_PEER), raised(ValueError("x")), raised(LATE_PEER)
+BROKEN_PIPE = raised(BrokenPipeError("broken"))
+FROM_LOST_PEER = RuntimeError("training failed")
+FROM_LOST_PEER.__cause__ = LOST_PEER
+MAY_WAIT = stopped(stack("step", 3, "handle.wait()"))
+TIMED_OUT = {"stop_reason": StopReason.TIMED_OUT, "timeout": 10.0}
+INTERRUPTED = {"stop_reason": StopReason.INTERRUPTED, "signum": TERM}
+
+
+def own_and_victims(result):
+    own = {rank for rank, failure in result.failures.items() if not failure.is_secondary}
+    return own, result.failures.keys() - own
+
+
+TABLE = {
+    # evidence of each rank: the root cause, the ranks that failed by themselves, their victims
+    "the earliest failure": ([raised(KeyError(), 9.9), raised(ValueError(), 9.8), STOPPED], 1, {0, 1}, set()),
+    "a lost peer is no cause": ([raised(LOST_PEER, 1.0), CAUSE, died(-9, 9.5)], 1, {1, 2}, {0}),
+    "raised from a lost peer": ([raised(FROM_LOST_PEER, 1.0), died(-9)], 1, {1}, {0}),
+    "nothing but lost peers": ([LOST, raised(LOST_PEER, 9.1)], 0, set(), {0, 1}),
+    "two deaths": ([died(7, 9.0), died(7, 9.1), STOPPED], 0, {0, 1}, set()),
+    "a broken pipe and a later exception": ([BROKEN_PIPE, raised(KeyError(), 9.2)], 1, {1}, {0}),
+    "a broken pipe alone": ([BROKEN_PIPE, STOPPED], 0, {0}, set()),
+    "the words of a lost peer after a death": ([raised(ValueError("lost my peer")), died(-9, 9.05)], 1, {1}, {0}),
+    "the words of a lost peer long before it": ([raised(ValueError("lost my peer")), died(-9, 9.2)], 0, {0, 1}, set()),
+    "a user's own text about time": ([raised(RuntimeError("timed out waiting for the data server"))], 0, {0}, set()),
+    # around the stop at STOPPED_AT
+    "an exception after the stop": ([CAUSE, raised(KeyboardInterrupt(), 10.1), STOPPED], 0, {0}, set()),
+    "the time of an exception is exact": ([LOST, raised(ValueError(), 10.05)], 0, set(), {0}),
+    "a death noticed just after the stop": ([LOST, died(-SEGV, 10.09)], 1, {1}, {0}),
+    "a death noticed later": ([LOST, died(-SEGV, 10.11)], 0, {1}, {0}),
+    "a crash during the stop": ([LOST, died(-signal.SIGABRT, 10.2, [TERM])], 0, {1}, {0}),
+    "killed by another during the stop": ([CAUSE, died(-KILL, 10.2, [TERM])], 0, {0, 1}, set()),
+    "killed by the watcher": ([CAUSE, died(-KILL, 15.0, [TERM, CONT, KILL])], 0, {0}, set()),
+    "ended by SIGTERM": ([CAUSE, died(-TERM, 10.2, [TERM])], 0, {0}, set()),
+    "exits during the stop": ([CAUSE, died(3, 10.2, [TERM]), died(0, 10.2, [TERM])], 0, {0}, set()),
+    "killed after it had returned": ([returned(died_at=5.0, exit_code=-9), raised(LOST_PEER, 6.0)], 0, {0}, {1}),
+    # ranks that kept others waiting
+    "the rank that is not in the collective": ([LATE, WAITS, LOADS], 2, {2}, {0}),
+    "a timeout and a lost peer": ([LATE, LOADS, raised(LOST_PEER, 9.1)], 1, {1}, {0, 2}),
+    "a suspended rank": ([LATE, stopped(process_state="T")], 1, {1}, {0}),
+    "a cause beside a late rank": ([LATE, LOADS, raised(ValueError(), 9.5)], 2, {2}, {0}),
+    "all wait": ([LATE, WAITS], 0, set(), {0}),
+    "it may wait: a handle": ([LATE, MAY_WAIT], 0, set(), {0}),
+    "it may wait: a device": ([LATE, stopped(stack("step", 3, "loss.item()"))], 0, set(), {0}),
+    "it may wait: no source": ([LATE, stopped(stack("step"))], 0, set(), {0}),
+    "no stacks": ([LATE, STOPPED], 0, set(), {0}),
+    "it has returned": ([LATE, returned()], 0, set(), {0}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "root", "own", "victims"), TABLE.values(), ids=TABLE)
+def test_who_is_blamed(ranks, root, own, victims):
+    result = judge(*ranks)
+    assert (result.root_cause.rank, own_and_victims(result)) == (root, (own, victims))
+
+
+BEFORE_STOP = st.floats(0, STOPPED_AT)
+
+
+@given(
+    st.lists(BEFORE_STOP, min_size=1, max_size=3), st.lists(st.tuples(st.booleans(), BEFORE_STOP), min_size=1, max_size=3)
+)
+def test_the_earliest_own_failure_is_the_cause_whenever_peers_are_lost(lost, own):
+    """A peer often fails before the failure that caused it is noticed."""
+    victims = [raised(LATE_PEER if number else LOST_PEER, at) for number, at in enumerate(lost)]
+    result = judge(*victims, *(died(7, at) if dies else raised(ValueError(), at) for dies, at in own))
+    assert own_and_victims(result) == (set(range(len(lost), len(lost) + len(own))), set(range(len(lost))))
+    assert result.root_cause.elapsed == min(at for _, at in own)
+
+
+@pytest.mark.parametrize("signum", [PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL])
+def test_a_program_that_a_rank_executed_and_that_died_of_a_dump_signal_has_not_failed(signum):
+    assert own_and_victims(judge(died(-signum, 10.01, was_asked_for_stacks=True), CAUSE)) == ({1}, set())
+    assert own_and_victims(judge(died(-signum, 10.01), CAUSE)) == ({0, 1}, set())
+
+
+def test_a_success():
+    result = judge(returned(1), returned(2), **SUCCESS)
+    assert (list(result), result.state, result.failures) == ([1, 2], WorkerState.SUCCEEDED, {})
+    assert judge(returned(died_at=5.0, exit_code=-9), returned(), **SUCCESS).failures == {}
+
+
+# --- ranks that send no heartbeats
+
+
+def torch(file, function, source="run()"):
+    return stopped(stack_in_torch(function, file, source))
+
+
+IN_BACKWARD = torch("autograd/graph.py", "_engine_run_backward")
+IN_BUFFERS = torch("nn/parallel/distributed.py", "_distributed_broadcast_coalesced")
+THROUGH_OPS = stopped(stack_in_torch("__call__", "_ops.py", "self._op()") + "\n" + stack_in_torch().partition("\n")[2])
+SENDS, RECEIVES = torch("distributed/distributed_c10d.py", "send"), torch("distributed/distributed_c10d.py", "recv")
+WRITES_A_CHECKPOINT = torch("distributed/checkpoint/filesystem.py", "_write_item")
+WAITS_IN_A_THREAD = stopped(f"{stack('step', 3, 'future.result()')}\n\n{stack_in_torch()}")
+
+SILENCE = {
+    # evidence of each rank, ranks without heartbeats: the ranks that are blamed, their victims
+    "the one outside of the collective": ([WAITS, LOADS, WAITS], {0, 1, 2}, {1}, {0, 2}),
+    "suspended": ([WAITS, stopped(process_state="T")], {0, 1}, {1}, {0}),
+    "held by a debugger": ([WAITS, stopped(process_state="t")], {0, 1}, {1}, {0}),
+    "in the kernel": ([WAITS, stopped(process_state="D")], {0, 1}, {1}, {0}),
+    "in another collective than the majority": ([WAITS, WAITS, WAITS_ELSEWHERE, STOPPED], {0, 1, 2}, {2}, {0, 1}),
+    "no majority": ([WAITS, WAITS_ELSEWHERE], {0, 1}, {0, 1}, set()),
+    "sent heartbeats all the time": ([WAITS, LOADS], {0}, {1}, {0}),
+    "of two outside the silent one": ([WAITS, LOADS, LOADS], {0, 2}, {2}, {0}),
+    "one may wait": ([WAITS, MAY_WAIT, LOADS], {0, 1}, {2}, {0, 1}),
+    "not certain": ([WAITS, MAY_WAIT], {0, 1}, {0, 1}, set()),
+    "silent ranks in two collectives": ([WAITS, WAITS_ELSEWHERE, LOADS], {0, 1}, {0, 1}, set()),
+    "no stacks": ([WAITS, STOPPED], {0}, {0}, set()),
+    "no rank waits": ([LOADS, LOADS], {1}, {1}, set()),
+    "the other has returned": ([WAITS, returned()], {0}, {0}, set()),
+    "returns at the same moment": ([returned(), returned()], {1}, {1}, set()),
+    "waits for gradients": ([IN_BACKWARD, LOADS, IN_BACKWARD], {0, 1, 2}, {1}, {0, 2}),
+    "waits for buffers": ([IN_BUFFERS, LOADS], {0, 1}, {1}, {0}),
+    "a functional collective": ([THROUGH_OPS, LOADS], {0, 1}, {1}, {0}),
+    "one sends, most receive": ([SENDS, RECEIVES, RECEIVES], {0, 1, 2}, {0, 1, 2}, set()),
+    "writes a checkpoint": ([WAITS, WRITES_A_CHECKPOINT], {0, 1}, {1}, {0}),
+    "a thread of it waits": ([WAITS_IN_A_THREAD, LOADS], {0, 1}, {1}, {0}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "silent", "blamed", "victims"), SILENCE.values(), ids=SILENCE)
+def test_the_rank_that_kept_the_others_silent_is_blamed(ranks, silent, blamed, victims):
+    result = judge(*ranks, silent_ranks={rank: 4.0 + rank / 10 for rank in silent}, heartbeat_timeout=5.0)
+    assert own_and_victims(result) == (blamed, victims)
+    assert {failure.kind for failure in result.failures.values()} == {FailureKind.HANG}
+    assert result.root_cause.rank == min(blamed)
+
+
+def test_of_silent_ranks_the_one_with_the_earliest_heartbeat_is_the_cause():
+    beats = {0: 4.0, 1: 3.5, 2: 4.2}
+    result = judge(LOADS, LOADS, LOADS, raised(ValueError("x"), 9.9), silent_ranks=beats, heartbeat_timeout=5.0)
+    assert (result.root_cause.rank, set(result.failures)) == (1, {0, 1, 2, 3})
+
+
+# --- collectives
+
+
+def with_calls(rank, what, *calls):
+    return {**what, "collectives": answer(rank, *calls)}
+
+
+FIRST, SECOND = call("barrier", 1), call("barrier", 2)
+IN_SECOND = [with_calls(rank, STOPPED, FIRST, waiting("barrier", 2)) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "root", "kind"),
+    [
+        (LATE, STOPPED, 1, FailureKind.HANG),
+        (LOST, STOPPED, None, None),  # a late rank keeps its connections: another process may have broken this one
+        (LOST, returned(), 1, FailureKind.MISMATCH),
+    ],
+)
+def test_a_rank_that_has_not_joined_is_blamed_for_timeouts_and_one_that_has_returned_for_all(first, second, root, kind):
+    result = judge(with_calls(0, first, FIRST, SECOND), with_calls(1, second, FIRST), with_calls(2, LOST, FIRST, SECOND))
+    assert own_and_victims(result) == ({1} if kind else set(), {0, 2})
+    assert kind is None or (result.root_cause.rank, result.root_cause.kind) == (root, kind)
+
+
+def test_a_collective_that_has_failed_is_not_completed():
+    result = judge(with_calls(0, LOST, FIRST, SECOND), with_calls(1, returned(), FIRST))
+    assert result.collectives[0].state.name == "WAITING"
+    assert result.failures[0].collective == result.collectives[0]
+
+
+def test_a_later_answer_counts_only_if_the_rank_has_called_more():
+    """While the rank waits, its answer names the line. When its call has failed, it does not."""
+    (observed,) = observe(STOPPED).ranks.values()
+    waits = answer(0, FIRST, waiting("barrier", 2, place="train.py:3 in step"))
+    for later in (answer(0, FIRST), waits, answer(0, SECOND)):
+        observed.add_collectives(later)
+    assert observed.collectives is waits
+    observed.add_collectives(answer(0, SECOND, call("barrier", 1, group="1 (pair)")))
+    assert observed.collectives is not waits
+
+
+def test_the_verdict_that_has_ended_the_attempt_stays():
+    """The odd rank does not answer at the end, or has an attempt of its own, with scope="worker"."""
+    calls = [waiting("barrier", 2), waiting("barrier", 2), waiting("broadcast", 2)]
+    verdict = find_verdict({rank: answer(rank, each) for rank, each in enumerate(calls)})
+    assert verdict.blamed == (2,)
+    for number in (1, 2, 3):
+        ranks = [with_calls(rank, STOPPED, each) for rank, each in enumerate(calls[:number])]
+        result = judge(*ranks, collective_verdict=verdict)
+        assert (result.reason, result.failures.keys()) == (verdict.sentence, {2} & set(range(number)))
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(1.0, False), (60.0, True)])
+def test_an_interrupted_run_names_the_rank_for_which_others_have_waited_long(seconds, is_named):
+    result = judge(with_calls(0, {}, waiting("barrier", 1, ranks=(0, 1), seconds=seconds)), with_calls(1, {}), **INTERRUPTED)
+    assert ("; rank 1 has not joined barrier #1 (default group), in which rank 0 waits" in result.reason) is is_named
+    assert result.failures == {}
+
+
+# --- timeouts and interrupts
+
+
+def test_a_timeout_blames_no_rank():
+    """In a healthy run, too, ranks reach a collective at different times."""
+    on_its_way, in_time = returned(answer_received_at=10.5), returned(answer_received_at=9.0)
+    result = judge(WAITS, LOADS, WAITS, on_its_way, in_time, **TIMED_OUT)
+    assert {rank: failure.kind for rank, failure in result.failures.items()} == dict.fromkeys(range(4), FailureKind.TIMEOUT)
+    assert result.root_cause is None
+    assert result.reason == (
+        "the run did not end within timeout=10 s: ranks 0-3 had not returned, "
+        "and rank 1 not in the collective that others waited in"
+    )
+
+
+def test_a_timeout_says_that_no_rank_has_sent_the_heartbeat_that_begins_the_limit():
+    note = "; heartbeat_timeout=5 did not apply: it begins with a rank's first report() or heartbeat()"
+    beats = {**LOADS, "heartbeat": HeartbeatSample(9.0, None)}
+    assert judge(LOADS, LOADS, **TIMED_OUT, heartbeat_timeout=5.0).reason.endswith(f"had not returned{note}")
+    assert judge(LOADS, beats, **TIMED_OUT, heartbeat_timeout=5.0).reason.endswith("had not returned")
+
+
+@pytest.mark.parametrize("reason", [TIMED_OUT, INTERRUPTED], ids=["timed out", "interrupted"])
+def test_ranks_that_do_not_return_after_a_stop_request_are_named(reason):
+    result = judge(LOADS, returned(), LOADS, **reason, stop_cause="SIGTERM", stop_timeout=4.0)
+    assert result.reason == "a stop was requested (SIGTERM), and ranks 0, 2 had not returned within StopPolicy(timeout=4)"
+
+
+@pytest.mark.parametrize("reason", [StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB])
+def test_a_rank_that_ends_by_a_signal_to_all_processes_has_not_failed_but_one_that_crashes_has(reason):
+    """A scheduler sends SIGTERM to all processes, so a rank may end before the watcher has sent it a signal."""
+    states = judge(died(-TERM, 10.1), died(-SEGV, 10.1), returned(), stop_reason=reason, signum=TERM).worker_states
+    assert list(states.values()) == [WorkerState.STOPPED, WorkerState.FAILED, WorkerState.SUCCEEDED]
+    result = judge(STOPPED, returned(), stop_reason=reason, signum=TERM)
+    assert (result.state, result.root_cause) == (WorkerState.STOPPED, None)
+    assert format_report(result).splitlines()[0] == "the run was stopped: this process received SIGTERM"
+
+
+# --- kinds of failures
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "exit_code", "text"),
+    [
+        (died(7), FailureKind.EXIT, 7, "rank 0 ended with exit code 7 and no result"),
+        (died(0), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
+        (died(None), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
+        (died(-11), FailureKind.SIGNAL, 139, "rank 0 was killed by SIGSEGV (an invalid memory access"),
+        (died(-40), FailureKind.SIGNAL, 168, "rank 0 was killed by signal 40"),
+        (
+            died(-9, oom_proof="proof"),
+            FailureKind.OOM,
+            137,
+            "rank 0 was killed by the kernel's out-of-memory killer (proof)",
+        ),
+        (died(-9, oom_hint="why"), FailureKind.SIGNAL, 137, "by SIGKILL (likely the out-of-memory killer: why)"),
+        (died(-9, oom_proof="proof", was_ready=False), FailureKind.OOM, 137, "by the kernel's out-of-memory killer"),
+        (died(1, was_ready=False), FailureKind.START, 1, "never started: its interpreter ended with exit code 1"),
+        (died(-9, was_ready=False), FailureKind.START, 137, "rank 0 never started: it was killed by SIGKILL"),
+        (raised(ValueError()), FailureKind.EXCEPTION, 1, "rank 0 failed first: ValueError"),
+        (raised(ValueError("x" * 600)), FailureKind.EXCEPTION, 1, "x" * 488 + " …"),
+        ({**raised(ValueError("x")), "details": b"garbage"}, FailureKind.EXCEPTION, 1, "rank 0 failed first: ValueError: x"),
+        (died(-9, 20.0, [TERM, KILL], raised_at=9.0), FailureKind.EXCEPTION, 1, "did not end in time"),
+        (died(3, 20.0, [TERM, KILL], raised_at=9.0), FailureKind.EXCEPTION, 1, "the rank ended before the text"),
+    ],
+)
+def test_the_kind_the_exit_code_and_the_verdict(what, kind, exit_code, text):
+    result = judge(what)
+    assert (result.root_cause.kind, result.root_cause.exit_code) == (kind, exit_code)
+    assert text in format_report(result).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(3, 3), (255, 255), (256, 1), (512, 1), (300, 44), (-1, 255), ("cannot go on", 1), ([], 1)]
+)
+def test_an_exit_that_is_no_success_has_no_status_of_success(code, status):
+    """The shell shows the last eight bits of a status."""
+    result = judge(raised(SystemExit(code)))
+    assert (result.root_cause.kind, result.root_cause.exit_code) == (FailureKind.EXIT, status)
+    assert format_report(result) == f"rank 0 ended with exit code {status} and no result (SystemExit: {code})"
+
+
+# --- the time of a death
+
+
+@pytest.fixture
+def two_ranks():
+    return observe({}, {}).ranks.values()
+
+
+def test_a_death_is_between_the_messages_read_before_and_after_it(two_ranks):
+    """The kernel reports a death late, and the selector returns descriptors in the order in which they became ready."""
+    (first, second), clock = two_ranks, DeathClock()
+    clock.record_message(3.0)
+    clock.record_dying(first)
+    clock.record_message(5.0)
+    clock.record_death(second)
+    clock.record_message(4.0)  # arrives late
+    assert 3.0 <= first.died_at < 4.0
+    assert second.died_at == 5.0
+
+
+def test_the_death_of_a_rank_is_not_before_the_first_signal_to_it(two_ranks):
+    (victim, _), clock = two_ranks, DeathClock()
+    victim.first_signal_at = 4.0
+    clock.record_death(victim)
+    clock.record_message(3.0)
+    assert victim.died_at == 4.0
+
+
+def test_a_message_that_comes_late_moves_no_death_of_an_earlier_wake_up(two_ranks):
+    """As after a prompt of a debugger, at which the exception waits."""
+    (earlier, now), clock = two_ranks, DeathClock()
+    clock.record_death(earlier)
+    noticed_at = earlier.died_at
+    clock.start_wakeup()
+    clock.record_death(now)
+    clock.record_message(1.0)
+    assert (earlier.died_at, now.died_at < 1.0) == (noticed_at, True)

@@ -1,0 +1,342 @@
+"""Which rank does not fit, from the collectives that the ranks have called."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cores.diagnosis.evidence import answer, call, waiting
+from mpwatch import CollectiveState
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict, find_verdicts, select_new_stalls
+
+MISMATCH, ABSENT, CROSSED = VerdictKind
+FIRST = call("all_reduce", 1, 16)
+USUAL = waiting("all_reduce", 2, 16, place="a.py:1 in f")
+
+
+def answers_of(*calls_of_ranks):
+    return {rank: answer(rank, *calls) for rank, calls in enumerate(calls_of_ranks)}
+
+
+def verdict_of(*calls_of_ranks, returned=()):
+    return find_verdict(answers_of(*calls_of_ranks), returned)
+
+
+def of_all(name, field, *values, **more):
+    """The calls of ranks that wait in the same collective, but for the value of one field."""
+    return [(waiting(name, 1, 4, **{field: value}, **more),) for value in values]
+
+
+def in_shapes(*shapes, nprocs=7):
+    return [(waiting("all_reduce", 1, shape, ranks=tuple(range(nprocs))),) for shape in shapes]
+
+
+PAIR = {"group": "1", "ranks": (0, 1)}
+TABLE = {
+    # the calls of each rank: the kind of the verdict, the ranks that are blamed, the sentence
+    "other shape": (
+        [(FIRST, USUAL), (FIRST, waiting("all_reduce", 2, 17, place="a.py:2 in f")), (FIRST, USUAL)],
+        MISMATCH,
+        (1,),
+        "rank 1 called all_reduce #2 with float32[17] (a.py:2 in f), ranks 0, 2 with float32[16] (a.py:1 in f)",
+    ),
+    "other dtype": (
+        [(FIRST, USUAL), (FIRST, waiting("all_reduce", 2, 16, dtype="float64")), (FIRST, USUAL)],
+        MISMATCH,
+        (1,),
+        "rank 1 called all_reduce #2 with float64[16], ranks 0, 2 with float32[16] (a.py:1 in f)",
+    ),
+    "other collective": (
+        [(FIRST, USUAL), (FIRST, waiting("barrier", 2)), (FIRST, USUAL)],
+        MISMATCH,
+        (1,),
+        "rank 1 called barrier #2 with no tensor, ranks 0, 2 all_reduce #2 with float32[16] (a.py:1 in f)",
+    ),
+    "other root": (
+        of_all("broadcast", "root", 0, 2, 0),
+        MISMATCH,
+        (1,),
+        "rank 1 called broadcast #1 with root 2, ranks 0, 2 with root 0",
+    ),
+    "other operation": (
+        of_all("all_reduce", "reduce_op", "SUM", "SUM", "MAX"),
+        MISMATCH,
+        (2,),
+        "rank 2 called all_reduce #1 with op MAX, ranks 0-1 with op SUM",
+    ),
+    "no majority": (
+        in_shapes(16, 17, nprocs=2),
+        MISMATCH,
+        (),
+        "rank 0 called all_reduce #1 with float32[16], rank 1 with float32[17]",
+    ),
+    "the majority may change": (  # four ranks have not called it yet, or are on another node
+        [*in_shapes(17, 17, 16), (), ()],
+        MISMATCH,
+        (),
+        "ranks 0-1 called all_reduce #1 with float32[17], rank 2 with float32[16]",
+    ),
+    "several ranks differ": (
+        in_shapes(16, 16, 16, 17, 18, nprocs=5),
+        MISMATCH,
+        (3, 4),
+        (
+            "rank 3 called all_reduce #1 with float32[17], ranks 0-2 with float32[16], rank 4 with float32[18]; "
+            "rank 4 called all_reduce #1 with float32[18], ranks 0-2 with float32[16], rank 3 with float32[17]"
+        ),
+    ),
+    "not joined": (
+        [(FIRST, replace(USUAL, seconds=61.0)), (FIRST, USUAL), (FIRST,)],
+        ABSENT,
+        (2,),
+        (
+            "rank 2 has not joined all_reduce #2 (float32[16], default group), in which ranks 0-1 wait (a.py:1 in f); "
+            "its last collective was all_reduce #1"
+        ),
+    ),
+    "a new group of an old name": (  # the rank may not have made it yet
+        [(waiting("broadcast", 1, 8, group_number=2),), (waiting("broadcast", 1, 8, group_number=2),), (FIRST,)],
+        ABSENT,
+        (2,),
+        (
+            "rank 2 has not joined broadcast #1 (float32[8], default group), in which ranks 0-1 wait; "
+            "its last collective was all_reduce #1"
+        ),
+    ),
+    "the free one of a chain": (  # rank 0 waits for rank 1, which waits for rank 2
+        [(waiting("all_reduce", 1, 4),), (waiting("all_reduce", 1, 4, group="1", ranks=(1, 2)),), ()],
+        ABSENT,
+        (2,),
+        "rank 2 has not joined all_reduce #1 (float32[4], group 1), in which rank 1 waits; it has called no collective",
+    ),
+    "in another group": (
+        [(FIRST, USUAL), (FIRST, waiting("all_reduce", 1, 16, place="a.py:2 in f", **PAIR)), (FIRST, USUAL)],
+        CROSSED,
+        (1,),
+        (
+            "rank 1 waits in all_reduce #1 (float32[16], group 1) at a.py:2 in f, but ranks 0, 2 wait for it in all_reduce #2 "
+            "(float32[16], default group) at a.py:1 in f"
+        ),
+    ),
+    "two that wait for one another": (
+        [(waiting("barrier", 1, ranks=(0, 1)),), (waiting("barrier", 1, **PAIR),)],
+        CROSSED,
+        (),
+        "rank 1 waits in barrier #1 (group 1), rank 0 waits in barrier #1 (default group): they wait for one another",
+    ),
+    "in recv": (
+        [(waiting("recv", 1, 4),), (waiting("all_reduce", 1, 4),), (waiting("all_reduce", 1, 4),)],
+        CROSSED,
+        (),
+        (
+            "rank 0 has not completed recv #1 (float32[4], default group), but ranks 1-2 wait for it in all_reduce #1 "
+            "(float32[4], default group)"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("calls", "kind", "blamed", "sentence"), TABLE.values(), ids=TABLE)
+def test_a_verdict(calls, kind, blamed, sentence):
+    verdict = verdict_of(*calls)
+    assert (verdict.kind, verdict.blamed, verdict.sentence) == (kind, blamed, sentence)
+    assert set(verdict.evidence) == set(blamed)
+
+
+def test_a_majority_of_all_ranks_of_the_group_is_certain():
+    assert verdict_of(*in_shapes(17, 17, 16, 16, 16)).blamed == ()
+    assert verdict_of(*in_shapes(17, 17, 16, 16, 16, 16, 16)).blamed == (0, 1)
+
+
+def test_a_rank_that_has_returned_is_blamed_before_one_that_is_late():
+    verdict = verdict_of((FIRST, USUAL), (FIRST,), (), returned=[2])
+    assert (verdict.blamed, verdict.have_returned, verdict.cannot_end_well) == ((2,), True, True)
+    assert verdict.sentence == (
+        "rank 2 has returned, but rank 0 waits for it in all_reduce #2 (float32[16], default group) (a.py:1 in f); "
+        "it has called no collective"
+    )
+
+
+GATHERS = waiting("gather", 1, 4, output_shapes=(), output_dtypes=())
+GETS = waiting("scatter", 1, 4, input_shapes=(), input_dtypes=())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (waiting("all_reduce", 1, 4, 4), waiting("all_reduce", 1, 16)),  # the same elements in another shape
+        (waiting("all_to_all", 1, 4), waiting("all_to_all", 1, 8)),
+        (waiting("barrier", 1), waiting("barrier", 1)),
+        (waiting("send", 1, 4), waiting("recv", 1, 4)),
+        (waiting("a_new_one", 1, 4), waiting("a_new_one", 1, 5)),
+        (call("all_reduce", 1, 4), call("all_reduce", 1, 5)),  # nobody waits
+        (waiting("all_reduce", 1, 4, group="1", ranks=(0,)), waiting("all_reduce", 1, 5, group="1", ranks=(1,))),
+        (waiting("all_reduce", 1, 4, ranks=()), waiting("all_gather", 1, 4, ranks=())),  # made without init_process_group
+        (waiting("broadcast", 1, 4, root=0), waiting("broadcast", 1, 4)),  # of a root that is not known
+        (replace(GATHERS, output_shapes=((2, 4),)), GATHERS),  # only its root has outputs
+        (replace(GETS, input_shapes=((2, 4),)), GETS),
+    ],
+)
+def test_what_may_differ_is_no_mismatch(one, other):
+    assert verdict_of((one,), (other,)) is None
+
+
+# --- ranks of which too little is known
+
+
+def test_a_rank_that_has_not_answered_is_not_blamed():
+    assert find_verdict({rank: answer(rank, waiting("barrier", 1)) for rank in (0, 2)}) is None
+
+
+def test_a_rank_whose_cause_has_not_answered_is_not_blamed():
+    """Rank 2 holds the GIL. Rank 1 waits for it in a subgroup, and rank 0 waits for rank 1."""
+    inner = waiting("barrier", 1, group="1", ranks=(1, 2), place="a.py:2 in f")
+    verdict = verdict_of((FIRST, USUAL), (FIRST, inner))
+    assert (verdict.blamed, verdict.is_complete) == ((), False)
+    assert verdict.sentence.startswith("rank 1 waits in barrier #1 (group 1) at a.py:2 in f, but rank 0 waits for it in")
+
+
+def test_a_rank_whose_old_collectives_are_forgotten_may_have_joined():
+    late = answer(1, call("barrier", 900, group="1", ranks=(1,)), has_all=False)
+    answers = {0: answer(0, waiting("barrier", 1)), 1: late}
+    assert find_verdict(answers) is None
+    assert find_verdict({**answers, 1: replace(late, has_all=True)}).blamed == (1,)
+
+
+def test_the_root_of_a_rank_that_has_gone_on_is_not_known():
+    ranks = (0, 1, 2, 3)
+    verdict = verdict_of((call("broadcast", 1, 4, ranks=ranks),), *of_all("broadcast", "root", 0, 1, 1, ranks=ranks))
+    assert (verdict.kind, verdict.blamed) == (MISMATCH, ())
+
+
+def test_the_last_collective_is_the_one_that_was_called_last():
+    history = (call("broadcast", 1, 4, **PAIR), call("barrier", 6), call("all_reduce", 1, 4, **PAIR))
+    verdict = verdict_of((waiting("all_reduce", 7, 16, ranks=(0, 1)),), history)
+    assert verdict.sentence.endswith("; its last collective was all_reduce #1")
+
+
+# --- torch's ranks and mpwatch's
+
+
+def make_worlds(*worlds, late=()):
+    """Answers of worlds of two ranks each. The ranks wait in an all_reduce of another size, but for the late ones."""
+    answers = {}
+    for rank in range(2 * len(worlds)):
+        calls = [] if rank in late else [waiting("all_reduce", 1, 4 + rank // 2, ranks=(0, 1))]
+        answers[rank] = answer(rank % 2, *calls, world=worlds[rank // 2])
+    return answers
+
+
+def test_ranks_of_two_worlds_are_not_compared():
+    assert find_verdict(make_worlds("29500 1", "29501 1")) is None
+    assert find_verdict(make_worlds("", "", late=[3])) is None  # worlds that cannot be told apart
+    verdict = find_verdict(make_worlds("29500 1", "29501 1", late=[3]), returned=[0, 1])
+    assert (verdict.blamed, verdict.have_returned, "in which rank 2 waits" in verdict.sentence) == ((3,), False, True)
+
+
+def test_the_user_may_number_the_ranks():
+    """torch's rank 0 is mpwatch's rank 2. Rank 0 has returned, and is not in the group."""
+    calls = {0: (2, call("barrier", 1)), 1: (1, call("barrier", 1)), 2: (0, waiting("all_reduce", 1, **PAIR))}
+    answers = {rank: answer(of_torch, each) for rank, (of_torch, each) in calls.items()}
+    verdict = find_verdict(answers, returned=[0])
+    assert (verdict.blamed, verdict.have_returned) == ((1,), False)
+    assert find_verdict({**answers, 1: replace(answers[1], rank_in_world=None)}) is None  # it has made no world
+
+
+# --- several findings
+
+
+def test_a_rank_that_has_returned_is_found_first_and_then_the_longest_wait():
+    other = {"group": "2", "ranks": (2, 3)}
+    first, second = waiting("all_reduce", 3, 4, seconds=0.1, **PAIR), waiting("all_reduce", 31, 4, seconds=9.0, **other)
+    answers = answers_of((first,), (), (second,), ())
+    assert [verdict.blamed for verdict in find_verdicts(answers)] == [(3,), (1,)]
+    assert [verdict.blamed for verdict in find_verdicts(answers, returned=[1])] == [(1,), (3,)]
+    crossed = answers_of((first,), (), (waiting("barrier", 1, **other),), (waiting("barrier", 1, group="3", ranks=(2, 3)),))
+    assert [verdict.kind for verdict in find_verdicts(crossed)] == [ABSENT, CROSSED]
+
+
+def test_one_warning_for_ranks_that_wait_in_several_groups_for_the_same_rank():
+    waits = [(waiting("barrier", 1, group=str(rank), ranks=(rank, 2)),) for rank in (0, 1)]
+    stalls, warned = find_verdicts(answers_of(*waits, ())), set()
+    assert [stall.blamed for stall in stalls] == [(2,), (2,)]
+    assert [select_new_stalls(stalls, warned) for _ in range(2)] == [stalls[:1], []]
+
+
+def test_many_ranks_are_compared_in_a_moment():
+    """The time grows with the number of ranks, not with its square: 1,024 ranks take half a second."""
+    world = tuple(range(1024))
+    calls = tuple(call("all_reduce", number, 16, ranks=world) for number in range(1, 9))
+    before = time.process_time()
+    verdict = verdict_of(*[(*calls, waiting("all_reduce", 9, 16, ranks=world))] * 1023, calls)
+    assert (verdict.blamed, time.process_time() - before < 10) == ((1023,), True)
+
+
+# --- the texts that ranks send
+
+
+def test_answers_survive_json():
+    odd = waiting("all_reduce", 2, 4, 4, root=1, reduce_op="SUM", place="é.py:2 in f", seconds=0.5)
+    for sent in (answer(1, FIRST, odd, place="a.py:1 in f", has_all=False, world="29500 1"), RankCollectives()):
+        assert RankCollectives.from_json(sent.to_json()) == sent
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "1", '{"place": "", "has_all": true, "collectives": [{}]}'])
+def test_other_texts_are_refused(text):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        RankCollectives.from_json(text)
+
+
+# --- histories: ranks that run the same program, one of which deviates
+
+PROGRAM = st.lists(
+    st.tuples(st.sampled_from(["all_reduce", "broadcast", "reduce", "barrier"]), st.integers(1, 4)), min_size=1, max_size=6
+)
+
+
+def play(programs):
+    """Return the calls of each rank when no collective can end any more: one ends when all ranks have called it alike."""
+    done = 0
+    while all(len(program) > done for program in programs) and len({program[done] for program in programs}) == 1:
+        done += 1
+    ranks = tuple(range(len(programs)))
+    played = []
+    for program in programs:
+        calls = [
+            call(name, n, *([size] if name != "barrier" else []), ranks=ranks)
+            for n, (name, size) in enumerate(program[: done + 1], 1)
+        ]
+        played.append((*calls[:done], *(replace(last, state=CollectiveState.WAITING) for last in calls[done:])))
+    return played
+
+
+@given(PROGRAM, st.integers(3, 6), st.data())
+def test_ranks_that_agree_are_never_a_mismatch(program, nprocs, data):
+    """They are asked at different moments, so they have got to different places."""
+    cut = [calls[: data.draw(st.integers(0, len(calls)))] for calls in play([program] * nprocs)]
+    first, last = min(map(len, cut)), max(map(len, cut))
+    cut = [tuple(replace(c, state=CollectiveState.WAITING) if c.sequence > first else c for c in calls) for calls in cut]
+    verdict = verdict_of(*cut)
+    assert verdict is None or verdict.kind is ABSENT
+    assert verdict is None or all(len(cut[rank]) < last for rank in verdict.blamed)
+
+
+@given(PROGRAM, st.integers(3, 6), st.data())
+def test_a_rank_that_deviates_is_blamed(program, nprocs, data):
+    odd_rank, place = data.draw(st.integers(0, nprocs - 1)), data.draw(st.integers(0, len(program) - 1))
+    name, size = program[place]
+    change = data.draw(st.sampled_from([[(name, size + 10)], [], [("all_gather", 3), (name, size)]]))
+    odd = [*program[:place], *change, *program[place + 1 :]]
+    played = play([odd if rank == odd_rank else program for rank in range(nprocs)])
+    differing = next((names for names in zip(program, odd, strict=False) if names[0] != names[1]), None)
+    if differing is None:  # it has called too few
+        verdict = verdict_of(*played, returned=[odd_rank])
+        assert (verdict.kind, verdict.blamed) == (ABSENT, (odd_rank,))
+    elif differing[0][0] == differing[1][0] == "barrier":  # barriers have no size
+        assert verdict_of(*played) is None
+    else:
+        verdict = verdict_of(*played)
+        assert (verdict.kind, verdict.blamed) == (MISMATCH, (odd_rank,))

@@ -1,0 +1,142 @@
+"""Which exceptions are peer errors: real errors of sockets and connections, and texts of libraries."""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import threading
+
+import pytest
+
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+
+LOST, TIMEOUT, POSSIBLY = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
+
+
+def classify(error):
+    return classify_exception(ExceptionEncoder(error).plain())
+
+
+def read_from_closed_pipe():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with ours:
+        ours.recv()
+
+
+def write_to_closed_pipe():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with ours:
+        ours.send_bytes(b"x")
+
+
+def read_from_reset_socket():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        peer, _ = server.accept()
+        client.sendall(b"unread")
+        peer.recv(1)
+        peer.close()
+        client.recv(1)
+
+
+def write_to_closed_socket():
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        ours.sendall(b"x")
+
+
+def wait_at_aborted_barrier():
+    barrier = threading.Barrier(2)
+    barrier.abort()
+    barrier.wait()
+
+
+def read_from_ended_input():
+    with open(os.devnull) as nothing:
+        raise EOFError(nothing.read())
+
+
+def connect_to_closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    socket.create_connection(address).close()
+
+
+def read_from_ended_stream():
+    async def read():
+        reader = asyncio.StreamReader()
+        reader.feed_eof()
+        await reader.readexactly(1)
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [
+        (read_from_closed_pipe, LOST),
+        (write_to_closed_pipe, LOST),
+        (read_from_reset_socket, POSSIBLY),
+        (write_to_closed_socket, POSSIBLY),
+        (read_from_ended_stream, POSSIBLY),
+        (wait_at_aborted_barrier, TIMEOUT),
+        (read_from_ended_input, None),
+        (connect_to_closed_port, PeerErrorKind.HINT),
+    ],
+)
+def test_real_errors(fail, kind):
+    with pytest.raises(Exception) as caught:
+        fail()
+    assert classify(caught.value) is kind
+
+
+class DistBackendError(RuntimeError):
+    """Has the name of torch's class. Its texts are those of NCCL, which needs GPUs."""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("NCCL error in: x.cpp:77, remote process exited or there was a network error, NCCL version 2.26.2", LOST),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.", LOST),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST) ran for ...", TIMEOUT),
+        ("[0] is setting up NCCL communicator ... got error: wait timeout after 600000ms, keys: ...", TIMEOUT),
+        ("NCCL error in: x.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.26.2", None),
+    ],
+)
+def test_texts_of_nccl(text, kind):
+    assert classify(DistBackendError(text)) is kind
+
+
+@pytest.mark.parametrize("text", ["cannot pickle (TypeError: a lock)", "the pipeline has 3 stages", "presets", "typeof x"])
+def test_part_of_a_word_is_no_hint(text):
+    assert classify(ValueError(text)) is None
+
+
+@pytest.mark.parametrize("text", ["lost my peer", "Broken pipe", "EOFError: ", "ConnectionResetError", "peers gone"])
+def test_words_about_peers_are_hints(text):
+    assert classify(ValueError(text)) is PeerErrorKind.HINT
+
+
+WITHOUT_FRAMES = "Fatal Python error: Aborted\n\n\nExtension modules: torch._C (total: 1)"
+WITH_FRAMES = 'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1 in f'
+GLOO_TEXT = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 12 vs 8."
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "stderr", "crash_stack", "backend", "kind"),
+    [
+        (-6, GLOO_TEXT, "", "", PeerErrorKind.OTHER_SIZE),
+        (-6, "", WITHOUT_FRAMES, "gloo", PeerErrorKind.OTHER_SIZE),
+        (-6, "", WITH_FRAMES, "gloo", None),
+        (-6, "", WITHOUT_FRAMES, "", None),  # the rank did not wait in a collective
+        (-6, "", WITHOUT_FRAMES, "nccl", None),
+        (-11, GLOO_TEXT, WITHOUT_FRAMES, "gloo", None),
+        (-6, "Watchdog caught collective operation timeout", "", "nccl", TIMEOUT),
+    ],
+)
+def test_deaths_because_of_a_peer(exit_code, stderr, crash_stack, backend, kind):
+    assert classify_death(exit_code, stderr, crash_stack, backend) is kind
