@@ -8,8 +8,11 @@ import mpwatch
 
 
 def get_affinity():
-    """Return the CPUs on which each thread of this rank may run: one set, if all have the same."""
-    return {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+    return os.sched_getaffinity(0)
+
+
+def get_affinity_of_item(item):
+    return item, os.sched_getaffinity(0)
 
 
 def get_affinities():
@@ -23,22 +26,12 @@ def get_affinities():
         os.write(writer, repr(os.sched_getaffinity(0)).encode())
         os._exit(0)
     os.wait()
-    of_fork = eval(os.read(reader, 1000))
-    os.close(reader)
-    os.close(writer)
-    return sys.affinity_at_start, *get_affinity(), *of_thread, of_fork
-
-
-def get_own_affinity():
-    return os.sched_getaffinity(0)
-
-
-def get_affinity_of_item(item):
-    return item, os.sched_getaffinity(0)
+    of_all_now = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+    return sys.affinity_at_start, *of_all_now, *of_thread, eval(os.read(reader, 1000))
 
 
 def fail_at_first():
-    """Fail in the first attempt, in rank 0. Later return the affinity and the number of restarts."""
+    """Fail in the first attempt, in rank 0. Later return the number of restarts and what the rank is bound to."""
     me = mpwatch.current_worker()
     if me.rank == 0 and me.restart_count == 0:
         os._exit(3)
@@ -46,5 +39,4 @@ def fail_at_first():
 
 
 def get_devices():
-    names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "RANK")
-    return [os.environ[name] for name in names]
+    return [os.environ[name] for name in ("ZE_AFFINITY_MASK", "LOCAL_RANK", "RANK")]

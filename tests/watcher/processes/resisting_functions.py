@@ -3,14 +3,16 @@
 import atexit
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import signal
+import stat
 import sys
 import threading
 import time
 
 from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
+
+# ---- what rank 0 does before it ends or waits
 
 
 def does_nothing():
@@ -79,6 +81,9 @@ def starts_a_helper_that_ignores_all_signals():
     os.read(read, 1)
 
 
+# ---- how rank 0 waits
+
+
 def suspends_itself_then_waits():
     os.kill(os.getpid(), signal.SIGSTOP)
     wait_to_be_stopped()
@@ -106,75 +111,51 @@ def execs_a_program_that_ignores_sigterm():
     os.execv("/bin/sleep", ["sleep", "600"])
 
 
-def runs_beside_a_rank_that_resists(prepare, ending, pid, ended_at):
-    """Prepare rank 0 to resist its end, and call `ending` on it. Rank 1 raises once rank 0 waits, if `ending` waits for that.
-
-    The time of the failure or the return is stored in `ended_at`.
-    """
-    if rank() == 0:
-        prepare()
-        pid.value = os.getpid()
-        return ending(ended_at)
-    while not pid.value:
-        os.sched_yield()
-    if ending is returns_and_records_time:
-        return 1
-    if ending in (raises_and_records_time, is_killed_and_records_time):
-        return wait_to_be_stopped()
-    while not is_waiting(pid.value, ending.waiting):
-        os.sched_yield()
-    return raises_and_records_time(ended_at)
+# ---- how rank 0 ends
 
 
-def rank_0_raises(pids, barrier):
-    pids[rank()] = os.getpid()
-    barrier.wait()
-    if rank() == 0:
-        raise ValueError("the batch is bad")
-    wait_to_be_stopped()
-
-
-def is_waiting(pid, waiting):
-    if waiting is execs_a_program_that_ignores_sigterm:
-        with open(f"/proc/{pid}/comm") as text:
-            return text.read() == "sleep\n" and state_of(pid) == "S"
-    return state_of(pid) == ("T" if waiting is suspends_itself_then_waits else "S")
-
-
-def raises_and_records_time(ended_at):
+def raises(ended_at):
     ended_at.value = time.monotonic()
     raise ValueError("the batch is bad")
 
 
-def is_killed_and_records_time(ended_at):
+def dies(ended_at):
     ended_at.value = time.monotonic()
     is_killed()
 
 
-def returns_and_records_time(ended_at):
+def returns(ended_at):
     ended_at.value = time.monotonic()
     return 0
 
 
-class WaitsUntilSiblingFails:
-    """An ending of rank 0: it calls `waiting` until rank 1 fails."""
-
-    def __init__(self, waiting=wait_to_be_stopped):
-        self.waiting = waiting
-
-    def __call__(self, ended_at):
-        self.waiting()
-
-
-def encode_half_a_message():
-    """Return the header of a large message and the beginning of its content."""
-    from mpwatch.wire.messages import MessageKind, encode_frame
-
-    return encode_frame(MessageKind.RETURNED, bytes(1 << 20))[: 1 << 10]
+def runs_beside_a_rank_that_resists(prepare, end, wait, pid, ended_at):
+    """Rank 0 prepares to resist, and then ends or waits. If it waits, rank 1 raises. The time of the end is in `ended_at`."""
+    if rank() == 0:
+        prepare()
+        pid.value = os.getpid()
+        return end(ended_at) if end else wait()
+    if end is returns:
+        return 1
+    if end:
+        return wait_to_be_stopped()
+    while not is_waiting(pid.value, wait):
+        os.sched_yield()
+    return raises(ended_at)
 
 
-def sends_half_a_message_and_ends(barrier, pid, leaves_process_group, end):
-    """Write a part of a message to the channel, then call `end`. A forked child keeps the channel open."""
+def is_waiting(pid, wait):
+    if wait is execs_a_program_that_ignores_sigterm:
+        with open(f"/proc/{pid or 'self'}/comm") as text:
+            return text.read() == "sleep\n" and state_of(pid) == "S"
+    return state_of(pid) == ("T" if wait is suspends_itself_then_waits else "S")
+
+
+# ---- ranks whose end the watcher sees late, or not at all
+
+
+def sends_a_part_of_a_message_and_ends(barrier, pid, leaves_process_group, end):
+    """Write a byte to each socket to the watcher, then call `end`. A forked child keeps the sockets open."""
     if rank() == 1:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
@@ -188,61 +169,47 @@ def sends_half_a_message_and_ends(barrier, pid, leaves_process_group, end):
         pid.value = child
     barrier.wait()
     if rank() == 1:
-        os.write(multiprocessing.current_process().launch_info.channel_fd, encode_half_a_message())
+        for fd in range(3, 256):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.write(fd, b"m")
         end()
     wait_to_be_stopped()
 
 
-def joins_and_freezes_cgroup(cgroup):
-    with open(f"{cgroup}/cgroup.procs", "w") as procs:
-        procs.write(str(os.getpid()))
-    with open(f"{cgroup}/freezer.state", "w") as state:
-        state.write("FROZEN")
-
-
 def fails_beside_a_frozen_rank(cgroup, pid, failed_at):
+    state = f"{cgroup}/freezer.state"
     if rank() == 0:
         pid.value = os.getpid()
-        joins_and_freezes_cgroup(cgroup)
+        for file, text in ((f"{cgroup}/cgroup.procs", str(pid.value)), (state, "FROZEN")):
+            with open(file, "w") as opened:
+                opened.write(text)
         wait_to_be_stopped()
-    while not is_frozen(cgroup):
+    while open(state).read() != "FROZEN\n":
         os.sched_yield()
-    raises_and_records_time(failed_at)
+    raises(failed_at)
 
 
-def is_frozen(cgroup):
-    with open(f"{cgroup}/freezer.state") as state:
-        return state.read() == "FROZEN\n"
-
-
-PTRACE_SEIZE = 0x4206
-
-
-PTRACE_CONT = 7
-
-
-def is_traced_by_a_debugger(tracer, waits_for_rank):
-    """Start a debugger of this rank in another process group. It waits for the rank's state changes if `waits_for_rank`."""
+def start_debugger():
+    """Let a process of another group trace this rank, as a debugger that is at its prompt. Return its pid."""
     pid = os.getpid()
     read, write = os.pipe()
-    if os.fork() == 0:
+    if (debugger := os.fork()) == 0:
         os.setsid()
         libc = ctypes.CDLL(None)
         libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-        libc.ptrace(PTRACE_SEIZE, pid, None, None)
-        tracer.value = os.getpid()
+        libc.ptrace(0x4206, pid, None, None)  # PTRACE_SEIZE
         os.write(write, b"x")
         signal.alarm(60)
-        while waits_for_rank and os.WIFSTOPPED(status := os.waitpid(pid, 0)[1]):
-            libc.ptrace(PTRACE_CONT, pid, None, os.WSTOPSIG(status))
         signal.pause()
     os.read(read, 1)
+    return debugger
 
 
-def fails_beside_a_traced_rank(tracer, waits_for_rank, ending, ended_at):
+def fails_beside_a_traced_rank(debugger, pid, failed_at):
     if rank() == 0:
-        is_traced_by_a_debugger(tracer, waits_for_rank)
-        return ending(ended_at) if ending is is_killed_and_records_time else wait_to_be_stopped()
-    while not tracer.value:
+        pid.value, debugger.value = os.getpid(), start_debugger()
+        wait_to_be_stopped()
+    while not debugger.value:
         os.sched_yield()
-    return wait_to_be_stopped() if ending is is_killed_and_records_time else raises_and_records_time(ended_at)
+    raises(failed_at)

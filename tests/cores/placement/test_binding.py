@@ -1,0 +1,211 @@
+"""The CPUs of each rank, on machines that are simulated as folders and on any machine that hypothesis can think of."""
+
+import itertools
+from collections import Counter
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from mpwatch import Worker
+from mpwatch.os_support.cpu_topology import Core, read_cores
+from mpwatch.watcher.processes.binding import bind_rank, choose_nodes, split_cores
+from support.simulated_machine import SimulatedMachine
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return SimulatedMachine(tmp_path)
+
+
+def read(machine, cpus):
+    return read_cores(frozenset(cpus), machine.root)
+
+
+def split(machine, cpus, ranks):
+    return [sorted(part) for part in split_cores(read(machine, cpus), ranks)]
+
+
+def choose(machine, cpus, gpu_nodes):
+    return [sorted(part) for part in choose_nodes(read(machine, cpus), gpu_nodes)]
+
+
+def bind(cores, option, ranks, gpu_nodes=None):
+    return [bind_rank(option, worker(rank, ranks), cores, gpu_nodes or [None] * ranks) for rank in range(ranks)]
+
+
+def worker(local_rank, ranks):
+    numbers = {"rank": local_rank, "local_rank": local_rank, "world_size": ranks, "local_world_size": ranks}
+    return Worker(
+        **numbers, role_rank=local_rank, role_world_size=ranks, run_id="test", master_addr="127.0.0.1", master_port=1
+    )
+
+
+SOCKETS, HYBRID = SimulatedMachine.add_sockets, SimulatedMachine.add_hybrid
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "allowed", "parts"),
+    [
+        (SOCKETS, (2, 2, 2), range(8), [[*range(8)]]),
+        (SOCKETS, (2, 2, 2), range(8), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (SOCKETS, (2, 2, 2), range(8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (SOCKETS, (1, 5, 2), range(10), [[0, 1, 5, 6], [2, 7], [3, 8], [4, 9]]),  # the first ranks have one core more
+        (SOCKETS, (1, 3, 2), range(6), [[0, 3], [1, 4], [2], [5]]),  # neighbours are together
+        (SOCKETS, (2, 5, 1), range(10), [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]),  # each rank is in one NUMA node
+        (SOCKETS, (2, 5, 1), range(10), [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+        (SOCKETS, (2, 8, 2), {4, 5, 6, 7, 20, 21}, [[4, 5, 20, 21], [6, 7]]),
+        (HYBRID, (2, 4), range(8), [[0, 1, 4, 5], [2, 3, 6, 7]]),  # performance cores are 0-1 and 2-3
+        (HYBRID, (4, 8), range(16), [[0, 1, 2, 3, 8, 9], [4, 5, 10, 11, 12], [6, 7, 13, 14, 15]]),
+        (None, (), {2, 3, 5, 7, 11}, [[2, 3, 5], [7, 11]]),  # no files in /sys
+    ],
+)
+def test_the_cores_of_a_machine_are_split(machine, make, sizes, allowed, parts):
+    if make is SOCKETS:
+        machine.add_sockets(*sizes[:2], threads=sizes[2])
+    elif make:
+        make(machine, *sizes)
+    assert split(machine, allowed, len(parts)) == parts
+
+
+def test_the_error_of_too_few_cpus_says_how_many_ranks_are_possible(machine):
+    with pytest.raises(ValueError, match=r"each of the 3 ranks .* only CPUs 0, 4; use nprocs=2 at most, or leave cpus out"):
+        split(machine, {0, 4}, 3)
+
+
+def test_each_rank_has_the_numa_node_of_its_gpu(machine):
+    machine.add_sockets(2, 2)
+    assert choose(machine, range(4), [1, 1, 0, 0]) == [[2, 3], [2, 3], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
+def test_without_gpus_the_numa_nodes_are_dealt_out(machine, ranks):
+    machine.add_sockets(2, 4, nodes_per_package=2)
+    nodes = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    expected = {
+        1: [nodes[0] + nodes[1] + nodes[2] + nodes[3]],
+        2: [nodes[0] + nodes[1], nodes[2] + nodes[3]],
+        6: [nodes[node] for node in (0, 0, 1, 2, 2, 3)],
+    }
+    assert choose(machine, range(8), [None] * ranks) == expected.get(ranks, [nodes[4 * n // ranks] for n in range(ranks)])
+
+
+def test_a_node_without_allowed_cpus_is_treated_as_unknown(machine):
+    machine.add_sockets(2, 4)
+    assert choose(machine, {4, 5, 6}, [0, 1]) == [[4, 5, 6], [4, 5, 6]]
+    machine.add_node(2, "")  # a node of memory alone
+    assert choose(machine, range(8), [2, None]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("option", "ranks", "gpu_nodes", "shares"),
+    [
+        ("cores", 4, None, [(4, 8)] * 4),
+        ("numa", 2, None, [(8, 16)] * 2),
+        ("numa", 4, [0, 0, 0, 1], [(2, 5)] * 3 + [(8, 16)]),
+        ("numa", 64, None, [(1, 1)] * 64),
+    ],
+)
+def test_ranks_on_the_same_cpus_share_them(machine, option, ranks, gpu_nodes, shares):
+    cores = read(machine.add_sockets(2, 8, threads=2), range(32))
+    assert [(b.core_share, b.cpu_share) for b in bind(cores, option, ranks, gpu_nodes)] == shares
+
+
+TWO_CORES = [Core((0, 1)), Core((2, 3))]
+
+
+@pytest.mark.parametrize("returned", [{1, 0, 2}, [2, 1, 0, 0], iter((0, 1, 2)), dict.fromkeys((0, 1, 2)), np.arange(3)])
+def test_a_function_may_return_any_collection_of_cpus(returned):
+    binding = bind_rank(lambda _: returned, worker(0, 1), TWO_CORES, [])
+    assert (binding.cpus, binding.core_share, binding.cpu_share) == ({0, 1, 2}, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "text"),
+    [
+        ((), ValueError, "has no CPU"),
+        ([1, -1], ValueError, "has CPU -1"),
+        (range(9), ValueError, "has CPUs 4-8"),
+        (None, TypeError, "must be a set of CPU numbers, not None"),
+        ("0-1", TypeError, "must be a set of CPU numbers, not '0-1'"),
+        ([0, "1"], TypeError, "must be a set of CPU numbers, but it has '1'"),
+        ([True], TypeError, "must be a set of CPU numbers, but it has True"),
+    ],
+)
+def test_what_a_function_returns_is_checked(returned, error, text):
+    text = rf"what the function in placement returned for rank 1 {text}; this process may use CPUs 0-3"
+    with pytest.raises(error, match=text):
+        bind_rank(lambda _: returned, worker(1, 2), TWO_CORES, [])
+
+
+def make_cores(rows):
+    numbers = itertools.count()
+    for package, node, kind, threads in rows:
+        yield Core(tuple(itertools.islice(numbers, threads)), package, 3 * package + node, kind)
+
+
+MACHINES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=40
+).map(lambda rows: [*make_cores(sorted(rows))])
+GPU_NODES = st.lists(st.none() | st.integers(0, 7), min_size=1, max_size=20)
+
+
+def count_spanning(cores, sizes):
+    """How many ranks have cores of several NUMA nodes, if their cores are contiguous and these are their numbers."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return sum(len({core.node for core in cores[start:end]}) > 1 for start, end in itertools.pairwise(ends))
+
+
+@hypothesis.given(MACHINES, st.data())
+def test_any_split_has_each_cpu_once_and_is_fair(cores, data):
+    cpus = sorted(cpu for core in cores for cpu in core.cpus)
+    ranks = data.draw(st.integers(1, len(cpus)))
+    parts = split_cores(cores, ranks)
+    assert len(parts) == ranks
+    assert sorted(cpu for part in parts for cpu in part) == cpus
+    if ranks > len(cores):
+        counts_of_kinds = [list(map(len, parts))]
+    else:
+        assert all(part.issuperset(core.cpus) or part.isdisjoint(core.cpus) for part in parts for core in cores)
+        counts_of_kinds = [
+            [sum(part.issuperset(core.cpus) for core in cores if core.kind in kinds) for part in parts]
+            for kinds in ({0}, {1}, {2}, {0, 1, 2})
+        ]
+    assert all(max(counts) - min(counts) <= 1 for counts in counts_of_kinds)
+
+
+@hypothesis.given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_no_split_of_equal_cores_spans_fewer_nodes(sizes_of_nodes, data):
+    """Compared with all ways to give `surplus` ranks one core more. Among the best ones, the first ranks have most."""
+    cores = list(make_cores((0, node, 0, 1) for node, count in enumerate(sizes_of_nodes) for _ in range(count)))
+    ranks = data.draw(st.integers(1, len(cores)))
+    base, surplus = divmod(len(cores), ranks)
+    ways = [tuple(base + (n in more) for n in range(ranks)) for more in itertools.combinations(range(ranks), surplus)]
+    parts = split_cores(cores, ranks)
+    assert [cpu for part in parts for cpu in sorted(part)] == list(range(len(cores)))
+    best = min(ways, key=lambda sizes: (count_spanning(cores, sizes), [-size for size in sizes]))
+    assert tuple(map(len, parts)) == best
+
+
+@hypothesis.given(MACHINES, GPU_NODES)
+def test_any_choice_of_nodes_is_of_whole_nodes_and_its_shares_fit_into_the_machine(cores, gpu_nodes):
+    cpus_of_node = {}
+    for core in cores:
+        cpus_of_node.setdefault(core.node, set()).update(core.cpus)
+    for part, node in zip(choose_nodes(cores, gpu_nodes), gpu_nodes, strict=True):
+        assert part
+        assert all(part.issuperset(cpus) or part.isdisjoint(cpus) for cpus in cpus_of_node.values())
+        assert node not in cpus_of_node or part == cpus_of_node[node]
+    bindings = bind(cores, "numa", len(gpu_nodes), gpu_nodes)
+    used = set().union(*(binding.cpus for binding in bindings))
+    assert sum(binding.cpu_share for binding in bindings if binding.cpu_share > 1) <= len(used)
+    assert all(1 <= binding.core_share <= binding.cpu_share <= len(binding.cpus) for binding in bindings)
+
+
+@hypothesis.given(MACHINES, st.integers(1, 20))
+def test_dealt_nodes_have_each_cpu(cores, ranks):
+    parts = choose_nodes(cores, [None] * ranks)
+    assert set().union(*parts) == {cpu for core in cores for cpu in core.cpus}
+    uses = Counter(frozenset(part) for part in parts)
+    assert max(uses.values()) - min(uses.values()) <= 1

@@ -1,0 +1,366 @@
+"""The GPUs that ranks see, and the NUMA nodes of these, on machines that are simulated as folders."""
+
+import os
+
+import pytest
+
+from mpwatch import Placement, WorkerSpec
+from mpwatch.os_support.gpus import Gpu, list_amd_gpus, list_nvidia_gpus
+from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
+from mpwatch.watcher.processes.visible_devices import DEVICE_VARIABLES, find_gpu_nodes, find_visible_devices
+from support.simulated_machine import SimulatedMachine
+
+# The GPU with the lowest PCI address has the minor number 1, see add_nvidia_gpus.
+UUIDS = [f"GPU-{f'{number ^ 1}' * 8}-0000-0000-0000-000000000000" for number in range(8)]
+MIG = "MIG-d1e0c5a3-0000-0000-0000-000000000000"
+ALLOWED = sorted(os.sched_getaffinity(0))
+THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+ZE, SELECTOR = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
+
+
+class Machine(SimulatedMachine):
+    """A simulated machine, with the environment and the torch of the caller. The caller has none of the variables."""
+
+    def __init__(self, folder, monkeypatch):
+        super().__init__(folder / "machine")
+        monkeypatch.setattr("mpwatch.os_support.hardware.GPU_DEVICE_FILES", (f"{self.root}/dev/nvidia[0-9]*",))
+        self.packages, self._monkeypatch = folder, monkeypatch
+        for name in (*DEVICE_VARIABLES, "CUDA_DEVICE_ORDER", "ACCELERATE_USE_CPU", *THREADS):
+            monkeypatch.delenv(name, raising=False)
+
+    def set_variables(self, variables):
+        for name, value in variables.items():
+            self._monkeypatch.setenv(name, value)
+
+    def add_torch(self, kind, *packages):
+        """Let a torch of this kind be found first: "cuda", "hip", "xpu" or "cpu"."""
+        self._monkeypatch.syspath_prepend(self.packages)
+        for name in ("torch", *packages):
+            self.packages.joinpath(name).mkdir()
+            self.packages.joinpath(name, "__init__.py").touch()
+        versions = {name: "13.0" if name == kind else None for name in ("cuda", "hip", "xpu")}
+        lines = ["__version__ = '2.13.0'", *(f"{name}: Optional[str] = {version!r}" for name, version in versions.items())]
+        self.packages.joinpath("torch", "version.py").write_text("\n".join([*lines, "# \xff"]), "latin-1")
+        return self
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    return Machine(tmp_path, monkeypatch)
+
+
+def build(machine, ranks=2, local_ranks=None, **options):
+    spec = WorkerSpec(fn=print, nprocs=ranks, **options)
+    workers = build_workers(spec, local_ranks or range(ranks), 29500, run_id="test", restart_count=0)
+    return build_rank_setups(spec, workers, machine.root)
+
+
+def device_variables(machine, ranks=2, **options):
+    """Return the variables of devices in the environment of each rank."""
+    setups = build(machine, ranks, placement=Placement(gpus="own"), **options)
+    return [{name: setup.env[name] for name in DEVICE_VARIABLES if name in setup.env} for setup in setups]
+
+
+# ---- the list of GPUs
+
+
+def test_nvidia_gpus_are_in_the_order_of_their_pci_addresses(machine):
+    machine.add_nvidia_gpu("0000:c1:00.0", 0, node=1).add_nvidia_gpu("0000:07:00.0", 1, node=0)
+    machine.add_nvidia_gpu("10000:01:00.0", 2)
+    machine.add_nvidia_gpu("0000:f0:00.0", 7, device=False).add_nvidia_gpu("0000:f1:00.0", 8, excluded="Yes")
+    gpus = list_nvidia_gpus(machine.root)
+    assert [(gpu.uuid[:8], gpu.node) for gpu in gpus] == [("GPU-1111", 0), ("GPU-0000", 1), ("GPU-2222", None)]
+
+
+def test_device_files_count_if_the_driver_has_no_folder(machine):
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        machine.write(f"dev/{name}", "")
+    assert list_nvidia_gpus(machine.root) == [Gpu()] * 3
+
+
+def test_amd_gpus_are_in_the_order_of_the_driver(machine):
+    gpus = list_amd_gpus(machine.add_amd_gpus([0, 1, -1], without_device=[1]).root)
+    assert [(gpu.uuid, gpu.node) for gpu in gpus] == [("GPU-0000000000000001", 0), ("GPU-0000000000000003", None)]
+
+
+def test_a_machine_without_gpus_or_with_odd_files_has_none(machine):
+    assert list_nvidia_gpus(machine.root) == list_amd_gpus(machine.root) == []
+    machine.write("proc/driver/nvidia/gpus/0000:07:00.0/information", "\xff: \n:::\n")
+    machine.write("sys/bus/pci/devices/0000:07:00.0/numa_node", "first\n")
+    machine.write("sys/class/kfd/kfd/topology/nodes/1/properties", "simd_count many\n").write("dev/kfd", "")
+    machine.write("sys/class/kfd/kfd/topology/nodes/first/properties", "")
+    assert list_nvidia_gpus(machine.root) == list_amd_gpus(machine.root) == []
+
+
+# ---- Placement(gpus="own")
+
+
+def test_without_the_option_no_variable_is_set(machine):
+    machine.add_torch("cuda")
+    machine.add_nvidia_gpus([0, 0])
+    assert not any(DEVICE_VARIABLES & setup.env.keys() for setup in build(machine))
+
+
+@pytest.mark.parametrize(
+    ("value", "entries"),
+    [
+        (None, ["0", "1"]),
+        ("2,3", ["2", "3"]),
+        ("7, 0 ,1", ["7", "0"]),
+        ("GPU-2222,GPU-3333", ["GPU-2222", "GPU-3333"]),
+        (f"{MIG},MIG-{UUIDS[0]}/1/0", [MIG, f"MIG-{UUIDS[0]}/1/0"]),
+        ("0,1,-1,2", ["0", "1"]),
+    ],
+)
+def test_each_rank_sees_one_gpu_of_the_list(machine, value, entries):
+    machine.add_torch("cuda").add_nvidia_gpus([0] * 8)
+    variables = {} if value is None else {CUDA: value}
+    assert device_variables(machine, env=variables) == [{CUDA: entry} for entry in entries]
+    machine.set_variables(variables)
+    assert device_variables(machine) == [{CUDA: entry} for entry in entries]
+
+
+def test_env_may_choose_the_device_of_a_rank(machine):
+    machine.add_torch("cuda")
+    machine.add_nvidia_gpus([0])
+    first, no_device = {CUDA: "0"}, {CUDA: ""}
+    assert device_variables(machine, env=first) == [first, first]  # fewer GPUs than ranks, but the user shares them
+    machine.add_nvidia_gpus([0, 0])
+    assert device_variables(machine, env=no_device) == [no_device, no_device]
+    assert device_variables(machine, env=lambda worker: {} if worker.rank else first) == [first, {CUDA: "1"}]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, "there are only 2 GPUs that the ranks can see; use nprocs=2 at most"),
+        (
+            "1",
+            r"there is only 1 GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES='1'\); use nprocs=1 at",
+        ),
+        ("0,1,2", "there are only 2 GPUs"),
+        ("0,x,1", "there is only 1 GPU"),
+        ("0,0,1", "there is no GPU"),
+        ("", r"there is no GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES=''\); leave gpus"),
+        ("-1", "there is no GPU"),
+        (f"{UUIDS[0]},{MIG}", "there is only 1 GPU"),
+    ],
+)
+def test_fewer_gpus_than_ranks(machine, value, found):
+    machine.add_torch("cuda")
+    machine.add_nvidia_gpus([0, 0])
+    machine.set_variables({} if value is None else {CUDA: value})
+    with pytest.raises(ValueError, match=rf"needs 3 GPUs, one for each rank of this machine, but {found}"):
+        device_variables(machine, 3)
+
+
+def test_gpus_that_cannot_be_counted(machine, monkeypatch):
+    """The Linux subsystem of Windows has one device file for all GPUs."""
+    machine.add_torch("cuda")
+    machine.write("dev/dxg", "")
+    with pytest.raises(ValueError, match=r"cannot count the GPUs here; set CUDA_VISIBLE_DEVICES to a list such as '0,1'"):
+        device_variables(machine)
+    machine.set_variables({CUDA: "0,1"})
+    assert device_variables(machine) == [{CUDA: "0"}, {CUDA: "1"}]
+
+
+AMD = [
+    ({}, {HIP: "1"}),
+    ({HIP: "3,2"}, {HIP: "2"}),
+    ({CUDA: "3,2"}, {CUDA: "2"}),
+    ({ROCR: "3,2"}, {ROCR: "3,2", HIP: "1"}),
+    ({ROCR: "3,2,1", HIP: "2,0"}, {ROCR: "3,2,1", HIP: "0"}),
+    ({HIP: "3,2", CUDA: "3,2"}, {HIP: "2", CUDA: "2"}),
+    ({ROCR: "1", HIP: "0,1"}, r"only 1 GPU .*\(the environment has HIP_VISIBLE_DEVICES='0,1', ROCR_VISIBLE_DEVICES='1'\)"),
+]
+INTEL = [
+    ({ZE: "2, 3"}, {ZE: "3"}),
+    ({ZE: "0.0,0.1"}, {ZE: "0.1"}),
+    ({SELECTOR: "level_zero:4,5"}, {SELECTOR: "level_zero:5"}),
+    ({ZE: "2,3", SELECTOR: "level_zero:gpu"}, {ZE: "3", SELECTOR: "level_zero:gpu"}),
+    ({ZE: "2,3", SELECTOR: "level_zero:1,0"}, {ZE: "2,3", SELECTOR: "level_zero:0"}),
+    ({}, "cannot count the GPUs here; set ZE_AFFINITY_MASK to a list such as '0,1'"),
+    ({SELECTOR: "level_zero:0.1"}, "here, with ONEAPI_DEVICE_SELECTOR='level_zero:0.1'; set ZE_AFFINITY_MASK"),
+    ({ZE: "0"}, "there is only 1 GPU"),
+    ({ZE: ""}, "there is no GPU"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "expected"),
+    [*(("hip", *row) for row in AMD), *(("xpu", *row) for row in INTEL), ("cpu", {CUDA: "0,1"}, "there is no GPU")],
+)
+def test_gpus_of_other_makers(machine, kind, variables, expected):
+    machine.add_torch(kind)
+    if kind == "hip":
+        machine.add_amd_gpus([0, 0, 1, 1])
+    machine.set_variables(variables)
+    if isinstance(expected, dict):
+        assert device_variables(machine)[1] == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            device_variables(machine)
+
+
+def test_a_torch_for_cpus_leaves_the_kind_of_gpus_to_the_machine(machine):
+    """Ranks may use another library than torch."""
+    machine.add_torch("cpu")
+    machine.add_amd_gpus([0, 0])
+    assert device_variables(machine)[1] == {HIP: "1"}
+    machine.add_nvidia_gpus([0, 0])
+    assert device_variables(machine)[1] == {CUDA: "1"}
+
+
+# ---- the NUMA nodes of GPUs, and what follows for ranks
+
+EIGHT, SOME = [0, 0, 0, 0, 1, 1, 1, 1], [0, -1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "nodes"),
+    [
+        (EIGHT, {}, EIGHT),
+        (EIGHT, {CUDA: "4,1,5,0"}, [1, 0, 1, 0]),
+        (EIGHT, {CUDA: f"{UUIDS[6]},{UUIDS[2]}"}, [1, 0]),
+        (EIGHT, {CUDA: "gpu-7777,GPU-0000"}, [None, None]),  # CUDA ignores the first one
+        (EIGHT, {CUDA: "5"}, [1] * 4),
+        (SOME, {}, [0, None]),
+        (SOME, {CUDA: ""}, [None, None]),
+        (SOME, {CUDA: "GPU-,GPU-9"}, [None, None]),  # ambiguous, and unknown
+        (SOME, {CUDA: f"{MIG},MIG-{UUIDS[0]}/1/0"}, [None, 0]),
+    ],
+)
+def test_the_numa_nodes_of_nvidia_gpus(machine, gpus, variables, nodes):
+    visible = find_visible_devices(variables, {"cuda"}, machine.add_nvidia_gpus(gpus).root)
+    assert find_gpu_nodes(visible, len(nodes)) == nodes
+
+
+def test_the_order_of_different_models_is_known_only_if_cuda_sorts_by_address(machine):
+    machine.add_nvidia_gpu("0000:05:00.0", 0, node=0).add_nvidia_gpu("0000:85:00.0", 1, node=1, model="NVIDIA T4")
+    for variables, nodes in (
+        ({}, [None, None]),
+        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0, 1]),
+        ({CUDA: "GPU-1111,GPU-0000"}, [1, 0]),
+    ):
+        assert find_gpu_nodes(find_visible_devices(variables, {"cuda"}, machine.root), 2) == nodes
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes"),
+    [
+        ({}, [0, 0]),
+        ({HIP: "3,0"}, [1, 0]),
+        ({ROCR: "2,0"}, [1, 0]),
+        ({ROCR: "2,0", HIP: "1,0"}, [0, 1]),
+        ({ROCR: "GPU-0000000000000004,1"}, [1, 1]),  # a list of names ends at a number
+    ],
+)
+def test_the_numa_nodes_of_amd_gpus(machine, variables, nodes):
+    machine.add_amd_gpus([0, 0, 1, 1])
+    assert find_gpu_nodes(find_visible_devices(variables, {"hip"}, machine.root), 2) == nodes
+
+
+@pytest.fixture
+def two_nodes(machine):
+    """A machine with the CPUs of this one, of which the first is in NUMA node 0 and the others are in node 1. It has 4 GPUs."""
+    if len(ALLOWED) < 2:
+        pytest.skip("it needs two CPUs")
+    machine.add_torch("cuda")
+    for cpu in ALLOWED:
+        machine.add_cpu(cpu)
+    machine.add_node(0, ALLOWED[0]).add_node(1, ",".join(map(str, ALLOWED[1:])))
+    return machine.add_nvidia_gpus([1, 1, 0, 0])
+
+
+def cpus_of(setups):
+    return [sorted(setup.cpus) for setup in setups]
+
+
+def test_ranks_are_bound_to_the_numa_nodes_of_their_gpus(two_nodes):
+    first, others = ALLOWED[:1], ALLOWED[1:]
+    own = Placement("numa", gpus="own")
+    assert cpus_of(build(two_nodes, 4, placement="numa")) == [others, others, first, first]
+    assert cpus_of(build(two_nodes, 4, placement=own)) == [others, others, first, first]
+    assert cpus_of(build(two_nodes, 4, [2], placement=own)) == [first]  # it is restarted alone
+    one_for_each = {"env": lambda worker: {CUDA: str(3 - worker.local_rank)}}
+    assert cpus_of(build(two_nodes, 4, placement="numa", **one_for_each)) == [first, first, others, others]
+    two_nodes.set_variables({CUDA: "3,0"})
+    assert cpus_of(build(two_nodes, 2, placement=own)) == [first, others]
+
+
+# ---- OMP_NUM_THREADS and TORCHINDUCTOR_COMPILE_THREADS
+
+
+@pytest.fixture
+def quota(monkeypatch):
+    """Set the quota of CPU time of this process, in CPUs. Without a call there is none."""
+
+    def set_quota(cpus):
+        for module in ("mpwatch.watcher.processes.rank_environment", "mpwatch.os_support.hardware"):
+            monkeypatch.setattr(f"{module}.read_cpu_quota", lambda: cpus)
+
+    set_quota(None)
+    return set_quota
+
+
+def threads_of(setups):
+    return [tuple(int(setup.env[name]) for name in THREADS) for setup in setups]
+
+
+def test_threads_follow_the_cpus_of_the_rank(two_nodes, quota):
+    count = len(ALLOWED)
+    share = max(1, (count - 1) // 2)  # two ranks share a NUMA node
+    assert threads_of(build(two_nodes, 4, placement="numa")) == [(share, share)] * 2 + [(1, 1)] * 2
+    assert threads_of(build(two_nodes, 2, placement=lambda worker: ALLOWED)) == [(count, count)] * 2
+    assert threads_of(build(two_nodes, 2)) == [(count // 2, count // 2)] * 2
+    quota(1)
+    assert threads_of(build(two_nodes, 1, placement="cores")) == [(1, 1)]
+
+
+def test_threads_are_on_cores_and_compilers_on_cpus(machine, quota):
+    for cpu in ALLOWED:
+        machine.add_cpu(cpu, siblings=",".join(map(str, ALLOWED)))
+    assert threads_of(build(machine, 1, placement="cores")) == [(1, len(ALLOWED))]
+
+
+def test_values_of_the_user_are_kept(two_nodes):
+    values = dict(zip(THREADS, ("9", "8"), strict=True))
+    assert threads_of(build(two_nodes, placement="numa", env=values)) == [(9, 8)] * 2
+    two_nodes.set_variables(values)
+    assert threads_of(build(two_nodes, placement="cores")) == threads_of(build(two_nodes)) == [(9, 8)] * 2
+
+
+def test_at_most_32_compilers(machine, monkeypatch, quota):
+    monkeypatch.setattr("mpwatch.watcher.processes.rank_environment.count_usable_cpus", lambda: 200)
+    assert [threads_of(build(machine, ranks))[0] for ranks in (1, 4, 8)] == [(200, 32), (50, 32), (25, 25)]
+
+
+# ---- ACCELERATE_USE_CPU
+
+
+@pytest.mark.parametrize(
+    ("torch", "gpus", "env", "expected"),
+    [
+        ("cpu", 0, {}, "true"),
+        ("cuda", 0, {}, "true"),
+        ("hip", 0, {}, "true"),
+        ("cuda", 2, {}, None),
+        ("hip", 2, {}, None),
+        ("cuda", 2, {CUDA: "1,0"}, None),
+        ("cuda", 2, {CUDA: "GPU-f1d5"}, None),
+        ("cuda", 2, {CUDA: ""}, "true"),
+        ("cuda", 2, {CUDA: "-1"}, "true"),
+        ("cuda", 2, {CUDA: "NoDevFiles"}, "true"),
+        ("cpu", 2, {}, "true"),
+        ("xpu", 0, {}, None),
+        ("cpu and torch_npu", 0, {CUDA: ""}, None),
+        ("cpu", 0, {"ACCELERATE_USE_CPU": "no"}, "no"),
+    ],
+)
+def test_accelerate_uses_cpus_where_no_rank_has_an_accelerator(machine, torch, gpus, env, expected):
+    machine.add_torch(*torch.split(" and ")).add_nvidia_gpus([0] * gpus)
+    assert [setup.env.get("ACCELERATE_USE_CPU") for setup in build(machine, env=env)] == [expected] * 2
+    assert env or "ACCELERATE_USE_CPU" not in build(machine, 1)[0].env
+    machine.set_variables(env)
+    assert [setup.env.get("ACCELERATE_USE_CPU") for setup in build(machine)] == [expected] * 2
