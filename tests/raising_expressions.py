@@ -1,6 +1,6 @@
 """Functions that raise in expressions of many forms. The lines are long, short, nested and of several lines on purpose."""
 
-# ruff: noqa: E731, F401, PIE804, PLR0133, RUF059
+# ruff: noqa: F401, PLR0133, RUF059
 # fmt: off
 
 import contextlib
@@ -48,20 +48,8 @@ def chained_attributes():
     return tree.left.right.value.more
 
 
-def chained_calls():
-    return "abc".upper().lower().no_such_method().strip()
-
-
-def chained_subscripts():
-    return data["a"]["b"][2][0]
-
-
 def missing_key():
     return data["a"]["c"]["d"]
-
-
-def slice_of_nothing():
-    return returns(nothing)[1:2]
 
 
 def list_comprehension():
@@ -79,10 +67,6 @@ def generator_expression():
     )
 
 
-def dictionary_comprehension():
-    return {n: data[n] for n in ("a", "b")}
-
-
 def condition():
     return 1 if zero else 2 / zero
 
@@ -93,14 +77,6 @@ def comparison():
 
 def boolean_operators():
     return zero or (nothing and 1) or 1 % zero
-
-
-def unary_operator():
-    return -returns(nothing)
-
-
-def call_with_stars():
-    return returns(*[1], **{"a": 1 // zero})
 
 
 def unpacking():
@@ -114,11 +90,6 @@ def assertion():
 
 def formatted_text():
     return f"the ratio is {1 / zero:.2f} of all"
-
-
-def lambda_function():
-    invert = lambda value: 1 / value
-    return invert(zero)
 
 
 def raise_from():
@@ -138,20 +109,6 @@ def raise_in_a_handler():
 def with_statement():
     with contextlib.suppress(KeyError), returns(nothing):
         pass
-
-
-def loop_over_nothing():
-    for _ in returns(nothing):
-        pass
-
-
-def augmented_assignment():
-    value = [1]
-    value += zero
-
-
-def deletion():
-    del data["no such key"]
 
 
 def import_statement():

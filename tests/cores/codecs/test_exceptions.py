@@ -1,0 +1,457 @@
+"""Encode and decode exceptions within one process: each node of the graph must come back."""
+
+import asyncio
+import inspect
+import marshal
+import os
+import pickle
+import re
+import sys
+import threading
+import traceback
+import types
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpwatch.wire.exceptions.decoder import decode_exception, read_cause_chain, read_traceback_text
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+from mpwatch.wire.exceptions.tracebacks import build_traceback, make_frame, read_frames
+from support import failing
+
+
+def raise_and_catch(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def catch(function, *args):
+    try:
+        function(*args)
+    except BaseException as caught:
+        caught.__traceback__ = caught.__traceback__.tb_next
+        return caught
+
+
+def round_trip(error):
+    encoder = ExceptionEncoder(error)
+    return decode_exception(encoder.plain(), encoder.details())
+
+
+def make_stand_in(error):
+    """Return what comes of an exception if the rank has died before it could send the details."""
+    return decode_exception(ExceptionEncoder(error).plain())
+
+
+class NeedsNew(Exception):
+    def __new__(cls, code, *, why):
+        self = super().__new__(cls, code)
+        self.why = why
+        return self
+
+    def __init__(self, code, *, why):
+        super().__init__(f"{code}: {why}")
+
+
+class Slotted(Exception):
+    __slots__ = ("code",)
+
+    def __init__(self, code):
+        super().__init__("slotted")
+        self.code = code
+
+
+class RefusesToPickle(ValueError):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
+class ExitsWhenPickled(ValueError):
+    def __reduce__(self):
+        return os.sys.exit, (3,)
+
+
+class RecursesWhenRebuilt(ValueError):
+    def __reduce__(self):
+        return failing.recurses, ()
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class ExitsWhenLoaded:
+    def __reduce__(self):
+        return os.sys.exit, (3,)
+
+
+def local_error(text):
+    class LocalError(LookupError):
+        pass
+
+    return LocalError(text)
+
+
+# --- One exception
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("plain", 3),
+        KeyError("key"),
+        OSError(2, "No such file", "path"),
+        SystemExit(3),
+        StopIteration("value"),
+        SyntaxError("bad", ("file.py", 3, 5, "text", 3, 6)),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        asyncio.CancelledError("cancelled"),
+        ImportError("no module", name="m", path="p"),
+        local_error("of a local class"),
+        failing.KeywordOnlyError(7, detail="two"),
+        NeedsNew(7, why="new"),
+        Slotted(5),
+        RefusesToPickle("text"),
+        ExitsWhenPickled("text"),
+        RecursesWhenRebuilt("text"),
+        NoText("text"),
+        RuntimeError("missing", set(map(str, range(200)))),  # it may come back in another order
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_type_text_and_attributes(error):
+    back = round_trip(raise_and_catch(error))
+    assert type(back) is type(error)
+    assert sorted(text_of(back)) == sorted(text_of(error))
+    assert vars(back) == vars(error)
+    for name in ("args", "errno", "filename", "code", "value", "lineno", "start", "reason", "name", "path", "why", "detail"):
+        assert getattr(back, name, None) == getattr(error, name, None)
+
+
+def test_an_attribute_that_cannot_be_sent_takes_nothing_along():
+    error = raise_and_catch(failing.KeywordOnlyError(7, detail="x"))
+    error.trouble, error.lock = ExitsWhenLoaded(), threading.Lock()
+    back = round_trip(error)
+    assert type(back) is failing.KeywordOnlyError
+    assert vars(back) == {"code": 7, "detail": "x"}
+
+
+def test_a_class_that_cannot_be_sent_has_a_stand_in():
+    class Bound(KeyError):
+        held = threading.Lock()
+
+    back = round_trip(raise_and_catch(Bound("gone")))
+    assert type(back) is not Bound
+    assert (type(back).__name__, str(back)) == ("Bound", "'gone'")
+    with pytest.raises(KeyError):
+        raise back
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [
+        (failing.KeywordOnlyError(7, detail="x"), Exception),
+        (OSError(2, "No such file", "path"), OSError),
+        (SyntaxError("bad", ("file.py", 3, 5, "text", 3, 6)), SyntaxError),
+        (pytest.fail.Exception("why"), BaseException),  # its class claims to be builtin
+    ],
+)
+def test_without_details_a_stand_in_is_printed_like_the_exception(error, base):
+    back = make_stand_in(raise_and_catch(error))
+    assert (type(back).__name__, str(back)) == (type(error).__name__, str(error))
+    assert isinstance(back, base)
+    assert traceback.format_exception(back)[-1].endswith(f"{type(error).__name__}: {error}\n")
+    assert back.__traceback__ is not None
+
+
+@pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.xfail])
+def test_a_class_that_claims_to_be_builtin_comes_back_as_itself(outcome):
+    back = round_trip(raise_and_catch(outcome.Exception("why", pytrace=False)))
+    assert type(back) is outcome.Exception
+    assert (back.msg, back.pytrace) == ("why", False)
+
+
+def test_a_module_with_lazy_attributes_loads_none(monkeypatch):
+    def load(name):
+        raise RuntimeError(f"{name} cannot be loaded")
+
+    lazy = types.ModuleType("lazy")
+    lazy.Base = type("Base", (Exception,), {"__module__": "lazy"})
+    lazy.__getattr__ = load
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+
+    class Local(lazy.Base):
+        pass
+
+    assert type(round_trip(raise_and_catch(Local("text")))) is Local
+
+
+class Spoken(str):
+    __slots__ = ()
+
+    def __reduce_ex__(self, _):
+        return os._exit, (3,)
+
+    def __str__(self):
+        return self
+
+
+class SpeaksError(Exception):
+    def __str__(self):
+        return Spoken("text")
+
+
+def test_texts_that_are_no_plain_strings():
+    error = raise_and_catch(SpeaksError())
+    error.add_note(Spoken("note"))
+    back = make_stand_in(error)
+    assert (type(back).__name__, str(back), back.__notes__) == ("SpeaksError", "text", ["note"])
+    assert type(back.__notes__[0]) is str
+
+
+class OwnCauseError(Exception):
+    __cause__ = property(lambda self: None)
+    __traceback__ = property(lambda self: 1 / 0)
+
+
+class OwnEverythingError(Exception):
+    def __getattribute__(self, name):
+        raise LookupError(name)
+
+
+class OwnNotesError(Exception):
+    __notes__ = property(lambda self: 1 / 0)
+
+
+class OwnMessageError(ExceptionGroup):
+    message = property(lambda self: 1 / 0)
+
+
+class MixedError(ExceptionGroup, LookupError):
+    pass
+
+
+class BothError(KeyError, AttributeError):
+    held = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [OwnCauseError, OwnEverythingError, OwnNotesError, OwnMessageError, MixedError, BothError],
+    ids=lambda cls: cls.__name__,
+)
+def test_classes_that_override_attributes_of_every_exception(cls):
+    error = cls("x", [ValueError("y")]) if issubclass(cls, ExceptionGroup) else cls("x")
+    BaseException.__dict__["__cause__"].__set__(error, ValueError("cause"))
+    back = round_trip(error)
+    assert type(back).__name__ == cls.__name__
+    assert str(BaseException.__dict__["__cause__"].__get__(back)) == "cause"
+    assert all(issubclass(type(back), base) for base in cls.__mro__ if base.__module__ == "builtins")
+
+
+# --- The graph of causes, contexts and members
+
+
+def slotted_and_local(text):
+    class Local(Slotted):
+        __slots__ = ()
+
+    return Local(text)
+
+
+def with_attributes(text):
+    error = ValueError(text)
+    error.lock, error.code = threading.Lock(), text
+    return error
+
+
+def with_a_note(text):
+    error = LookupError(text)
+    error.add_note(text)
+    return error
+
+
+LEAVES = st.sampled_from(
+    [
+        *(ValueError, KeyError, OSError, SystemExit, StopIteration, KeyboardInterrupt, ZeroDivisionError),
+        *(RefusesToPickle, ExitsWhenPickled, RecursesWhenRebuilt, Slotted, NoText),
+        *(local_error, slotted_and_local, with_attributes, with_a_note),
+        *(failing.ExitsInStrError, failing.HidesItsArgumentsError, failing.RefusesAttributesError),
+        lambda text: failing.KeywordOnlyError(text, detail=text),
+        lambda text: NeedsNew(text, why=text),
+        lambda text: UnicodeDecodeError("utf-8", text.encode(), 0, 1, text),
+        lambda text: SyntaxError(text, (text, 3, 5, text, 3, 6)),
+        lambda text: asyncio.CancelledError(text, lambda: None),
+    ]
+)
+TREES = st.recursive(
+    st.builds(lambda kind, text: raise_and_catch(kind(text)), LEAVES, st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda text, members: raise_and_catch(BaseExceptionGroup(text, members)),
+            st.text(max_size=5),
+            st.lists(inner, min_size=1),
+        ),
+        st.builds(lambda error, cause: chain(error, cause=cause), inner, inner),
+        st.builds(lambda error, context: chain(error, context=context), inner, inner),
+        st.builds(lambda error, other: chain(chain(error, cause=other), context=other), inner, inner),
+        st.builds(lambda error, other: (chain(other, cause=error), chain(error, cause=other))[1], inner, inner),  # a circle
+    ),
+    max_leaves=8,
+)
+
+
+def chain(error, cause=None, context=None):
+    if cause is not None:
+        BaseException.__setattr__(error, "__cause__", cause)  # some classes forbid it
+    if context is not None and context is not error:
+        BaseException.__setattr__(error, "__context__", context)
+    return error
+
+
+def text_of(error):
+    try:
+        return str(error)
+    except BaseException as broken:
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def describe_graph(error, seen=()):
+    """Return what must survive: type names, texts, the form of the graph, innermost frames."""
+    if error is None or id(error) in seen:
+        return None
+    seen = (*seen, id(error))
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        type(error).__name__,
+        error.message if members else re.sub(r"0x[0-9a-f]+", "", text_of(error)),
+        getattr(error, "__notes__", None),
+        (frames[-1].filename, frames[-1].name, frames[-1].lineno) if frames else None,
+        describe_graph(error.__cause__, seen),
+        describe_graph(error.__context__, seen),
+        error.__suppress_context__,
+        [describe_graph(member, seen) for member in members],
+    )
+
+
+@settings(max_examples=200)
+@given(TREES)
+def test_any_graph_keeps_its_shape(error):
+    graph = describe_graph(error)
+    assert describe_graph(round_trip(error)) == graph
+    assert describe_graph(make_stand_in(error)) == graph
+    assert describe_graph(round_trip(round_trip(error))) == graph
+
+
+def test_messages_contain_only_builtin_values_and_pickles():
+    encoder = ExceptionEncoder(raise_and_catch(failing.KeywordOnlyError(7, detail="x")))
+    (node,), (part,) = marshal.loads(encoder.plain())["nodes"], pickle.loads(encoder.details())
+    assert {type(value) for value in node.values()} <= {str, list, bool, int, type(None)}
+    assert {type(value) for value in part.values()} <= {bytes, list, dict, type(None)}
+
+
+def test_headers_are_read_without_rebuilding():
+    error = raise_and_catch(RefusesToPickle("text"))
+    error.__cause__ = NoText()
+    data = ExceptionEncoder(error).plain()
+    expected = [("RefusesToPickle", "text"), ("NoText", "<its __str__ raised RuntimeError>")]
+    assert [(node.name, node.text) for node in read_cause_chain(data)] == expected
+    assert "RefusesToPickle: text" in read_traceback_text(data)
+
+
+def test_a_chain_of_300_and_a_traceback_of_500_frames():
+    error = None
+    for number in range(300):
+        error = chain(ValueError(number), cause=error)
+    assert [node.text for node in read_cause_chain(ExceptionEncoder(error).plain())] == [*map(str, reversed(range(300)))]
+    back = round_trip(error)
+    for number in reversed(range(300)):
+        assert back.args == (number,)
+        back = back.__cause__
+    deep = catch(failing.recurses)
+    frames = traceback.extract_tb(round_trip(deep).__traceback__)
+    assert len(frames) == len(traceback.extract_tb(deep.__traceback__)) > 500
+
+
+def test_a_long_text_is_cut_and_nothing_is_sent_twice():
+    error = raise_and_catch(ValueError("x" * (3 << 20)))
+    assert len(ExceptionEncoder(error).plain()) < 4 << 20
+    assert len(str(round_trip(error))) == 3 << 20
+    error = raise_and_catch(ValueError("x"))
+    error.data = bytes(100_000)
+    assert len(ExceptionEncoder(error).details()) < 150_000
+    assert len(ExceptionEncoder(raise_and_catch(failing.nested_group(100))).details()) < 100_000
+
+
+# --- Frames
+
+
+def divide(numerator, denominator):
+    return {"größe": numerator, "ratio": 1 + numerator / denominator}
+
+
+def divide_on_several_lines():
+    return divide(
+        1,
+        0,
+    )
+
+
+def frames_without_columns():
+    exec(compile("1 / 0", "generated", "exec").replace(co_linetable=bytes([0x80 | 13 << 3 | 7, 0])))
+
+
+def iterate(trace):
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def position(trace):
+    """Return the position of the instruction that raised, as the traceback module reads it."""
+    return list(trace.tb_frame.f_code.co_positions())[trace.tb_lasti // 2]
+
+
+@pytest.mark.parametrize("fn", [failing.raises_value_error, divide_on_several_lines, frames_without_columns])
+def test_frames_are_what_a_debugger_reads_carets_included(fn):
+    error = catch(fn)
+    back = round_trip(error)
+    assert traceback.format_exception(back) == traceback.format_exception(error)
+    for mine, theirs in zip(iterate(error.__traceback__), iterate(back.__traceback__), strict=True):
+        assert position(mine) == position(theirs)
+        assert mine.tb_lineno == theirs.tb_lineno == theirs.tb_frame.f_lineno
+        for name in ("co_filename", "co_name", "co_qualname", "co_firstlineno"):
+            assert getattr(mine.tb_frame.f_code, name) == getattr(theirs.tb_frame.f_code, name)
+        assert inspect.getframeinfo(theirs).code_context == inspect.getframeinfo(mine).code_context
+
+
+def test_a_position_that_no_code_can_have_comes_back_without_columns():
+    trace = catch(divide, 1, 0).__traceback__
+    for lasti, line in ((trace.tb_lasti, 7), (1 << 20, trace.tb_lineno), (-1, trace.tb_lineno)):
+        made = types.TracebackType(None, trace.tb_frame, lasti, line)
+        (back,) = iterate(build_traceback(read_frames(made)))
+        assert back.tb_lineno == back.tb_frame.f_lineno == line
+        assert position(back) == (line, line, None, None)
+
+
+@pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
+def test_any_line_of_any_function(first, line):
+    frame = make_frame(file="file.py", name="f", qualname="A.f", first_line=first, line=line, module="module")
+    (trace,) = iterate(build_traceback([frame]))
+    assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
+    assert trace.tb_frame.f_globals["__name__"] == "module"
+
+
+@pytest.mark.parametrize(("hide", "expected"), [(True, {"__tracebackhide__": True}), (False, {}), (str, {})])
+def test_a_frame_that_hides_itself_is_hidden_still(hide, expected):
+    def helper(hide):
+        __tracebackhide__ = hide
+        raise ValueError("no")
+
+    (frame,) = iterate(round_trip(catch(helper, hide)).__traceback__)
+    assert dict(frame.tb_frame.f_locals) == expected

@@ -1,0 +1,111 @@
+"""The texts of local variables, which a rank makes for `debug="locals"`: bounded in size, in number and in time."""
+
+import threading
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import pytest
+
+from mpwatch.wire.exceptions import local_variables
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+from mpwatch.wire.exceptions.local_variables import MAX_TEXT, MAX_VARIABLES, STOPPED, format_local_variables
+
+FIRST_20 = ", ".join(map(str, range(20)))
+FIRST_20_KEYS = ", ".join(f"{number}: None" for number in range(20))
+LARGE_DICT = dict.fromkeys(range(1_000_000))
+
+
+class Raises:
+    def __repr__(self):
+        raise SystemExit(3)
+
+
+class Prints:
+    def __repr__(self):
+        return "x" * 100_000
+
+
+@dataclass
+class Batch:
+    number: int
+    values: list
+
+
+def texts_of(function, *args):
+    with pytest.raises(ZeroDivisionError) as caught:
+        function(*args)
+    (frames,) = format_local_variables([caught.value.__traceback__.tb_next])
+    return frames
+
+
+def divide(value, count=2):
+    words = ["a", "b"]
+    return zero(value, words) + count
+
+
+def zero(value, words):
+    return len(words) / 0
+
+
+def test_each_frame_has_the_texts_of_its_own_variables():
+    assert texts_of(divide, 7) == {
+        0: {"value": "7", "count": "2", "words": "['a', 'b']"},
+        1: {"value": "7", "words": "['a', 'b']"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Raises(), "<its repr raised SystemExit>"),
+        ([Raises()], "[<its repr raised SystemExit>]"),
+        (b"x" * 100_000_000, f"{b'x' * 500!r}..."),
+        (LARGE_DICT, f"{{{FIRST_20_KEYS}, ...}}"),
+        (defaultdict(int, LARGE_DICT), f"defaultdict({{{FIRST_20_KEYS}, ...}})"),
+        (list(range(10_000)), f"[{FIRST_20}, ...]"),
+        (set(range(1_000_000)), f"{{{FIRST_20}, ...}}"),
+        (Batch(1, [2] * 1_000_000), "Batch(number=1, values=[" + "2, " * 20 + "...])"),
+        ((1,), "(1,)"),
+        (set(), "set()"),
+        (bytearray(b"x"), "bytearray(b'x')"),
+        (deque([1]), "deque([1])"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_the_beginning_of_a_large_value_is_read(value, text, monkeypatch):
+    monkeypatch.setattr(local_variables, "LIMIT_SECONDS", 60.0)
+    assert texts_of(divide, value)[0]["value"] == text
+
+
+def test_a_repr_that_hangs_is_left_out(monkeypatch):
+    released = threading.Event()
+
+    class Hangs:
+        def __repr__(self):
+            return str(released.wait())
+
+    monkeypatch.setattr(local_variables, "LIMIT_SECONDS", 0.2)
+    texts = texts_of(divide, 7, Hangs())
+    assert texts[1] == {"value": "7", "words": "['a', 'b']"}
+    assert texts[0]["count"] == STOPPED
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "mpwatch-locals":
+            thread.join()
+
+
+def test_texts_variables_and_frames_are_bounded():
+    def recurse(depth):
+        return recurse(depth - 1) if depth else 1 / 0
+
+    names = "=".join(f"v{number}" for number in range(500))
+    exec(f"def many():\n  {names} = 1\n  return 1 / 0", space := {})
+    assert len(texts_of(divide, Prints())[0]["value"]) <= MAX_TEXT
+    assert len(texts_of(space["many"])[0]) == MAX_VARIABLES
+    texts = texts_of(recurse, 500)
+    assert (len(texts), texts[0]["depth"], texts[500]["depth"]) == (100, "500", "0")
+
+
+def test_an_exception_without_variables_starts_no_thread(monkeypatch):
+    monkeypatch.setattr(threading, "Thread", None)
+    assert ExceptionEncoder(KeyError("x")).locals()

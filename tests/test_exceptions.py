@@ -1,0 +1,230 @@
+"""The exception of a rank reaches the caller as it was: type, attributes, causes, notes, members, frames and carets."""
+
+import linecache
+import multiprocessing
+import pickle
+import sys
+import threading
+import traceback
+import types
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+import mpwatch
+from raising_expressions import EXAMPLES, division_after_wide_characters, raise_all
+from support import failing, functions
+from support.programs import in_own_process, python
+
+
+class RefusesToPickleError(ValueError):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
+def raise_with_everything():
+    first, second = RefusesToPickleError("first", 1), failing.KeywordOnlyError(7, detail="two")
+    second.__context__ = first
+    second.lock = threading.Lock()
+    try:
+        {}["a"]
+    except KeyError as cause:
+        cause.add_note("of the cause")
+        third = OSError(2, "No such file", "path")
+        third.__cause__ = cause
+    third.add_note("of the member")
+    raise ExceptionGroup("some", [second, third])
+
+
+def catch_failure(function, *args, **options):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(function, 1, args=args, **options)
+    return caught.value
+
+
+def test_type_attributes_cause_context_notes_and_members_arrive():
+    group = catch_failure(raise_with_everything).__cause__
+    assert (type(group), group.message) == (ExceptionGroup, "some")
+    second, third = group.exceptions
+    assert type(second) is failing.KeywordOnlyError
+    assert (str(second), vars(second)) == ("code 7: two", {"code": 7, "detail": "two"})  # and no lock
+    assert type(second.__context__) is RefusesToPickleError
+    assert second.__context__.args == ("first", 1)
+    assert (type(third), third.errno, third.filename) == (FileNotFoundError, 2, "path")
+    assert third.__notes__ == ["of the member"]
+    assert third.__suppress_context__
+    assert type(third.__cause__) is KeyError
+    assert third.__cause__.__notes__ == ["of the cause"]
+    frames = traceback.extract_tb(third.__cause__.__traceback__)
+    assert [(frame.name, frame.line) for frame in frames] == [("raise_with_everything", '{}["a"]')]
+
+
+def raise_error_of_a_class_that_cannot_be_sent():
+    class LocalHeldError(KeyError):
+        held = threading.Lock()
+
+    raise LocalHeldError("gone")
+
+
+def test_an_exception_whose_class_cannot_be_sent_is_caught_by_its_builtin_class():
+    error = catch_failure(raise_error_of_a_class_that_cannot_be_sent).__cause__
+    assert (type(error).__name__, str(error)) == ("LocalHeldError", "'gone'")
+    assert isinstance(error, KeyError)
+
+
+def test_tracebacks_are_printed_as_in_the_rank():
+    errors = catch_failure(raise_all).__cause__.exceptions
+    assert len(errors) == len(EXAMPLES) > 20
+    for example, error in zip(EXAMPLES, errors, strict=True):
+        assert "".join(traceback.format_exception(error)) == error.text, example.__name__
+
+
+def run_one_rank():
+    mpwatch.run(division_after_wide_characters, 1)
+
+
+@in_own_process
+def test_an_error_from_an_executor_keeps_the_exception_of_the_rank():
+    """It is pickled once more. The executor replaces `__cause__` by its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        error = pool.submit(run_one_rank).exception()
+    with pytest.raises(ZeroDivisionError) as caught:
+        division_after_wide_characters()
+    expected = traceback.format_exception(caught.type, caught.value, caught.tb.tb_next)
+    assert traceback.format_exception(error.root_cause.exception) == expected
+    assert error.result.verdict.startswith(
+        "rank 0 failed first: ZeroDivisionError: division by zero (raising_expressions.py:"
+    )
+
+
+# --- Source lines that are in no file
+
+PROGRAM = """\
+import sys, traceback
+import mpwatch
+
+def divide(x):
+    return 1 / x  # the division
+
+def train():
+    return divide(mpwatch.current_worker().rank)
+
+try:
+    mpwatch.run(train, 1)
+except mpwatch.RunFailedError as error:
+    print("# the division" in error.root_cause.traceback)
+    print("# the division" in "".join(traceback.format_exception(error.__cause__)))
+    print(str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.parametrize("source", ["file", "file on stdin", "pipe"])
+def test_source_lines_of_a_program(source, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    with script.open() as file:
+        done = {
+            "file": lambda: python(str(script)),
+            "file on stdin": lambda: python(stdin=file),
+            "pipe": lambda: python("-", program=PROGRAM),
+        }[source]()
+    in_rank, in_caller, message = done.stdout.splitlines()
+    assert source == "pipe" or (in_rank, in_caller) == ("True", "True")
+    assert message.startswith("rank 0 failed first: ZeroDivisionError: division by zero (")
+    assert message.endswith(":5 in divide)")
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 13), reason="Python 3.13 shows lines of `python -c` for all code from strings"
+)
+def test_code_from_a_string_has_no_lines_of_the_callers_own_program():
+    program = "import mpwatch, raising_expressions as e; mpwatch.run(e.code_without_source, 1)"
+    text = python("-c", program, check=False).stderr
+    assert '\n  File "<string>", line 1, in <module>\nZeroDivisionError: division by zero\n' in text
+
+
+def raise_from_a_string():
+    exec("raise ValueError(2)")
+
+
+def test_code_from_a_string_is_not_shown_with_the_command_that_started_the_rank():
+    """From Python 3.13 on, linecache has that command as the source of "<string>"."""
+    root = catch_failure(raise_from_a_string).root_cause
+    assert 'File "<string>", line 1, in <module>' in root.traceback
+    assert "spawn_main" not in root.traceback
+
+
+def test_code_without_line_numbers_has_no_place():
+    code = compile("1 / 0", "<string>", "exec").replace(co_linetable=b"")
+    error = catch_failure(types.FunctionType(code, {}))
+    assert str(error) == "rank 0 failed first: ZeroDivisionError: division by zero"
+    assert error.root_cause.traceback.endswith("ZeroDivisionError: division by zero\n")
+
+
+def generate_and_fail(name):
+    source = f"def made(x):\n    return 1 / x  # {name} of the rank\n"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), names := {})
+    names["made"](0)
+
+
+@pytest.fixture
+def _known_lines():
+    linecache.cache["<known>"] = (4, None, ["ours"], "<known>")
+    yield
+    for name in ("<known>", "<made>"):
+        linecache.cache.pop(name, None)
+
+
+@pytest.mark.usefixtures("_known_lines")
+def test_lines_of_code_that_a_rank_has_generated_are_known_then_and_replace_no_others():
+    for name in ("<made>", "<known>"):
+        catch_failure(generate_and_fail, name)
+    assert linecache.getline("<made>", 2) == "    return 1 / x  # <made> of the rank\n"
+    assert linecache.getline("<known>", 1) == "ours"
+
+
+# --- debug="locals"
+
+
+def fail(secret):
+    folder = {"a": 1}
+    raise ValueError(folder)
+
+
+def format_with_locals(error):
+    return "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+
+
+def test_the_callers_traceback_shows_the_variables_of_the_rank():
+    error = catch_failure(fail, "s3cret", debug="locals")
+    cause = error.__cause__
+    assert format_with_locals(cause).endswith("    folder = {'a': 1}\n    secret = 's3cret'\nValueError: {'a': 1}\n")
+    assert "secret     = 's3cret'" in str(pytest.ExceptionInfo.from_exception(cause).getrepr(showlocals=True))
+    assert format_with_locals(pickle.loads(pickle.dumps(error)).__cause__) == format_with_locals(cause)
+
+
+def test_without_the_option_no_variables_are_sent():
+    error = catch_failure(fail, "s3cret")
+    frames = [frame for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)]
+    assert [frame.f_locals for frame in frames] == [{}]
+    assert b"s3cret" not in pickle.dumps(error)
+
+
+class Hangs:
+    def __repr__(self):
+        threading.Event().wait()
+
+
+def fail_with_hanging_repr():
+    value, other = Hangs(), 5
+    raise ValueError(type(value).__name__, other)
+
+
+@pytest.mark.slow
+def test_a_repr_that_hangs_is_left_out_and_the_group_goes_on():
+    with mpwatch.WorkerGroup(1, debug="locals") as group:
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            group.run(fail_with_hanging_repr)
+        assert "value = <its text was not made in time>" in format_with_locals(caught.value.__cause__)
+        assert list(group.run(functions.double, (2,))) == [4]
