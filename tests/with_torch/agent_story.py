@@ -10,46 +10,36 @@ import sys
 import threading
 from contextlib import suppress
 
-from torch.distributed.elastic import metrics
-from torch.distributed.elastic.events import handlers
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
-class Events(logging.Handler):
-    def emit(self, record):
-        print(record.getMessage(), flush=True)
-
-
-class Metrics(metrics.MetricHandler):
-    def emit(self, metric):
-        print(json.dumps([metric.group_name, metric.name, metric.value]), flush=True)
-
-
-@record
-def train(failures):
-    if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failures:
-        raise ValueError("boom")
+def fail_at_first(failures):
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failures:
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
         threading.Event().wait()  # until the rank is stopped
 
 
-if __name__ == "__main__":
+def print_story(failures):
+    from torch.distributed.elastic import metrics
+    from torch.distributed.elastic.events import handlers
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    class Events(logging.Handler):
+        def emit(self, record):
+            print(record.getMessage(), flush=True)
+
+    class Metrics(metrics.MetricHandler):
+        def emit(self, metric):
+            print(json.dumps([metric.group_name, metric.name, metric.value]), flush=True)
+
     handlers._log_handlers["test"] = Events()
     metrics.configure(Metrics())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id="a1b2c3d4e5",
-        role="default",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=1,
-        monitor_interval=0.02,
-        start_method="fork",
-        event_log_handler="test",
-    )
+    nodes = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "local_addr": "127.0.0.1", "rdzv_endpoint": "127.0.0.1:0"}
+    job = {"run_id": "a1b2c3d4e5", "role": "default", "rdzv_backend": "c10d", "max_restarts": 1}
+    options = {"monitor_interval": 0.02, "start_method": "fork", "event_log_handler": "test"}
     with suppress(ChildFailedError):
-        elastic_launch(config, train)(int(sys.argv[1]))
+        elastic_launch(LaunchConfig(**nodes, **job, **options), record(fail_at_first))(failures)
+
+
+if __name__ == "__main__":
+    print_story(int(sys.argv[1]))
