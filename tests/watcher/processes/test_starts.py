@@ -1,131 +1,176 @@
 """Ranks start, and end, whatever else the program does: it forks, is PID 1, mocks the start, or is in an odd folder."""
 
+import ctypes
+import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
-from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from support.programs import ENV, call, command, python
-from support.thoroughness import choose
-from watcher.processes import starting_programs
+import mpwatch
+from support import functions
+from support.process_state import children
+from support.programs import call, in_own_process, python
 
-STARTS, INSTANTS = choose(5, 200), choose(5, 50)
-LONGEST_START = 2.0  # seconds
 IN_NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
+PR_SET_CHILD_SUBREAPER = 36
 
 
-def test_a_child_that_the_program_forks_meanwhile_delays_no_start():
-    assert call(starting_programs.fork_at_each_pipe, timeout=20).stdout == "[0, 1]\n"
+@in_own_process
+def test_children_that_the_program_forks_meanwhile_delay_no_start():
+    """They are forked as another thread could at the worst moments: when the watcher has made a pipe or a socket pair."""
+    forked = []
+
+    def forking(make):
+        def make_and_fork(*args):
+            made = make(*args)
+            forked.append(os.fork() or signal.pause())
+            return made
+
+        return make_and_fork
+
+    signal.alarm(20)
+    with mock.patch("os.pipe", forking(os.pipe)), mock.patch("socket.socketpair", forking(socket.socketpair)):
+        assert list(mpwatch.run(functions.rank, 2)) == [0, 1]
+    assert forked
+    for pid in forked:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
-@pytest.mark.timeout(60 + STARTS * LONGEST_START)
-def test_ranks_start_beside_forks():
-    done = call(starting_programs.start_beside_forks, STARTS, timeout=None)
-    seconds = list(map(float, done.stdout.split()[1:]))
-    assert len(seconds) == STARTS
-    print(f"{STARTS} starts: the longest one took {max(seconds):.2f} s")
-    assert max(seconds) < LONGEST_START
+def zombies_of(pid):
+    found = [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [child for child in found if "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()]
 
 
-def test_ranks_start_without_proc():
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no mount namespace can be made here")
-    program = "mount -t tmpfs none /proc && exec \"$0\" -c 'import mpwatch; print(*mpwatch.run(int, 2))'"
-    done = python(within=("unshare", "-m", "sh", "-c", program))
-    assert done.stdout == "0 0\n", done.stderr
+def adopt_helpers(is_subreaper):
+    def leave_helpers():
+        """Start two helpers in the process group of the rank. The first attempt fails; the second counts what is left."""
+        zombies = zombies_of(os.getppid())
+        for _ in range(2):
+            os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
+        assert mpwatch.current_worker().restart_count
+        return zombies
+
+    if is_subreaper:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    else:
+        assert os.getpid() == 1
+    assert list(mpwatch.run(leave_helpers, 1, max_restarts=1)) == [[]]
+    assert zombies_of(os.getpid()) == []
 
 
-class TaggedProgram:
-    """A program that an environment variable marks, together with all processes that it starts or forks."""
-
-    def __init__(self, name, function, *args):
-        self._tag = f"{name}-{os.getpid()}".encode()
-        arguments = [sys.executable, *command(function, *args)]
-        env = {**ENV, "MPWATCH_TEST_TAG": self._tag.decode()}
-        self.process = subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for pid, _ in self._find():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
-
-    def _find(self):
-        found = []
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            with suppress(OSError):
-                if self._tag in Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append((pid, Path(f"/proc/{pid}/cmdline").read_bytes()))
-        return found
-
-    def find_left(self):
-        """Return the ranks and the guardian. The resource tracker lives as long as the children that the program has forked."""
-        return [line for _, line in self._find() if b"\0mpwatch\0" in line]
-
-
-def test_no_rank_outlives_a_watcher_that_is_killed_before_its_guardian_knows_the_rank(eventually):
-    with TaggedProgram("unknown", starting_programs.be_killed_before_the_guardian_knows_the_rank) as program:
-        assert program.process.wait(20) == -signal.SIGKILL
-        eventually(lambda: not program.find_left(), seconds=2)
-
-
-@pytest.mark.parametrize("instant", range(INSTANTS))
-def test_a_kill_beside_forks_leaves_nothing(instant, eventually):
-    """From the first start of a rank on, over half a second in which several ranks start."""
-    with TaggedProgram(f"instant-{instant}", starting_programs.start_beside_forks, 1000) as program:
-        program.process.stdout.readline()
-        until = time.monotonic() + 0.5 * instant / INSTANTS
-        while time.monotonic() < until:
-            os.sched_yield()
-        program.process.kill()
-        assert program.process.wait(20) == -signal.SIGKILL
-        eventually(lambda: not program.find_left(), seconds=1)
-
-
-@pytest.mark.parametrize("is_subreaper", [False, True])
+@pytest.mark.parametrize("is_subreaper", [False, True], ids=["PID 1 of a container", "subreaper"])
 def test_helpers_that_the_program_adopts_are_reaped(is_subreaper):
     if not is_subreaper and subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no PID namespace can be made here")
-    call(starting_programs.adopt_helpers, is_subreaper, within=() if is_subreaper else IN_NAMESPACE)
+    call(adopt_helpers, is_subreaper, within=() if is_subreaper else IN_NAMESPACE)
 
 
-@pytest.mark.parametrize("real_starts", [0, 1], ids=["guardian", "rank"])
-@pytest.mark.parametrize("pid", [1, 0, -1, "a mock"])
-def test_a_pid_that_is_no_pid_gets_no_signal(pid, real_starts):
-    error, signals = call(starting_programs.start_with_a_false_pid, pid, real_starts).stdout.splitlines()
-    assert f"os.posix_spawnp returned {pid!r}, which is not the pid of a new process" in error
-    assert signals == "signals: []"
-
-
-def test_the_guardian_kills_no_number_that_stands_for_many_processes():
-    assert call(starting_programs.order_false_pids).stdout == "[4711, 4711]\n"
-
-
-SCRIPT = """
-import os, sys
-from multiprocessing import resource_tracker
-import mpwatch
-
-resource_tracker.ensure_running()  # of multiprocessing, which runs it in the current folder
-os.chdir(sys.argv[1])
-print(list(mpwatch.run(os.getcwd, 1)))
-"""
+@in_own_process
+def test_a_mock_of_a_process_gets_no_signal():
+    """As in tests of users that mock the start of processes. `int()` of a mock is 1: that would be the init of a container."""
+    signals = []
+    process = mock.MagicMock()
+    starts = {"os.posix_spawn": process.pid, "os.posix_spawnp": process.pid, "subprocess.Popen": process}
+    patches = [mock.patch(name, return_value=value) for name, value in starts.items()]
+    patches += [mock.patch(name, lambda *args: signals.append(args)) for name in ("os.kill", "os.killpg")]
+    for patch in patches:
+        patch.start()
+    with pytest.raises(mpwatch.LaunchError, match="is not the pid of a new process"):
+        mpwatch.run(functions.rank, 1)
+    assert signals == []
 
 
 def test_modules_in_the_current_folder_do_not_replace_those_of_python(tmp_path):
     folder, script = tmp_path / "current", tmp_path / "script.py"
     folder.mkdir()
-    script.write_text(SCRIPT)
+    script.write_text(
+        "import os, sys, mpwatch\n"
+        "from multiprocessing import resource_tracker\n"
+        "resource_tracker.ensure_running()  # of multiprocessing, which runs it in the current folder\n"
+        "os.chdir(sys.argv[1])\n"
+        "print(list(mpwatch.run(os.getcwd, 1)))\n"
+    )
     for name in ("signal", "selectors", "struct", "socket", "json"):
         (folder / f"{name}.py").write_text("import sys; open('ran', 'a').write(f'{__name__}: {sys.orig_argv}'); sys.exit(1)")
     done = python(str(script), str(folder), cwd=tmp_path, check=False)
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
     assert done.stdout == f"[{str(folder)!r}]\n", done.stderr
+
+
+def test_a_relative_entry_of_sys_path_means_the_same_folder_as_in_the_caller(tmp_path, monkeypatch):
+    for place in ("old", "new"):
+        folder = tmp_path / place / "modules_of_a_test"
+        folder.mkdir(parents=True)
+        (folder / "tells_its_place.py").write_text(f"place = {place!r}")
+    monkeypatch.setattr(sys, "path", ["modules_of_a_test", *sys.path])
+    monkeypatch.chdir(tmp_path / "old")
+    assert importlib.util.find_spec("tells_its_place") is not None  # Python notes the folder at the first search
+    monkeypatch.chdir(tmp_path / "new")
+
+    def fn():
+        import tells_its_place
+
+        return tells_its_place.place, os.getcwd()
+
+    assert list(mpwatch.run(fn, 1)) == [("old", str(tmp_path / "new"))]
+    assert importlib.util.find_spec("tells_its_place").origin == str(tmp_path / "old/modules_of_a_test/tells_its_place.py")
+
+
+def test_a_rank_is_never_in_inspect_mode(monkeypatch, capfd, caplog):
+    monkeypatch.setenv("PYTHONINSPECT", "1")
+    assert list(mpwatch.run(os.getenv, 1, args=("PYTHONINSPECT",))) == [None]
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
+
+
+def test_a_rank_gets_a_long_command_line(monkeypatch):
+    """It is longer than a pipe's default size. The watcher must not wait for the child to read it."""
+    monkeypatch.setattr(sys, "argv", ["x" * 100] * 3000)
+    assert mpwatch.run(functions.count_arguments, 2)[1] == 3000
+
+
+def test_the_kernel_gives_the_master_port_to_no_program_that_asks_for_any_port():
+    def fn():
+        port = mpwatch.current_worker().master_port
+        for _ in range(2000):
+            with socket.socket() as other:
+                other.bind(("", 0))
+                assert other.getsockname()[1] != port
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+        return "listened"
+
+    assert list(mpwatch.run(fn, 1)) == ["listened"]
+
+
+def read_command_line(pid="self"):
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+
+
+def test_ps_shows_which_rank_of_which_run_a_process_is():
+    def fn():
+        return Path("/proc/self/cmdline").read_bytes().decode().split("\0")[:-1]
+
+    fn.__qualname__ = "tr\0\N{LATIN SMALL LETTER A WITH DIAERESIS}\ud800in\x1b[2J" + "x" * 100
+    result = mpwatch.run(fn, 2)
+    name, run = "fn=tr???in?[2J" + "x" * 69, f"run={result.workers[0].run_id[:8]}"
+    assert [command[-4:] for command in result] == [["mpwatch", f"rank={rank}/2", name, run] for rank in (0, 1)]
+
+
+def test_ps_shows_the_ranks_and_the_guardian_of_a_group():
+    resource_tracker.ensure_running()
+    with mpwatch.WorkerGroup(1) as group:
+        group.run(os.getpid)
+        commands = [command for pid in children() if "mpwatch" in (command := read_command_line(pid))]
+    ends = sorted(command[command.index("mpwatch") :] for command in commands)
+    run = f"run={group.workers[0].run_id[:8]}"
+    assert ends == [["mpwatch", "guardian", f"of={os.getpid()}"], ["mpwatch", "rank=0/1", run]]
