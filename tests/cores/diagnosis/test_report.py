@@ -1,0 +1,276 @@
+"""The text of reports, from evidence made by hand."""
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from cores.diagnosis.evidence import (
+    HEAD,
+    IN_C10D,
+    LIBRARY,
+    LOADS,
+    LOST_PEER,
+    STOPPED,
+    WAITS,
+    answer,
+    call,
+    died,
+    judge,
+    raised,
+    returned,
+    stack,
+    stopped,
+    waiting,
+)
+from mpwatch import Progress, RunFailedError, RunResult, WorkerState
+from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
+from mpwatch.results.report import FATE_LINES, format_overdue_ranks, format_report
+from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE, SCRIPT_FILE
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.wire.shared_memory import HeartbeatSample
+
+CAUSE = raised(ValueError("x"))
+SILENT = "silent for 6.0 s"
+
+
+def report(*ranks, **more):
+    return format_report(judge(*ranks, **more)).splitlines()
+
+
+def report_silence(*ranks, silent, **more):
+    return report(*ranks, silent_ranks=silent, heartbeat_timeout=5.0, **more)
+
+
+def test_each_text_takes_one_line():
+    other = raised(KeyError("a\nb"), 9.5)
+    lines = ["rank 0 failed first: ValueError: first …", r"  rank 1: KeyError: 'a\nb'", "  rank 2: ValueError: c …"]
+    assert report(raised(ValueError("first\nsecond")), other, raised(ValueError("c\nd"), 9.5)) == lines
+
+
+def test_512_ranks_take_a_line_for_each_fate():
+    ranks = [STOPPED] * 512
+    ranks[100], ranks[200], ranks[300] = CAUSE, raised(LOST_PEER, 9.5), raised(LOST_PEER, 9.6)
+    lost = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    assert report(*ranks) == [
+        "rank 100 failed first: ValueError: x",
+        "  ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher",
+        f"  ranks 200, 300: victims of rank 100: {lost}",
+    ]
+    beats = {rank: 4.0 + rank / 1000 for rank in range(512)}
+    assert len(report_silence(*[WAITS] * 511, LOADS, silent=beats)) == 2
+
+
+def test_ranks_are_grouped_by_where_they_were_and_many_groups_are_counted():
+    places = [stopped(stack("step", line)) for line in (12, 88, 12)]
+    error = RunFailedError(judge(CAUSE, *places))
+    fates = [
+        "ranks 1, 3: stopped by the watcher (train.py:12 in step)",
+        "rank 2: stopped by the watcher (train.py:88 in step)",
+    ]
+    assert str(error).splitlines() == ["rank 0 failed first: ValueError: x", *(f"  {line}" for line in fates)]
+    assert error.result.fates == fates
+    lines = report(CAUSE, *(stopped(stack("step", line)) for line in range(1, 512)))
+    assert lines[31:] == ["  and 481 more groups of ranks: see .failures and .stacks"]
+
+
+def test_peer_errors_without_a_cause_are_no_victims():
+    lines = report(raised(LOST_PEER, 1.0), raised(LOST_PEER, 2.0), returned())
+    head = "no rank was seen to fail by itself; the first to report a problem with a peer: rank 0: RuntimeError: [gloo/"
+    for start, line in zip((head, "  rank 1: RuntimeError: [gloo/", "  rank 2: had returned"), lines, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("died_at", "lines"),
+    [
+        (8.9, ["rank 0 was killed by SIGKILL (", "  ranks 1-2: perhaps victims of rank 0: ValueError: x"]),
+        (9.05, ["rank 1 failed first: ValueError: x", "at the same moment, so it may have failed first", "  rank 2: "]),
+        (2.0, ["rank 0 was killed by SIGKILL (", "  ranks 1-2: ValueError: x"]),
+    ],
+)
+def test_an_exception_and_a_death_at_the_same_moment_are_both_named(died_at, lines):
+    result = judge(died(-9, died_at), CAUSE, CAUSE)
+    assert all(text in line for text, line in zip(lines, format_report(result).splitlines(), strict=True))
+    assert "perhaps" not in format_report(replace(result, keep_going=True))  # then they are independent
+
+
+def test_the_last_lines_that_an_interpreter_printed():
+    lines = report(died(1, was_ready=False, startup_output="".join(f"line {n}\n" for n in range(100))))
+    assert lines[1:] == ["  what it printed:", *(f"    line {n}" for n in range(88, 100))]
+    timed_out = report(stopped(was_ready=False), stop_reason=StopReason.TIMED_OUT)
+    assert timed_out[-1] == "  rank 0: still at work (starting)"
+    assert "was not ready after 300 s" in report(returned(), STOPPED, never_ready=[1], start_timeout=300.0)[0]
+
+
+def test_a_crash_of_a_thread_that_runs_no_python_code_has_no_stack():
+    crash = "Fatal Python error: Aborted\n\n<no Python frame>"
+    assert "its Python stack" not in "".join(report(died(-6, crash_stack=crash), STOPPED))
+
+
+# --- silence and waiting
+
+
+def test_a_silent_rank_is_reported_with_its_last_step_and_its_victims_in_one_line():
+    waits = stopped(f"{IN_C10D}\n{stack('train', 21).removeprefix(HEAD)}", heartbeat=HeartbeatSample(4.0, (4.0, 7, 20, {})))
+    loads = {**LOADS, "heartbeat": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
+    beats = {"silent_ranks": {0: 4.0, 1: 4.1, 2: 4.5}, "heartbeat_timeout": 5.0}
+    result = judge(waits, waits, loads, **beats)
+    at = "silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))"
+    fate = "waited in all_reduce (train.py:21 in train), silent for 6.0 s at step 7 of 20"
+    assert format_report(result).splitlines() == [f"rank 2 was {at}", f"  ranks 0-1: victims of rank 2: {fate}"]
+    assert str(result.failures[0]) == f"rank 0: {fate}"
+    assert result.progress[2] == Progress(step=120, total=500, metrics={"loss": 0.5}, elapsed=4.5)
+    assert (result.root_cause.elapsed, result.root_cause.stack) == (4.5, LOADS["stacks"])
+
+
+def test_several_silent_ranks_share_a_line():
+    line = "  ranks 1-2: silent for 5.9 s (heartbeat_timeout=5): still at work (train.py:12 in load: sleep(60))"
+    assert report_silence(LOADS, LOADS, LOADS, silent={0: 4.0, 1: 4.1, 2: 4.2})[1:] == [line]
+
+
+def test_a_silent_rank_is_reported_with_the_collective_that_it_has_not_joined():
+    ranks = (0, 1, 2)
+    late = {**STOPPED, "collectives": answer(1, call("barrier", 1, ranks=ranks))}
+    waits = [{**STOPPED, "collectives": answer(rank, waiting("barrier", 2, ranks=ranks))} for rank in ranks]
+    text = "it has not joined barrier #2 (default group), in which ranks 0, 2 wait; its last collective was barrier #1"
+    lines = report_silence(waits[0], late, waits[2], silent={0: 4.0, 1: 4.5, 2: 4.0})
+    assert lines[0] == f"rank 1 was silent for 5.5 s (heartbeat_timeout=5); {text}: still at work"
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_line_about_several_late_ranks_speaks_of_each(is_silent):
+    ranks = (0, 1, 2, 3)
+    late = [{**STOPPED, "collectives": answer(rank, call("barrier", 1, ranks=ranks))} for rank in ranks]
+    first = {**STOPPED, "collectives": answer(0, waiting("barrier", 2, ranks=ranks))}
+    lines = report_silence(first, *late[1:], silent=dict.fromkeys(range(4 if is_silent else 1), 4.0))
+    text = "each has not joined barrier #2 (default group), in which rank 0 waits; its last collective was barrier #1"
+    silence = f"{SILENT} (heartbeat_timeout=5); " if is_silent else ""
+    assert lines[1] == f"  ranks 2-3: {silence}{text}: still at work"
+
+
+def test_a_rank_that_made_its_peers_time_out():
+    late_peer = raised(RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv"))
+    text = "rank 1 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
+    assert report(late_peer, LOADS)[0] == text
+
+
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        (
+            {1: ", at step 20 (a.py:6 in f)"},
+            "rank 1 had not returned within StopPolicy(timeout=4), at step 20 (a.py:6 in f)",
+        ),
+        ({0: "", 1: ""}, "ranks 0-1 had not returned within StopPolicy(timeout=4)"),
+        (
+            {0: ", at step 1 (a.py:6 in f)", 1: " (a.py:1 in g)", 2: ", at step 1 (a.py:6 in f)"},
+            "ranks 0-2 had not returned within StopPolicy(timeout=4): ranks 0, 2, at step 1 (a.py:6 in f); rank 1 (a.py:1 in g)",
+        ),
+    ],
+)
+def test_ranks_that_do_not_return_in_time_are_grouped_by_where_they_are(places, text):
+    assert format_overdue_ranks(4, places) == text
+    many = format_overdue_ranks(4, {rank: f", at step {rank}" for rank in range(FATE_LINES + 2)})
+    assert many.endswith(f"; rank {FATE_LINES - 1}, at step {FATE_LINES - 1}; and 2 more groups of ranks")
+
+
+# --- places
+
+
+def frames(*files):
+    return HEAD + "".join(f'  File "{os.path.join(LIBRARY, file)}", line 1 in f\n' for file in files)
+
+
+TORCH = f"{LIBRARY}/torch/c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("stacks", "phrase"),
+    [
+        (stack("step", 88, "time.sleep(60)"), " (train.py:88 in step: time.sleep(60))"),
+        (stack("step", 88), " (train.py:88 in step)"),
+        (stack("step", 88) + "\n\n" + stack("other", 1), " (train.py:88 in step)"),
+        (
+            f"{IN_C10D}\n{stack('step', 88, 'dist.f(x)').removeprefix(HEAD)}",
+            " in all_reduce (train.py:88 in step: dist.f(x))",
+        ),
+        (stack("f", 3, file=TORCH), " (c10d.py:3 in f)"),
+        (stack("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100} ...)"),
+        (stack("step", 88, f"run({'x' * 80}, yyyyy, zzzzzz, 0)"), f" (train.py:88 in step: run({'x' * 80}, yyyyy, ...)"),
+        (stack("step", 88, "run(  # calls C++"), " (train.py:88 in step: run()"),
+        (stack("step", 88, "run('# 1')  # calls C++"), " (train.py:88 in step: run('# 1'))"),
+        (stack("step", 88, "isn't # code"), " (train.py:88 in step: isn't # code)"),
+        (stack("step", 88, "# of another version"), " (train.py:88 in step: # of another version)"),
+        (f'{HEAD}  File "<string>", line 2 in __init__\n  File "/me/a.py", line 8 in f', " in __init__ (a.py:8 in f)"),
+        (stack("f", 2, file="<stdin>"), " (<stdin>:2 in f)"),
+        ("suspended, by SIGSTOP or SIGTSTP", " (suspended, by SIGSTOP or SIGTSTP)"),
+        (f"{HEAD}  <no Python frame>", ""),
+        ("", ""),
+        # without code of the user, the place is in a package other than torch
+        (
+            frames("torch/graph.py", "torch/_tensor.py", "trainer/precision.py", "trainer/loop.py"),
+            " in f (precision.py:1 in f)",
+        ),
+        (frames("torch/graph.py", "torch/_tensor.py"), " (graph.py:1 in f)"),
+        (frames("mpwatch_tools/a.py", "torch/_tensor.py"), " (a.py:1 in f)"),
+        (frames(threading.__file__, "torch/_tensor.py", "torchtrainer/loop.py"), " in f (loop.py:1 in f)"),
+        (frames(threading.__file__, "torch/_tensor.py"), " (threading.py:1 in f)"),
+        # outside of the function
+        (frames(f"{PACKAGE_FOLDER}/wire/shared_memory.py", "/home/me/train.py"), " (train.py:1 in f)"),
+        (frames(f"{PACKAGE_FOLDER}/worker/process_group.py"), " while joining the process group"),
+        (
+            f'{stack("<module>", 3, "import x")}\n  File "{PACKAGE_FOLDER}/wire/pickling/call_payload.py", line 2 in unpack',
+            " while loading the call (train.py:3 in <module>: import x)",
+        ),
+    ],
+)
+def test_where_a_rank_was(stacks, phrase):
+    assert format_location(stacks) == phrase
+
+
+@pytest.mark.parametrize(
+    ("functions", "phrase"),
+    [
+        (["_receive", "interaction"], " at a prompt of the debugger (train.py:3 in step)"),
+        (["_connect", "open", "interaction"], " in _recv (train.py:3 in step)"),  # it asks for a prompt
+    ],
+)
+def test_a_rank_at_a_prompt_of_the_debugger(functions, phrase):
+    debugger = "".join(f'  File "{PACKAGE_FOLDER}/worker/debugger.py", line 2 in {function}\n' for function in functions)
+    waits = stack("_recv", 9, file=f"{LIBRARY}/connection.py")
+    assert format_location(f"{waits}\n{debugger}{stack().removeprefix(HEAD)}") == phrase
+
+
+def test_files_of_mpwatch_that_reports_recognise_exist():
+    """A renamed module would silently lose its phrase, or show its frames as the user's."""
+    files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE]
+    files += [f"{PACKAGE_FOLDER}/..{file}" for file in (RANK_MAIN_FILE, SCRIPT_FILE)]
+    assert [file for file in files if not os.path.exists(file)] == []
+
+
+def test_notebook_cells_have_the_names_that_ipython_gives_them(monkeypatch):
+    compiler = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if file == "/home/me/train.py" else None)
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert "(Cell In[7]:3 in step" in report(CAUSE, stopped(stack()))[1]
+    shell.compile = None  # of another kind
+    assert "(train.py:3 in step" in report(CAUSE, stopped(stack()))[1]
+
+
+# --- tables of notebooks
+
+
+def test_the_table_of_a_failure_escapes_what_ranks_say():
+    error = RunFailedError(judge(raised(ValueError("<script>")), stopped(stack("<module>"))))
+    html = error._repr_html_()
+    assert html == error.result._repr_html_()
+    assert "<script>" not in html
+    assert "<b>rank 0 failed first: ValueError: &lt;script&gt;</b>" in html
+    assert '<th style="text-align:left">rank 1</th>' in html
+    assert "(train.py:3 in &lt;module&gt;)" in html
+    assert "<summary>traceback of rank 0</summary>" in html
+    assert "__repr__" not in RunResult(WorkerState.STOPPED, reason="why")._repr_html_()

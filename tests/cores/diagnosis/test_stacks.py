@@ -1,0 +1,211 @@
+"""The text that ranks write when they are asked for their stacks, or crash: what reports keep of it."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from cores.diagnosis.evidence import LIBRARY
+from mpwatch.results.places import PACKAGE_FOLDER
+from mpwatch.results.stack_frames import parse_frames
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.diagnosis.stack_dumps import (
+    CUT_STACK,
+    MISSING_STACK,
+    MISSING_THREADS,
+    StackDumpParser,
+    add_source_lines,
+    cut_frames_of_mpwatch,
+)
+from mpwatch.wire.messages import STACKS_END
+
+MAIN = 0x7F00
+HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
+NATIVE_HEAD = "Stack (most recent call first):\n"  # faulthandler does not name the thread
+FRAMES = '  File "/home/me/train.py", line 3 in step\n'
+INVALID = FRAMES + "  <invalid frame>\n"
+GREENLET = FRAMES + '  File "/venv/site-packages/gevent/hub.py", line 647 in run\n'
+RANK_MAIN = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
+OUTERMOST = '  File "<string>", line 1 in <module>\n'
+OTHER = '\nThread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n'
+WHOLE = HEAD + FRAMES + OUTERMOST
+NATIVE_WHOLE = NATIVE_HEAD + FRAMES + OUTERMOST
+NATIVE_OF_THREAD = f'{NATIVE_HEAD}{FRAMES}  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
+END = STACKS_END.decode()
+ALL = WHOLE + OTHER.rstrip()
+
+
+def parse(text):
+    parser = StackDumpParser()
+    parser.mark_ready(MAIN)
+    parser.start_dump()
+    parser.feed(text.encode())
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("text", "dump"),
+    [
+        (WHOLE + OTHER + END, ALL),
+        (HEAD + 100 * FRAMES + END, (HEAD + 100 * FRAMES).rstrip()),  # a stack is cut after 100 frames
+        (NATIVE_WHOLE, WHOLE.rstrip()),
+        (NATIVE_HEAD + 100 * FRAMES, (HEAD + 100 * FRAMES).rstrip()),
+        (NATIVE_OF_THREAD + NATIVE_WHOLE, WHOLE.rstrip()),  # another thread is never called the main thread
+    ],
+)
+def test_stacks_are_complete_when_their_last_line_has_come(text, dump):
+    assert [n for n in range(len(text) + 1) if parse(text[:n]).is_complete()] == [len(text)]
+    assert parse(text).dump == dump
+
+
+@pytest.mark.parametrize(
+    ("text", "dump"),
+    [
+        # a rank may answer both signals; what Python wrote has all threads
+        (NATIVE_HEAD + "  <invalid frame>\n" + WHOLE + OTHER + END, ALL),
+        (WHOLE + NATIVE_WHOLE + OTHER + END, ALL),
+        (WHOLE + OTHER + END + NATIVE_HEAD + "  <inv", ALL),
+        (WHOLE + OTHER + END + WHOLE, ALL),
+        (NATIVE_OF_THREAD + WHOLE + OTHER + END, ALL),
+        # in C code, the main thread alone is seen; Python's handler runs later
+        (NATIVE_WHOLE + WHOLE.replace("step", "later") + OTHER + END, WHOLE.rstrip()),
+        (NATIVE_WHOLE + HEAD + "  File", WHOLE.rstrip()),
+        # the stack of a greenlet ends with its function, such as gevent's loop
+        (HEAD + GREENLET + END, (HEAD + GREENLET).rstrip()),
+        (NATIVE_HEAD + GREENLET + WHOLE + END, (HEAD + GREENLET).rstrip()),
+    ],
+)
+def test_answers_to_both_signals_are_one_stack(text, dump):
+    parser = parse(text)
+    assert (parser.is_complete(), parser.dump) == (True, dump)
+
+
+@pytest.mark.parametrize(
+    ("text", "dump"),
+    [
+        (NATIVE_HEAD + FRAMES[:20], f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}"),
+        (NATIVE_HEAD + INVALID, f"{HEAD}{INVALID}{CUT_STACK}"),
+        (HEAD + FRAMES[:20], f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}\n\n{MISSING_THREADS}"),
+        (WHOLE, f"{WHOLE}\n{MISSING_THREADS}"),
+        (WHOLE + OTHER, f"{ALL}\n\n{MISSING_THREADS}"),
+        (NATIVE_OF_THREAD, ""),
+    ],
+)
+def test_an_incomplete_answer_says_what_is_missing(text, dump):
+    parser = parse(text)
+    assert (parser.is_complete(), parser.is_unanswered(1), parser.dump) == (False, False, dump)
+    assert cut_frames_of_mpwatch(dump).count("missing") == dump.count("missing")
+
+
+def test_a_missing_stack_of_the_main_thread_is_said_to_be_missing():
+    assert parse(HEAD + FRAMES[:20] + OTHER + END).dump == f"{HEAD}{FRAMES[:20]}\n{CUT_STACK}\n{OTHER.rstrip()}"
+    dump = parse(OTHER + END).dump
+    assert dump == f"{HEAD}{MISSING_STACK}\n{OTHER.rstrip()}"
+    assert str(Stacks({0: dump})).startswith(f"rank 0:\n  main thread (most recent call first):\n  {MISSING_STACK}\n")
+
+
+def test_output_before_the_rank_is_ready_is_no_stack():
+    parser = StackDumpParser()
+    parser.feed(b"no licence\n" * (1 << 17))  # more than is kept
+    assert (parser.failed_startup_output[:11], parser.dump, parser.crash_stack) == ("no licence\n", "", "")
+    parser.mark_ready(MAIN)
+    assert parser.startup_output[:11] == b"no licence\n"
+    assert parser.startup_output.endswith(b"the rest was cut off]\n")
+    parser.start_dump()
+    parser.feed((WHOLE + END).encode())
+    assert (parser.failed_startup_output, parser.dump) == ("", WHOLE.strip())
+
+
+def test_only_what_the_last_request_has_brought_counts():
+    parser = StackDumpParser()
+    parser.mark_ready(MAIN)
+    parser.feed((WHOLE + END).encode())
+    parser.start_dump()
+    assert (parser.is_complete(), parser.is_unanswered(1), parser.dump) == (False, True, "")
+    parser.feed((HEAD + OUTERMOST + END).encode())
+    assert (parser.is_complete(), parser.is_unanswered(1), parser.dump) == (True, False, (HEAD + OUTERMOST).strip())
+    for end in (parser.discard_dump, parser.end_dump):
+        end()
+        assert (parser.is_complete(), parser.is_unanswered(parser.dump_count), parser.dump) == (False, False, "")
+        parser.start_dump()
+
+
+def test_a_thread_that_floods_the_pipe_is_cut_off():
+    assert len(parse(HEAD + "x" * (3 << 20)).dump.partition(f"\n{CUT_STACK}")[0]) == 1 << 20
+
+
+CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}"
+C_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it
+C_HANDLER = (
+    '  Binary file "python3.14", at _Py_DumpStack+0x4a [0x49b2f9]\n'
+    '  Binary file "python3.14" [0x53d28e]\n'
+    '  Binary file "/usr/lib/x86_64-linux-gnu/libc.so.6", at +0x406b0 [0x7f04eca726b0]\n'
+)
+C_CRASH = '  Binary file "/usr/lib/x86_64-linux-gnu/libffi.so.8", at ffi_call+0x155 [0x7f04ec735fe5]\n'
+C_INTERPRETER = '  Binary file "python3.14" [0x576aab]\n  Binary file "/usr/lib/libc.so.6", at +0x29fba [0x7f04eca5bfba]\n'
+
+
+@pytest.mark.parametrize("outer", ["", RANK_MAIN + OUTERMOST], ids=["thread", "main thread"])
+@pytest.mark.parametrize("in_c", ["", C_CRASH], ids=["in Python", "in a library"])
+def test_the_stack_of_a_crash_has_the_frames_of_the_user(outer, in_c):
+    parser = parse(f"{WHOLE}{END}{CRASH}{outer}\n{C_HEAD}{C_HANDLER}{in_c}{C_INTERPRETER}")
+    assert parser.dump == WHOLE.strip()
+    python_stack, _, c_stack = parser.crash_stack.partition("\n\n" + C_HEAD)
+    assert (python_stack, c_stack) == (CRASH.rstrip(), in_c.rstrip("\n"))
+
+
+# --- frames
+
+
+def frame(file, line=9, function="f"):
+    return f'  File "{file}", line {line} in {function}\n'
+
+
+def test_a_stack_begins_at_the_function():
+    handler = frame("/x/contextlib.py") + frame("/x/mpwatch/worker/stack_dumps.py", function="__call__")
+    assert cut_frames_of_mpwatch((HEAD + handler + FRAMES + RANK_MAIN + OUTERMOST + OTHER).strip()) == (
+        HEAD + FRAMES + OTHER.rstrip()
+    )
+    assert cut_frames_of_mpwatch(HEAD + RANK_MAIN + OUTERMOST) == cut_frames_of_mpwatch("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        (HEAD + FRAMES, ("/home/me/train.py", 3, "step", "")),
+        (f"{HEAD}  Garbage-collecting\n{FRAMES}    step()\n  File", ("/home/me/train.py", 3, "step", "step()")),
+        ("", None),
+    ],
+)
+def test_the_innermost_frame(text, first):
+    assert next(parse_frames(text), None) == first
+
+
+MPWATCH, THREADING = f"{PACKAGE_FOLDER}/worker/collectives.py", threading.__file__
+
+
+@pytest.mark.parametrize(
+    ("files", "is_shown"),
+    [
+        ([MPWATCH, THREADING, THREADING], False),
+        ([json.__file__, f"{LIBRARY}/torch/distributed/distributed_c10d.py", MPWATCH, THREADING], False),
+        (["/home/me/batch.py", MPWATCH, THREADING], True),  # `__repr__` of a local variable
+        (["/home/me/train.py", THREADING], True),
+        ([MPWATCH, "/home/me/train.py", THREADING], True),
+        ([THREADING, THREADING], True),
+        ([f"{LIBRARY}/torch/utils/data/_utils/pin_memory.py", THREADING], True),
+    ],
+)
+def test_a_thread_of_mpwatch_is_not_shown(files, is_shown):
+    thread = f"Thread 0x0000000000001000 (most recent call first):\n{''.join(map(frame, files))}".rstrip()
+    text = cut_frames_of_mpwatch(f"{HEAD}{FRAMES}\n{thread}")
+    assert text == (f"{HEAD}{FRAMES}\n{thread}" if is_shown else f"{HEAD}{FRAMES}".rstrip())
+
+
+def test_frames_show_their_source_unless_the_file_was_changed_since_the_start(tmp_path):
+    (tmp_path / "program.py").write_text("first\n    second()\n")
+    text = f"{HEAD}{frame(tmp_path / 'program.py', 2)}{FRAMES}"
+    with_source = text.replace("line 2 in f\n", "line 2 in f\n    second()\n").strip()
+    assert add_source_lines(text, started_at=time.time() + 1) == with_source
+    assert add_source_lines(text, started_at=time.time() - 60) == text.strip()
