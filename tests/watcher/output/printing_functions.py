@@ -2,7 +2,6 @@
 
 import atexit
 import ctypes
-import io
 import os
 import signal
 import subprocess
@@ -27,6 +26,11 @@ def print_hello():
     print_text("out {}\n", "err {}\n")
 
 
+def write_in_portions(data, size):
+    for start in range(0, len(data), size):
+        os.write(1, data[start : start + size])
+
+
 def print_half_a_line(barrier, event):
     print("one ", end="", flush=True)
     barrier.wait()
@@ -45,38 +49,8 @@ def print_in_every_way():
     os.write(1, b"\xff descriptor\n")
 
 
-def print_while_c_reads():
-    """Print while another thread holds the lock of a C stream: it reads from the stream, and nothing ever comes."""
-    libc = ctypes.CDLL(None)
-    libc.fdopen.restype = ctypes.c_void_p
-    libc.getc.argtypes = libc.ftrylockfile.argtypes = libc.funlockfile.argtypes = (ctypes.c_void_p,)
-    reads, _ = os.pipe()
-    stream = libc.fdopen(reads, b"r")
-    threading.Thread(target=libc.getc, args=(stream,), daemon=True).start()
-    while libc.ftrylockfile(stream) == 0:
-        libc.funlockfile(stream)
-    libc.printf(b"printed")
-
-
-def install_stdout_that_exits():
-    class ExitingStdout(io.StringIO):
-        def flush(self):
-            raise SystemExit(3)
-
-    sys.stdout = ExitingStdout()
-    return rank()
-
-
 def print_in_c(text):
     ctypes.CDLL(None).printf(text)
-
-
-def print_hello_when_interrupted(is_running):
-    try:
-        is_running.set()
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        print_hello()
 
 
 def print_lines_at_exit(lines):
@@ -113,57 +87,51 @@ def print_in_c_and_crash():
     ctypes.string_at(0)
 
 
-def fail_in_rank_1(barrier, function, *args):
-    print_text("", "rank {} works\n")
-    barrier.wait()
-    if rank() == 1:
-        function(*args)
-    threading.Event().wait()
-
-
 def abort_as_nccl_does(barrier):
     """Print what ProcessGroupNCCL prints, and abort. The other rank is in a loop outside of the collective."""
+    message = b"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
     os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n")
-    os.write(
-        2, b"  function(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)\n"
-    )
-    me = rank()
+    os.write(2, b"  function(): [Rank 0] " + message + b"\n")
     barrier.wait()
-    if me == 0:
+    if rank() == 0:
         os.abort()
     while True:
-        me += 1
+        pass
 
 
-def print_to_stderr_and_raise():
+def warn_and_raise():
     sys.stderr.write("a warning\n" * 3 + "10%\r20%\n")
     raise ValueError("bad")
 
 
-def start_daemon(pids):
+def warn_much_and_raise():
+    sys.stderr.write("x" * 20_000 + "\n" + "".join(f"line {n}\n" for n in range(100)))
+    raise ValueError("bad")
+
+
+def start_daemon(pid):
     """Start a process that keeps stdout and stderr open. It has its own session, so it is not stopped with the rank."""
-    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
-    pids[rank()] = daemon.pid
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pid.value = daemon.pid
     daemon.returncode = 0  # it must not be waited for
     print("daemon started")
 
 
-def fail_in_first_generation():
+def fail_in_first_attempt():
     me = mpwatch.current_worker()
-    print("generation", me.restart_count)
+    print("attempt", me.restart_count)
     if me.rank == 1 and not me.restart_count:
         raise ValueError("bad")
 
 
-def print_later_in_rank_0(event, text):
-    """Print from a thread, possibly after the call has returned."""
+def print_later(event, text):
+    """Print from a thread, after the call has returned."""
 
     def wait_and_print():
         event.wait()
         print(text)
 
-    if rank() == 0:
-        threading.Thread(target=wait_and_print, daemon=True).start()
+    threading.Thread(target=wait_and_print, daemon=True).start()
 
 
 def print_half_a_line_during_restart(is_restarted):
@@ -184,6 +152,13 @@ def show_progress_bar(steps):
 
     for _ in tqdm(range(steps), desc=f"bar {rank()}", mininterval=0):
         pass
+
+
+def update_line_until(event):
+    for text in ("\r10%", "\r20%"):
+        print(text, end="", flush=True)
+    event.wait()
+    print("\r100%")
 
 
 def link_to_passwords(path):
