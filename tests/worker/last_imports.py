@@ -44,11 +44,3 @@ def return_lock(sabotage):
 
     sabotage()
     return [threading.Lock()]
-
-
-def import_pdb():
-    """Import a module that mpwatch connects with the watcher, when nothing more of mpwatch can be imported."""
-    sys.modules["mpwatch"].__path__ = sys.modules["mpwatch.worker"].__path__ = []
-    import pdb  # noqa: T100
-
-    return pdb.__name__

@@ -44,13 +44,9 @@ def test_an_interactive_session():
     assert "got [42, 42]" in out
 
 
-def test_a_run_in_a_daemonic_process_is_explained():
-    err = python("daemonic.py", cwd=PROGRAMS).stderr
-    assert "LaunchError: this process is daemonic" in err
-    assert "start the run in a process that is not daemonic: use ProcessPoolExecutor, in Celery --pool=solo" in err
-
-
-@pytest.mark.parametrize("args", [["pools.py"], ["-m", "pools"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "args", [["pools.py"], pytest.param(["-m", "pools"], marks=pytest.mark.slow)], ids=["script", "module"]
+)
 def test_processes_of_a_rank_find_the_classes_of_the_script(args):
     python(*args, cwd=PROGRAMS)
 

@@ -1,4 +1,4 @@
-"""How a rank reads the flight recorder. Most entries here have the form of NCCL's, which only a GPU records.
+"""What the flight recorder of NCCL says of a hang: its entries in, the verdict out. Only a GPU records such entries.
 
 The form is that of torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp`, and its tests in test_c10d_nccl.py.
 """
@@ -66,64 +66,75 @@ def test_a_collective_of_nccl(answer):
     assert str(waiting) == "all_reduce #2 (bfloat16[4, 16] and 1 more, group 3 (tensor parallel))"
 
 
-def test_a_mismatch_on_nccl_blames_the_minority(answer):
-    first = entry("broadcast", 1, (8,))
-    answers = {rank: answer(first, entry("all_reduce", 2, (16,), state="started"), rank=rank) for rank in (0, 1)}
-    answers[2] = answer(first, entry("all_reduce", 2, (17,), state="scheduled"), rank=2)
-    verdict = find_verdict(answers)
-    assert (verdict.kind, verdict.blamed) == (VerdictKind.MISMATCH, (2,))
-    assert verdict.sentence == "rank 2 called all_reduce #2 with bfloat16[17], ranks 0-1 with bfloat16[16]"
+FIRST = entry("broadcast", 1, (8,))
+GLOO = FIRST | {"profiling_name": "gloo:broadcast"}
+STARTED = entry("all_reduce", 2, (16,), state="started")
+UNEVEN_BATCHES = [  # NCCL never changes the state of the calls of a batch. This is how it gathers uneven tensors
+    [
+        *(entry("_broadcast_oop", 1, (size,), state="scheduled", record_id=number) for number in range(3)),
+        entry("ALLGATHER_coalesced", 1, record_id=3),
+    ]
+    for size in (4, 5, 6)
+]
+POINT_TO_POINT = [  # rank 2 takes no part
+    [FIRST, entry("send 0->1", 1, (4,), state="started", is_p2p=True, at=2)],
+    [
+        FIRST,
+        entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
+        entry("coalesced", 1, state="started", is_p2p=True, at=3),
+    ],
+    [FIRST],
+]
 
 
-def test_a_rank_that_has_not_joined_a_collective_on_nccl(answer):
-    first = entry("broadcast", 1, (8,))
-    answers = {rank: answer(first, entry("all_gather", 2, (16,), state="started"), rank=rank) for rank in (0, 1)}
-    answers[2] = answer(first, rank=2)
+@pytest.mark.parametrize(
+    ("ranks", "last_calls", "expected"),
+    [
+        (
+            [[FIRST, STARTED], [FIRST, STARTED], [FIRST, entry("all_reduce", 2, (17,), state="scheduled")]],
+            ["all_reduce"] * 3,
+            (VerdictKind.MISMATCH, (2,), "rank 2 called all_reduce #2 with bfloat16[17], ranks 0-1 with bfloat16[16]"),
+        ),
+        (
+            [[FIRST, STARTED], [FIRST, STARTED], [FIRST]],
+            ["all_reduce", "all_reduce", "broadcast"],
+            (
+                VerdictKind.ABSENT,
+                (2,),
+                "rank 2 has not joined all_reduce #2 (bfloat16[16], default group), in which ranks 0-1 wait",
+            ),
+        ),
+        (  # each backend of a group numbers its calls
+            [[GLOO, entry("all_reduce", 1, (4,), state="started")], [GLOO], [GLOO]],
+            ["all_reduce", "broadcast", "broadcast"],
+            (
+                VerdictKind.ABSENT,
+                (1, 2),
+                "rank 1 has not joined all_reduce #1 (bfloat16[4], default group), in which rank 0 waits",
+            ),
+        ),
+        (UNEVEN_BATCHES, ["ALLGATHER_coalesced"] * 3, None),
+        (POINT_TO_POINT, ["send", "batch_isend_irecv", "broadcast"], None),
+    ],
+    ids=["other shape", "absent", "two backends", "batches", "point-to-point"],
+)
+def test_the_verdict(answer, ranks, last_calls, expected):
+    answers = {rank: answer(*entries, rank=rank) for rank, entries in enumerate(ranks)}
+    assert [answers[rank].collectives[-1].name for rank in range(3)] == last_calls
     verdict = find_verdict(answers)
-    assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (2,))
-    assert verdict.sentence.startswith(
-        "rank 2 has not joined all_gather #2 (bfloat16[16], default group), in which ranks 0-1 wait"
-    )
+    if expected is None:
+        assert verdict is None
+    else:
+        kind, blamed, sentence = expected
+        assert (verdict.kind, verdict.blamed) == (kind, blamed)
+        assert verdict.sentence.startswith(sentence)
 
 
 def test_the_calls_of_a_batch_are_one_call(answer):
-    """NCCL never changes the state of the calls of a batch. Their tensors may differ: this is how it gathers uneven ones."""
-    answers = {}
-    for rank, size in enumerate([4, 5, 6]):
-        calls = [entry("_broadcast_oop", 1, (size,), state="scheduled", record_id=number) for number in range(3)]
-        answers[rank] = answer(*calls, entry("ALLGATHER_coalesced", 1, record_id=3), rank=rank)
-        (call,) = answers[rank].collectives
-        assert (call.name, call.state) == ("ALLGATHER_coalesced", CollectiveState.COMPLETED)
-    assert find_verdict(answers) is None
-
-
-def test_point_to_point_calls_are_not_compared(answer):
-    """Rank 2 takes no part in them."""
-    first = entry("all_reduce", 1, (8,))
-    answers = {
-        0: answer(first, entry("send 0->1", 1, (4,), state="started", is_p2p=True, at=2)),
-        1: answer(
-            first,
-            entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
-            entry("coalesced", 1, state="started", is_p2p=True, at=3),
-            rank=1,
-        ),
-        2: answer(first, rank=2),
-    }
-    assert [answers[rank].collectives[-1].name for rank in (0, 1)] == ["send", "batch_isend_irecv"]
-    assert find_verdict(answers) is None
-
-
-def test_the_backends_of_a_group_number_their_calls(answer):
-    gloo = {**entry("broadcast", 1, (3,)), "profiling_name": "gloo:broadcast"}
-    answers = {rank: answer(gloo, rank=rank) for rank in range(3)}
-    answers[0] = answer(gloo, entry("all_reduce", 1, (4,), state="started"))
-    assert [call.backend for call in answers[0].collectives] == ["gloo", "nccl"]
-    verdict = find_verdict(answers)
-    assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (1, 2))
+    (call,) = answer(*UNEVEN_BATCHES[0]).collectives
+    assert (call.name, call.state) == ("ALLGATHER_coalesced", CollectiveState.COMPLETED)
 
 
 def test_a_recorder_that_has_lost_the_first_calls_does_not_say_that_they_were_not_made(answer):
-    later = entry("all_reduce", 300, (4,), record_id=299)
-    assert not answer(later).has_all
+    assert not answer(entry("all_reduce", 300, (4,), record_id=299)).has_all
     assert answer(entry("all_reduce", 1, (4,))).has_all

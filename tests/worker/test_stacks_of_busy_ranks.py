@@ -1,0 +1,60 @@
+"""Stacks that are asked of a rank while it computes: they are whole, and they do not change what the function sees."""
+
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import mpwatch
+
+NO_STACK = "running; no stack came in time"  # on a machine under load
+
+
+def work_until(gate):
+    class Item:
+        def __init__(self, value):
+            self.value = value
+
+        def get(self):
+            return self.value
+
+    while not os.path.exists(gate):
+        sorted(map(Item, range(50)), key=Item.get)
+    return "done"
+
+
+def test_stacks_are_whole_while_functions_begin_and_end(tmp_path, eventually):
+    """faulthandler alone would crash the rank here, or write a part of the stack."""
+    with mpwatch.submit(work_until, 1, args=(str(tmp_path / "gate"),)) as handle:
+        eventually(lambda: " in work_until" in str(handle.stacks()))
+        stacks = [text for text in (handle.stacks()[0] for _ in range(200)) if text != NO_STACK]
+        assert len(stacks) > 100
+        assert all(text.splitlines()[-2].endswith(" in work_until") for text in stacks)
+        (tmp_path / "gate").touch()
+        assert list(handle.result()) == ["done"]
+
+
+def forget_a_variable(gate):
+    """Return whether an object is gone with the function whose variable referred to it."""
+    gc.disable()
+
+    class Item:
+        pass
+
+    def call():
+        item = Item()
+        Path(f"{gate} is near").touch()
+        while not os.path.exists(gate):
+            pass
+        return weakref.ref(item)
+
+    return call()() is None
+
+
+def test_stacks_keep_no_variables_alive(tmp_path, eventually):
+    """Otherwise the tensors of a function would stay in memory until Python's next garbage collection."""
+    with mpwatch.submit(forget_a_variable, 1, args=(str(tmp_path / "gate"),)) as handle:
+        eventually((tmp_path / "gate is near").exists)
+        assert " in call" in handle.stacks()[0]
+        (tmp_path / "gate").touch()
+        assert list(handle.result()) == [True]
