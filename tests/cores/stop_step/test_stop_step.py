@@ -1,11 +1,10 @@
-"""How ranks and the watcher agree on a step, without processes."""
+"""How ranks and the watcher agree on a step at which all ranks stop, without processes."""
 
 import mmap
 import os
 import threading
 from contextlib import contextmanager
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,21 +67,6 @@ def test_a_rank_waits_until_the_step_is_agreed_on():
         assert memories[0].read_passed_step() == 4
 
 
-def test_a_rank_that_has_not_asked_has_passed_no_step():
-    with make_ranks(1) as ((reader,), (memory,)):
-        assert memory.read_passed_step() is None
-        assert agree([memory]) is None
-        assert reader.should_stop(-(1 << 62))
-        assert memory.read_stopped_step() == -(1 << 62)
-
-
-def test_a_rank_that_goes_on_is_told_again():
-    with make_ranks(1) as ((reader,), memories):
-        agree(memories)
-        assert [reader.should_stop(step) for step in (5, 5, 6)] == [True] * 3
-        assert memories[0].read_stopped_step() == 5
-
-
 def test_a_lower_step_begins_a_new_round():
     """As in the second epoch of a training. Both ranks have done four steps of the first epoch."""
     with make_ranks(2) as ((first, second), memories):
@@ -100,17 +84,3 @@ def test_a_round_that_begins_while_the_ranks_are_held_has_not_begun():
         assert agree(memories) == 6
         assert reader.should_stop(5)
         assert memories[0].read_passed_step() == 6
-
-
-def test_a_call_forgets_the_steps_of_the_call_before():
-    with make_ranks(1) as ((reader,), memories):
-        assert not reader.should_stop(9)
-        reader.begin_call()
-        assert not reader.should_stop(3)
-        assert memories[0].read_passed_step() == 3
-
-
-@pytest.mark.parametrize("step", [1 << 63, 1 << 100])
-def test_a_step_has_64_bits(step):
-    with make_ranks(1) as ((reader,), _), pytest.raises(ValueError, match="64 bits"):
-        reader.should_stop(step)

@@ -1,0 +1,211 @@
+"""Arguments and return values within one process: they arrive whole, large ones without a copy, and memory is freed."""
+
+import ctypes
+import gc
+import os
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy import ma
+
+from cores.codecs.round_trips import both_ways, list_mappings, send_as_argument, send_as_value
+from mpwatch.wire.pickling import call_payload, return_values
+from mpwatch.wire.pickling.call_payload import Call
+from mpwatch.wire.pickling.pickle_buffers import MIN_BUFFER_SIZE
+from support.process_state import descriptors
+
+MANY = MIN_BUFFER_SIZE // 8 + 1  # numbers that make a large buffer
+
+
+@pytest.fixture(autouse=True)
+def _fresh_main_module(monkeypatch):
+    """`unpack` writes to the module `__main__`."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+
+
+@pytest.mark.parametrize(
+    ("array", "is_mapped"),
+    [
+        (np.arange(2.0 * MANY).reshape(2, -1), True),
+        (np.asfortranarray(np.arange(2.0 * MANY).reshape(2, -1)), True),
+        (np.arange(3 * MIN_BUFFER_SIZE, dtype="uint8"), True),
+        (np.arange(MANY, dtype=">i8"), True),
+        (np.zeros(MANY, dtype=[("a", "i4"), ("b", "f8", (2,))]), True),
+        (np.full(MANY, 1 + 2j), True),
+        (np.arange(3), False),
+        (np.arange(4.0 * MANY)[::2], False),  # not contiguous
+        (np.array([{"a": 1}, None], dtype=object), False),
+        (np.arange(MANY).astype("datetime64[s]"), False),
+        (np.array(1.5), False),
+        (np.empty((3, 0)), False),
+        (ma.masked_equal(np.arange(MANY), 3), False),
+    ],
+)
+@both_ways
+def test_an_array_comes_whole_and_writable(sent, array, is_mapped):
+    came = sent(array)
+    assert type(came) is type(array)
+    assert (came.dtype, came.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(came, array)
+    assert any(came.__array_interface__["data"][0] in mapping for mapping in list_mappings()) is is_mapped
+    assert not is_mapped or came.flags.f_contiguous is array.flags.f_contiguous
+    assert came.flags.writeable
+    came[...] = came.flat[0] if came.size else 0
+
+
+@both_ways
+@pytest.mark.parametrize("size", [0, 12, 6 * MANY])
+def test_bytes_of_all_kinds(sent, size):
+    data = os.urandom(size)
+    assert sent([data, bytearray(data), memoryview(data)]) == [data, bytearray(data), memoryview(data)]
+    grid = memoryview(np.arange(2.0 * size).reshape(2, size))
+    came = sent(grid)
+    assert came.tobytes() == grid.tobytes()
+    assert (came.format, came.shape) == ((grid.format, grid.shape) if size else ("B", (0,)))
+    assert not came.readonly
+
+
+@both_ways
+@pytest.mark.parametrize("size", [3, MANY])
+def test_read_only_memory_stays_read_only(sent, size):
+    array = np.zeros(size)
+    array.flags.writeable = False
+    assert not sent(array).flags.writeable
+    assert sent(memoryview(array)).readonly
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("view", "text"),
+    [
+        (memoryview(bytes(100))[::2], "a memoryview that is not contiguous"),
+        (memoryview(np.zeros(3, complex)), "cannot pickle a memoryview of the format 'Z"),
+        (memoryview((ctypes.c_int * MANY)()), "cannot pickle a memoryview of the format '<"),
+    ],
+)
+def test_a_memoryview_that_cannot_be_rebuilt_is_refused(sent, view, text):
+    with pytest.raises(TypeError, match=text):
+        sent(view)
+
+
+@both_ways
+def test_identical_objects_stay_identical(sent):
+    array, view = np.zeros(MANY), memoryview(bytearray(MIN_BUFFER_SIZE))
+    first, (second,), third, fourth = sent((array, [array], view, view))
+    assert first is second
+    assert third is fourth
+
+
+SIZES = [0, 1, 7000, MIN_BUFFER_SIZE - 1, MIN_BUFFER_SIZE, MIN_BUFFER_SIZE + 1, 3 * MIN_BUFFER_SIZE]
+THINGS = st.one_of(
+    st.sampled_from(SIZES).map(lambda size: np.arange(size, dtype="uint8")),
+    st.sampled_from(SIZES).map(bytes),
+    st.sampled_from(SIZES).map(lambda size: "é" * size),
+)
+
+
+@settings(max_examples=60)
+@given(things=st.lists(THINGS, max_size=6), sent=st.sampled_from([send_as_argument, send_as_value]))
+def test_any_mixture_of_small_and_large(things, sent):
+    for came, thing in zip(sent(things), things, strict=True):
+        np.testing.assert_array_equal(came, thing)
+
+
+@both_ways
+def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
+    before, open_before = list_mappings(), descriptors()
+    first, second = sent([np.zeros(MANY), np.zeros(MANY)])
+    row = second[3:]
+    assert len(list_mappings()) == len(before) + 1
+    assert descriptors() == open_before
+    del first, second
+    assert len(list_mappings()) == len(before) + 1
+    row[:] = 1
+    del row
+    assert list_mappings() == before
+
+
+@both_ways
+def test_a_finaliser_in_a_cycle_may_look_at_what_came(sent):
+    """A weakref callback of the mapping would run before the finalizer."""
+    seen = []
+
+    class Node:
+        def __del__(self):
+            seen.append(self.view[5])
+
+    node = Node()
+    node.me, node.view = node, sent(memoryview(bytes(range(256)) * MIN_BUFFER_SIZE))
+    del node
+    gc.collect()
+    assert seen == [5]
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+@both_ways
+def test_buffers_are_released_if_pickling_fails(sent):
+    data = bytearray(MIN_BUFFER_SIZE)
+    with pytest.raises(TypeError):
+        sent([memoryview(data), Unpicklable()])
+    data.append(1)  # it would raise if a buffer of it were held
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(100), b"x" * (1 << 20)])
+def test_bytes_that_are_not_a_bundle_are_refused(data):
+    with pytest.raises(ValueError, match="not a bundle"):
+        return_values.open_value(data)
+
+
+# --- Parts: each rank loads what all ranks get, and its own part
+
+
+def send_parts(parts, args=(None,)):
+    """Return the calls that the ranks get, and the size of the bundle."""
+    packed = call_payload.pack(Call(print, args, {"name": None}, None, parts=parts))
+    try:
+        calls = [
+            call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds], lambda _, number=number: number)
+            for number in range(len(parts))
+        ]
+        return calls, packed._bundle.size
+    finally:
+        packed.close()
+
+
+@pytest.mark.parametrize("factor", [1, MANY])
+def test_each_rank_gets_its_own_values(factor):
+    calls, _ = send_parts([{0: "a" * factor, "name": 1}, {0: "b" * factor, "name": 2}, {0: "c", "name": 3}])
+    assert [(*call.args, call.kwargs["name"]) for call in calls] == [("a" * factor, 1), ("b" * factor, 2), ("c", 3)]
+
+
+def test_what_all_ranks_get_is_sent_once_and_no_two_arrays_share_memory():
+    arrays = [np.full(MANY, rank) for rank in range(4)]
+    common = np.arange(MANY)
+    calls, size = send_parts([{0: array, "name": array[:]} for array in arrays], args=(None, common))
+    assert size < 9 * common.nbytes + 10 * os.sysconf("SC_PAGESIZE")
+    for rank, call in enumerate(calls):
+        array, same = call.args
+        assert (array == rank).all()
+        assert (same == common).all()
+        array[:] = -1  # neither another rank nor another array sees it
+        assert (call.kwargs["name"] == rank).all()
+
+
+def test_an_object_of_several_parts_is_written_once_and_is_one_object_in_each():
+    array, thing = np.arange(8 * MANY), ["shared"]
+    calls, size = send_parts([{0: array, "name": [array, thing]}] * 3, args=(None, thing))
+    assert size < 2 * array.nbytes
+    for call in calls:
+        got, of_call = call.args
+        assert call.kwargs["name"][0] is got
+        assert call.kwargs["name"][1] is of_call
+        assert (got == array).all()
+    assert calls[0].args[1] is not calls[1].args[1]

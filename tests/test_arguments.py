@@ -1,0 +1,388 @@
+"""What is sent to ranks and back: what a script defines goes along, large data is not copied, and a refusal names the part."""
+
+import functools
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import mpwatch
+from support import functions
+from support.process_state import descriptors
+from support.programs import python
+
+LARGE = 1 << 20  # bytes; such data is in memory that is mapped
+lock = threading.Lock()
+
+
+def list_mappings():
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+
+
+# --- Large data
+
+
+def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
+    array = np.full(LARGE // 8, 7.0)
+    came = mpwatch.run(functions.write_rank, 3, args=(array, barrier)).return_values
+    assert [came[rank][0] for rank in range(3)] == [{0.0}, {1.0}, {2.0}]
+    assert len(set.union(*(inodes for _, inodes, _ in came.values()))) == 1
+    assert not any(links for _, _, links in came.values())
+    assert set(array) == {7.0}
+
+
+@pytest.mark.parametrize(("size", "mappings"), [(LARGE, 3), (1 << 16, 0)])  # a process may have only 65,530 mappings
+def test_results_are_the_callers_to_write_to_and_hold_memory_only_as_long_as_they_live(size, mappings):
+    before, open_before = list_mappings(), descriptors()
+    result = mpwatch.run(functools.partial(np.full, size // 8), 3, args=(1.5,))
+    assert descriptors() == open_before
+    first, second, third = result
+    first[:] = 0
+    assert set(second) == {1.5}
+    assert len(list_mappings()) == len(before) + mappings
+    del result, first, second
+    assert third[5] == 1.5
+    del third
+    assert list_mappings() == before
+
+
+def test_values_of_a_failed_run_are_not_kept():
+    def return_value_or_fail():
+        if functions.rank() == 0:
+            return bytes(LARGE)
+        while "mpwatch-value" not in Path(f"/proc/{os.getppid()}/maps").read_text():  # until the watcher has the value
+            os.sched_yield()
+        raise ValueError("the batch is bad")
+
+    before = list_mappings()
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(return_value_or_fail, 2)
+    assert caught.value.root_cause.rank == 1
+    assert list_mappings() == before
+
+
+MEMORY = """
+import functools, re, sys
+import mpwatch, numpy
+def most():
+    return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) >> 10
+array = numpy.ones(100 << 17)
+for fn, args in ((len, (array,)), (functools.partial(numpy.ones, 100 << 17), ())):
+    before = most()
+    values = list(mpwatch.run(fn, 2, args=args))
+    print(most() - before)
+"""
+
+
+def test_neither_arguments_nor_results_of_100_mb_pass_through_the_watchers_heap():
+    arguments, results = map(int, python("-c", MEMORY).stdout.split())
+    assert arguments < 20
+    assert results < 20
+
+
+def test_bytes_of_any_size_come_back_as_they_were():
+    pieces = [os.urandom(size) for size in (0, 10, 1 << 16, 20 << 20)]
+    for back in mpwatch.run(lambda *pieces: pieces, 2, args=pieces):
+        assert list(back) == pieces
+
+
+def test_a_rank_that_has_closed_its_descriptors_still_returns_a_value():
+    assert list(mpwatch.run(lambda: os.closerange(3, 4096) or "returned", 1)) == ["returned"]
+
+
+# --- What a script defines
+
+MAIN = """
+import sys
+import mpwatch
+
+def double(x):
+    return 2 * x
+
+class Model:
+    class Layer:
+        def __repr__(self):
+            raise AssertionError("repr was called")
+
+    def forward(self, x):
+        return double(x)
+
+def get_main():
+    return sys.modules["__main__"].double, Model
+
+assert mpwatch.run(get_main, 1)[0] == (double, Model)
+assert mpwatch.run(type, 1, args=(Model.Layer(),))[0] is Model.Layer
+back, layer = mpwatch.run(lambda layer: (sys.modules["__main__"].double, layer), 1, args=(Model.Layer,))[0]
+assert back is double and layer is Model.Layer
+print("done")
+"""
+
+
+def test_what_a_script_defines_goes_along_and_comes_back_as_itself():
+    assert python("-c", MAIN).stdout == "done\n"
+
+
+CHANGING_GLOBALS = """
+from mpwatch import WorkerGroup
+
+n = 1
+
+def get():
+    return n
+
+class Thing:
+    pass
+
+def make():
+    return Thing()
+
+with WorkerGroup(1) as group:
+    print(*group.run(get))
+    n = 2
+    print(*group.run(get))
+
+    def get():
+        return -n
+
+    print(*group.run(get), {type(thing) for thing in group.run(make)} == {Thing})
+"""
+
+
+def test_globals_have_their_values_at_the_time_of_the_call():
+    assert python("-c", CHANGING_GLOBALS).stdout == "1\n2\n-2 True\n"
+
+
+def test_a_return_value_does_not_change_the_callers_classes():
+    class Config:
+        total = 1
+
+        def bump(self):
+            return Config.total
+
+    def change():
+        Config.total = 99
+        return Config()
+
+    bump = Config.bump
+    (back,) = mpwatch.run(change, 1)
+    assert type(back) is Config
+    assert (Config.total, Config.bump, back.bump()) == (1, bump, 1)
+
+
+def test_a_module_registered_for_pickling_by_value_is_not_imported_by_ranks(tmp_path, monkeypatch):
+    (tmp_path / "registered.py").write_text("def get(): return 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import registered
+
+    (tmp_path / "registered.py").write_text("raise ImportError('imported by a rank')\n")
+    cloudpickle.register_pickle_by_value(registered)
+    try:
+        assert list(mpwatch.run(registered.get, 1)) == [5]
+    finally:
+        cloudpickle.unregister_pickle_by_value(registered)
+    with pytest.raises(mpwatch.RunFailedError, match="imported by a rank"):
+        mpwatch.run(registered.get, 1)
+
+
+# --- Objects that stand in for a module are sent by name, since a rank has its own
+
+MODULES = {
+    # the module replaces itself by an instance of its own class
+    "settings.py": """
+import sys, threading
+
+class Settings:
+    lock = threading.Lock()
+    rate = 1
+
+sys.modules[__name__] = Settings()
+""",
+    # the module replaces itself by a module whose attributes exist when they are first read
+    "lazy.py": """
+import sys, threading, types
+
+class Namespace(types.ModuleType):
+    lock = threading.Lock()
+
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        setattr(self, name, Namespace(f"{self.__name__}.{name}"))
+        return getattr(self, name)
+
+sys.modules[__name__] = Lazy(__name__)
+""",
+    "decorators.py": """
+import functools
+
+rate = 1
+
+def scaled(fn):
+    @functools.wraps(fn)
+    def wrapper(*args):
+        return rate * fn(*args)
+    return wrapper
+""",
+}
+
+BY_NAME = """
+import sys
+import lazy, settings
+import mpwatch
+
+settings.rate = 2  # the state of this process
+reached = lazy.reached
+sys.modules["left.out"] = None
+
+def work(*things):
+    assert settings is sys.modules["settings"] is things[0] and settings.rate == 1
+    assert lazy is sys.modules["lazy"] is things[1] and lazy.reached is reached is things[2]
+    return things
+
+things = settings, lazy, reached
+back, = mpwatch.run(work, 1, args=things)
+assert all(map(lambda a, b: a is b, back, things))
+print("done")
+"""
+
+DECORATED = """
+import decorators
+import mpwatch
+
+decorators.rate = 2  # as a function that the script calls to set it up does
+
+@decorators.scaled
+def work():
+    return 3
+
+print(*mpwatch.run(work, 1))
+"""
+
+MADE_BY_THE_SCRIPT = """
+import sys, types
+import mpwatch
+
+class Wandb(types.ModuleType):
+    def __getattr__(self, name):
+        return print
+
+sys.modules["wandb"] = wandb = Wandb("wandb")
+
+def train():
+    wandb.log({})
+
+try:
+    mpwatch.run(train, 1)
+except mpwatch.LaunchError as error:
+    print(str(error).partition(", which")[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "output"),
+    [
+        (BY_NAME, "done"),
+        (DECORATED, "6"),
+        (MADE_BY_THE_SCRIPT, "fn 'train' uses the global 'wandb', a __main__.Wandb"),
+    ],
+)
+def test_an_object_that_stands_in_for_a_module(script, output, tmp_path):
+    for name, source in {**MODULES, "script.py": script}.items():
+        (tmp_path / name).write_text(source)
+    assert python(str(tmp_path / "script.py")).stdout == f"{output}\n"
+
+
+# --- What cannot be sent
+
+
+class Holder:
+    def __init__(self, thing):
+        self.thing = thing
+
+    def method(self):
+        pass
+
+
+class Slotted:
+    __slots__ = ("thing",)
+
+    def __init__(self, thing):
+        self.thing = thing
+
+
+class NeverSent:
+    def __init__(self, whole):
+        self.whole = whole
+
+    def __reduce__(self):
+        raise TypeError("never sent")
+
+
+def make_user_of_global():
+    """A function of `__main__`, in a test that is not `__main__`."""
+    names = {"lock": lock, "__name__": "__main__"}
+    exec("def train():\n    with lock: pass", names)
+    return names["train"]
+
+
+def local_user(thing):
+    def train():
+        return thing
+
+    return train
+
+
+def make_loop(*things):
+    things = [*things]
+    things.append(things)
+    return things
+
+
+def make_tree(leaf):
+    whole = Holder(None)
+    whole.first, whole.second = Holder(whole), Holder(whole)
+    whole.second.leaf = leaf
+    return whole
+
+
+def make_whole_of(cls):
+    whole = Holder(None)
+    whole.only = cls(whole)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "text"),
+    [
+        (make_user_of_global(), (), {}, "fn 'train' uses the global 'lock', a _thread.lock, which cannot be sent"),
+        (local_user(lock), (), {}, "fn '.*train' closes over 'thing', a _thread.lock"),
+        (local_user([1, {"a": lock}]), (), {}, r"fn '.*train' closes over 'thing'\[1\]\['a'\], a _thread.lock"),
+        (functools.partial(print, lock), (), {}, r"fn 'print'.args\[0\], a _thread.lock"),
+        (Holder(lock).method, (), {}, "fn 'Holder.method', a method of Holder: self.thing, a _thread.lock"),
+        (print, (1, Holder(lock)), {}, r"args\[1\].thing, a _thread.lock"),
+        (print, (Slotted(Holder([lock])),), {}, r"args\[0\].thing.thing\[0\], a _thread.lock"),
+        (dict, (), {"cfg": {"x": (lock,)}}, r"kwargs\['cfg'\]\['x'\]\[0\], a _thread.lock"),
+        (print, ((n for n in ()),), {}, r"args\[0\], a builtins.generator"),
+        (lambda default=lock: default, (), {}, r"has the default \[0\], a _thread.lock"),
+        (print, (make_loop(lock),), {}, r"args\[0\]\[0\], a _thread.lock"),
+        (print, (make_tree(lock),), {}, r"args\[0\].second.leaf, a _thread.lock"),
+        (print, (make_whole_of(NeverSent),), {}, r"args\[0\].only, a .*NeverSent"),
+    ],
+)
+def test_the_part_that_cannot_be_sent_is_named_before_a_rank_starts(fn, args, kwargs, text):
+    with pytest.raises(mpwatch.LaunchError, match=text) as caught:
+        mpwatch.run(fn, 2, args=args, kwargs=kwargs)
+    assert "create it inside the function" in str(caught.value)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_call_that_cannot_be_sent_leaves_no_descriptor():
+    """The connection's descriptor is duplicated before the lock fails to pickle. The leak check looks for the duplicate."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    with ours, theirs, pytest.raises(mpwatch.LaunchError, match=r"args\[1\]"):
+        mpwatch.run(print, 2, args=(theirs, lock))
