@@ -1,0 +1,450 @@
+"""Simulate a job of many nodes without a network, with any faults.
+
+The state machines of nodes, leaders and ranks are real. The store, the rendezvous and the ranks are simulated: the store
+runs on none of the nodes. Time is virtual.
+"""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from functools import wraps
+
+from mpwatch import RestartPolicy
+from mpwatch.multinode.leader import Broadcast, CloseRendezvous, Leader, PublishAssignments, ReservePort
+from mpwatch.multinode.node_machine import (
+    AgreeOnStep,
+    HoldRanks,
+    NodeMachine,
+    NodeStage,
+    PrepareRanks,
+    Rejoin,
+    ReportJob,
+    SendToLeader,
+    StartRanks,
+    StopRanks,
+)
+from mpwatch.multinode.protocol.messages import (
+    AttemptDecision,
+    AttemptReport,
+    JobConfig,
+    NodeInfo,
+    NodeOutcome,
+    RestartHistory,
+)
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
+    CancelAttempt,
+    Exited,
+    Failed,
+    Interrupted,
+    Lease,
+    RankPhase,
+    Ready,
+    RequestExit,
+    Restart,
+    Returned,
+    RunStage,
+    SendSignal,
+    StartCall,
+    StartRank,
+    StopReason,
+    StopRequested,
+)
+
+POLL_SECONDS, HEARTBEAT_INTERVAL, TIMEOUT = 0.1, 2.5, 15.0
+JOIN_TIMEOUT = 120.0
+LEAVE_SECONDS = 12.0  # seconds that a leader which leaves waits for the others, at most
+STOP_SECONDS = 0.5  # seconds after it has woken up, for a node to stop ranks
+DECIDE_AFTER = (StopReason.FAILED, StopReason.SUCCEEDED, StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB)
+OUTCOMES = {StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED, StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED}
+ENDED = (RankPhase.EXITED, RankPhase.ABANDONED)
+
+
+class Round:
+    """The store of one round."""
+
+    def __init__(self, names):
+        self.names = names  # by group rank
+        self.inbox, self.broadcasts, self.assignments = [], [], {}
+        self.heartbeats = Counter()
+
+
+def when_awake(method):
+    """Delay the call while the node is suspended."""
+
+    @wraps(method)
+    def later(self, *args):
+        asleep = self.asleep_until - self.job.now
+        if asleep > 0:
+            self.job.after(asleep, lambda: method(self, *args))
+            return None
+        return method(self, *args)
+
+    return later
+
+
+class Node:
+    """One node: its state machines in a round, and its ranks. It may be suspended, leave, or fail to make environments."""
+
+    def __init__(self, job, name):
+        self.job, self.name = job, name
+        self.is_alive = True
+        self.round = self.node_machine = self.leader = self.ranks = self.decision = None
+        self.history = RestartHistory()
+        self.stop_step = None  # that the nodes have agreed on
+        self.is_unreported = self.is_stop_requested = False
+        self.is_leaving = self.has_failing_env = self.is_refused = False
+        self.asleep_until, self.env_seconds = -STOP_SECONDS, 0.0
+
+    def join(self, round_, group_rank):
+        job, now = self.job, self.job.now
+        self.round, self.group_rank, self.broadcasts_read, self.inbox_read = round_, group_rank, 0, 0
+        limits = {"size": len(round_.names), "node_timeout": TIMEOUT, "now": now}
+        info = NodeInfo(group_rank, self.name, self.name, job.nprocs, "default", False, 10.0, JobConfig(()), self.history)
+        self.node_machine = NodeMachine(info, min_nodes=job.nnodes[0], max_restarts=job.policy.max_restarts, **limits)
+        self.leader = None
+        if group_rank == 0:
+            of_job = {"nnodes": job.nnodes, "policy": job.policy, "rng": job.rng.random}
+            self.leader = Leader(**of_job, exit_barrier_timeout=300.0, **limits)
+        self.execute_node_actions(self.node_machine.send_node_info())
+        job.after(0.0, self.send_heartbeat)
+        if self.is_leaving:
+            self.end()
+
+    @when_awake
+    def send_heartbeat(self):
+        if not self.is_alive:
+            return
+        now, round_ = self.job.now, self.round
+        if not self.is_over() and not (self.leader and self.leader.has_stepped_down):
+            round_.heartbeats[self.group_rank] += 1
+            self.execute_node_actions(self.node_machine.check_leader_heartbeat(round_.heartbeats[0], now))
+            if self.leader is not None:
+                self.execute_leader_actions(self.leader.update_waiting_nodes(len(self.job.waiting), now))
+                self.execute_leader_actions(self.leader.check_heartbeats(dict(round_.heartbeats), now))
+                self.execute_leader_actions(self.leader.handle_deadline(now))
+            self.job.after(HEARTBEAT_INTERVAL, self.send_heartbeat)
+        self.feed(Lease(now + 0.65 * TIMEOUT, now + 0.85 * TIMEOUT))
+
+    @when_awake
+    def poll(self):
+        """Read new messages, as RoundRunner does."""
+        if not self.is_alive or self.round is None:
+            return
+        round_ = self.round
+        while self.leader is not None and self.inbox_read < len(round_.inbox):
+            self.inbox_read += 1
+            self.job.messages += 1
+            message = round_.inbox[self.inbox_read - 1]
+            self.execute_leader_actions(self.leader.handle_message(message, self.job.now))
+        while self.broadcasts_read < len(round_.broadcasts) and not self.node_machine.is_finished:
+            self.broadcasts_read += 1
+            self.job.messages += 1
+            self.execute_node_actions(self.node_machine.handle_broadcast(round_.broadcasts[self.broadcasts_read - 1]))
+        if (attempt := self.node_machine.awaited_assignment) is not None:
+            self.execute_node_actions(self.node_machine.handle_assignment(round_.assignments[attempt, self.group_rank]))
+
+    def is_over(self):
+        return self.round is None or (self.node_machine.is_finished and (self.leader is None or self.leader.is_finished))
+
+    def execute_node_actions(self, actions):
+        job = self.job
+        for action in actions:
+            if isinstance(action, SendToLeader):
+                job.messages += 1
+                self.round.inbox.append(action.message)
+                job.schedule_polls(self.round, [0])
+            elif isinstance(action, PrepareRanks):
+                attempt, round_ = action.start.attempt, self.round
+                job.after(self.env_seconds, lambda a=attempt, r=round_: self.make_environments(a, r))
+            elif isinstance(action, StartRanks):
+                self.start()
+            elif isinstance(action, StopRanks):
+                self.feed(CancelAttempt())
+            elif isinstance(action, HoldRanks):
+                self.feed(StopRequested(action.cause, is_from_job=True))
+                job.after(0.002, self.report_steps)
+            elif isinstance(action, AgreeOnStep):
+                self.stop_step = action.after_step
+                self.let_ranks_return(0.6)
+            elif isinstance(action, Rejoin) and self.is_stop_requested:
+                self.refuse()
+            elif isinstance(action, Rejoin):
+                self.history = action.history
+                job.rejoin(self)
+            elif isinstance(action, ReportJob):
+                self.decision = action.decision
+                self.execute_node_actions(self.node_machine.acknowledge_shutdown())
+
+    def execute_leader_actions(self, actions):
+        for action in actions:
+            if isinstance(action, Broadcast):
+                self.job.messages += 1
+                self.job.decisions += [action.message] * isinstance(action.message, AttemptDecision)
+                self.round.broadcasts.append(action.message)
+                self.job.schedule_polls(self.round, range(len(self.round.names)))
+            elif isinstance(action, PublishAssignments):
+                self.round.assignments |= {(each.attempt, each.group_rank): each for each in action.assignments}
+            elif isinstance(action, ReservePort):
+                self.execute_leader_actions(self.leader.start_attempt(29500))
+            elif isinstance(action, CloseRendezvous):
+                self.job.close()
+
+    @when_awake
+    def make_environments(self, attempt, round_):
+        machine = self.node_machine
+        if not self.is_alive or self.round is not round_ or machine.attempt != attempt:
+            return
+        if machine.stage is NodeStage.PREPARING and self.has_failing_env:
+            self.execute_node_actions(machine.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="env")))
+            self.end_when_leader_is_finished()
+        elif machine.stage is NodeStage.PREPARING:
+            self.execute_node_actions(machine.start_ranks(attempt))
+
+    # ranks
+
+    def start(self):
+        job = self.job
+        job.note_overlap(self)
+        if self.ranks is None:
+            self.ranks = StateMachine((), now=job.now, grace_period=10.0, decide_after=DECIDE_AFTER)
+            self.feed(StartCall(job.now))
+        first = self.round.assignments[self.node_machine.attempt, self.group_rank].first_rank
+        ranks = tuple(range(first, first + job.nprocs))
+        self.feed(Restart(ranks[0], generation=self.ranks.generation, ranks=ranks))
+        self.let_ranks_return(job.work)
+
+    def let_ranks_return(self, seconds):
+        generation = self.ranks.generation
+        for rank in list(self.ranks.phase_table.phases):
+            self.job.after(0.5, lambda rank=rank: self.feed(Ready(rank, generation=generation)))
+            self.job.after(0.5 + seconds, lambda rank=rank: self.feed(Returned(rank, generation=generation)))
+
+    @when_awake
+    def feed(self, event):
+        machine = self.ranks
+        if not self.is_alive or machine is None or machine.stage is RunStage.FINISHED:
+            return
+        if getattr(event, "generation", machine.generation) < machine.generation:
+            return
+        if isinstance(event, Ready | Returned | Failed | Exited) and not self.is_possible(event):
+            return
+        earlier_reason = machine.stop_reason
+        self.execute_rank_actions(machine.handle(event, self.job.now))
+        self.report_changes(earlier_reason)
+
+    def is_possible(self, event):
+        phase = self.ranks.phase_table.phases.get(event.rank)
+        if phase is None or phase in ENDED:
+            return False
+        if isinstance(event, Returned | Failed):
+            return phase is RankPhase.RUNNING
+        return phase is RankPhase.STARTING if isinstance(event, Ready) else True
+
+    def execute_rank_actions(self, actions):
+        machine, job = self.ranks, self.job
+        generation = machine.generation
+        for action in actions:
+            if isinstance(action, StartRank):
+                self.is_unreported, self.failed_rank = True, None
+            elif isinstance(action, SendSignal | RequestExit):
+                job.after(0.05, lambda rank=action.rank: self.feed(Exited(rank, generation=generation)))
+        if machine.deadline is not None:
+            job.after(max(0.0, machine.deadline - job.now), self.handle_deadline)
+
+    @when_awake
+    def handle_deadline(self):
+        if self.is_alive and self.ranks is not None and self.ranks.deadline is not None:
+            earlier_reason = self.ranks.stop_reason
+            self.execute_rank_actions(self.ranks.handle_deadline(self.job.now))
+            self.report_changes(earlier_reason)
+
+    def report_changes(self, earlier_reason):
+        machine = self.ranks
+        if machine.stop_reason is not earlier_reason and machine.stop_reason is StopReason.FAILED:
+            self.execute_node_actions(self.node_machine.report_failing())
+        if machine.stage is RunStage.AWAITING_DECISION and self.is_unreported:
+            self.is_unreported = False
+            outcome = OUTCOMES.get(machine.stop_reason, NodeOutcome.FAILED)
+            failures = ({"rank": self.failed_rank, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
+            self.execute_node_actions(self.node_machine.report_ranks_stopped())
+            self.execute_node_actions(self.node_machine.report_attempt(AttemptReport(0, 0, outcome, failures)))
+
+    def report_steps(self):
+        if self.is_alive and self.round is not None:
+            self.execute_node_actions(self.node_machine.report_steps_held(self.job.rng.randrange(1000)))
+
+    @property
+    def has_ranks(self):
+        if self.ranks is None or not self.is_alive or self.asleep_until + STOP_SECONDS > self.job.now:
+            return False
+        return any(phase not in ENDED for phase in self.ranks.phase_table.phases.values())
+
+    # faults, and requests to stop
+
+    def fail_rank(self):
+        if self.is_alive and self.ranks is not None and self.ranks.is_call_running():
+            rank, phase = next(iter(self.ranks.phase_table.phases.items()))
+            if phase is RankPhase.RUNNING:
+                self.failed_rank = rank
+                self.feed(Exited(rank, generation=self.ranks.generation))
+
+    def kill(self):
+        if self.is_alive:
+            self.is_alive = False
+            self.job.after(TIMEOUT, lambda: self.job.depart(self))  # torch drops it after its own timeout
+
+    def suspend(self, seconds):
+        """Suspend the node and its ranks."""
+        job = self.job
+        if self.asleep_until > job.now:
+            return
+        self.asleep_until = job.now + seconds
+        if seconds > TIMEOUT:
+            job.after(TIMEOUT, lambda: self.asleep_until > job.now and job.depart(self))
+        job.after(seconds, lambda: self.wake(seconds))
+
+    def wake(self, seconds_asleep):
+        if not self.is_alive or seconds_asleep <= 1.0:
+            return
+        if self.round is None:
+            self.job.rejoin(self)
+            return
+        self.node_machine.extend_deadlines(seconds_asleep)
+        if self.leader is not None:
+            self.leader.extend_deadlines(seconds_asleep)
+        if seconds_asleep <= TIMEOUT * 0.75:
+            return
+        if self.leader is None:
+            self.execute_node_actions(self.node_machine.withdraw("it was silent"))
+        elif not self.leader.has_decided:
+            self.execute_leader_actions(self.leader.step_down("it was silent"))
+            self.execute_node_actions(self.node_machine.handle_leader_loss("it was silent"))
+
+    def request_stop(self):
+        """Request a stop of the job, or give up if this node is in a rendezvous."""
+        self.is_stop_requested = True
+        if self.is_alive and self.round is not None:
+            self.execute_node_actions(self.node_machine.request_stop("SIGUSR1"))
+        elif self.is_alive:
+            self.refuse()
+
+    @when_awake
+    def leave(self):
+        if self.is_leaving or not self.is_alive:
+            return
+        self.is_leaving = True
+        if self.round is None or self.is_over():
+            self.end()
+            return
+        self.execute_node_actions(self.node_machine.report_signal("it received SIGTERM"))
+        self.feed(Interrupted(15))
+        self.end_when_leader_is_finished()
+
+    def end_when_leader_is_finished(self, by=None):
+        by = self.job.now + LEAVE_SECONDS if by is None else by
+        if self.leader is None or self.leader.is_finished or self.job.now >= by:
+            self.end()
+        elif self.is_alive:
+            self.job.after(0.1, lambda: self.end_when_leader_is_finished(by))
+
+    def refuse(self):
+        self.is_refused = True
+        self.end()
+
+    def end(self):
+        self.is_alive = False
+        self.ranks = None
+        self.job.depart(self)
+
+
+class SimulatedJob:
+    """All nodes of a job, the rendezvous, and the clock."""
+
+    def __init__(self, n, *, nprocs=2, nnodes=None, max_restarts=10**6, work=60.0, seed=0):
+        self.now, self._ticket, self._heap = 0.0, itertools.count(), []
+        self.rng = random.Random(seed)
+        self.nprocs, self.nnodes, self.work = nprocs, nnodes or (n, n), work
+        self.policy = RestartPolicy(max_restarts)
+        self.messages, self.is_closed, self.overlaps, self.decisions = 0, False, [], []
+        self.waiting, self.participants, self._polled = set(), set(), set()
+        self.nodes = {}
+        for number in range(n):
+            self.add_node(number)
+
+    def add_node(self, number):
+        if number not in self.nodes:
+            self.nodes[number] = Node(self, f"n{number:05}")
+            self.rejoin(self.nodes[number])
+
+    def alive(self):
+        return [node for node in self.nodes.values() if node.is_alive]
+
+    def after(self, seconds, call):
+        heapq.heappush(self._heap, (self.now + seconds, next(self._ticket), call))
+
+    def schedule_polls(self, round_, group_ranks):
+        """Have these nodes poll the store within POLL_SECONDS."""
+        for group_rank in group_ranks:
+            if (id(round_), group_rank) not in self._polled:
+                self._polled.add((id(round_), group_rank))
+                self.after(self.rng.uniform(0.0, POLL_SECONDS), lambda g=group_rank: self._poll(round_, g))
+
+    def _poll(self, round_, group_rank):
+        self._polled.discard((id(round_), group_rank))
+        node = round_.names[group_rank]
+        if node.round is round_:
+            node.poll()
+
+    def rejoin(self, node):
+        """Let the node wait for the next round. It forms one second after the last node has left the round before."""
+        if self.is_closed:
+            node.refuse()
+            return
+        node.round, node.waiting_since = None, self.now
+        self.participants.discard(node)
+        self.waiting.add(node)
+        self.after(1.0, self._form)
+        self.after(JOIN_TIMEOUT, lambda since=self.now: self._give_up_joining(node, since))
+
+    def _give_up_joining(self, node, since):
+        if node in self.waiting and node.waiting_since == since:
+            node.refuse()
+
+    def _form(self):
+        if self.participants or len(self.waiting) < self.nnodes[0]:
+            return
+        nodes = sorted(self.waiting, key=lambda node: node.name)[: self.nnodes[1]]
+        self.waiting -= set(nodes)
+        self.participants = set(nodes)
+        round_ = Round(nodes)
+        for group_rank, node in enumerate(nodes):
+            node.join(round_, group_rank)
+
+    def close(self):
+        self.is_closed = True
+        for node in list(self.waiting):
+            node.refuse()
+
+    def depart(self, node):
+        self.participants.discard(node)
+        self.waiting.discard(node)
+        self.after(1.0, self._form)
+
+    def note_overlap(self, node):
+        """Note ranks of another round that still run when a node starts its ranks."""
+        self.overlaps += [
+            (self.now, node.name, other.name)
+            for other in self.alive()
+            if other.has_ranks and other.round is not node.round is not None
+        ]
+
+    def run(self, until=3600.0):
+        while self._heap and self.now < until and not self.is_over():
+            self.now, _, call = heapq.heappop(self._heap)
+            call()
+        return self
+
+    def is_over(self):
+        return all(node.decision is not None for node in self.alive())

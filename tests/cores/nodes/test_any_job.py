@@ -1,0 +1,124 @@
+"""Simulated jobs with any faults at any time. Hypothesis searches for a history that breaks a guarantee."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cores.nodes.simulation import TIMEOUT, SimulatedJob
+from mpwatch.multinode.protocol.messages import NO_ATTEMPT, NextStep
+
+AT_ONCE = 1.0  # seconds, for a few messages
+NODES, WORK = 4, 40.0
+MESSAGES_OF_A_FAILURE = 10  # for each node: failing, stop, report, decision and start, each written and read
+
+TIMES = st.floats(0.0, 90.0, allow_nan=False).map(lambda seconds: round(seconds, 1))
+NODE = st.integers(0, NODES - 1)
+SEEDS = st.integers(0, 3)
+FAULTS = st.one_of(
+    FAILURE := st.tuples(st.just("fail_rank"), TIMES, NODE),
+    FAILURE,
+    st.tuples(st.just("kill"), TIMES, NODE),
+    st.tuples(st.just("leave"), TIMES, NODE),
+    st.tuples(st.just("join"), TIMES, st.integers(10, 12)),
+    st.tuples(st.just("suspend"), TIMES, NODE, st.sampled_from([2.0, 9.0, 11.0, 12.0, 14.0, 16.0, 25.0, 40.0])),
+    st.tuples(st.just("env_seconds"), TIMES, NODE, st.sampled_from([1.0, 10.0, 20.0])),
+    st.tuples(st.just("has_failing_env"), TIMES, NODE, st.just(True)),
+)
+
+
+def cause(job, fault):
+    kind, _, number, *more = fault
+    if kind == "join":
+        job.add_node(number)
+    elif kind in ("env_seconds", "has_failing_env"):
+        setattr(job.nodes[number], kind, *more)
+    else:
+        getattr(job.nodes[number], kind)(*more)
+
+
+def run_history(least, max_restarts, faults, seed):
+    job = SimulatedJob(NODES, nnodes=(least, NODES), max_restarts=max_restarts, work=WORK, seed=seed)
+    for fault in faults:
+        job.after(fault[1], lambda fault=fault: cause(job, fault))
+    return job.run()
+
+
+@settings(max_examples=300)
+@given(st.integers(1, NODES), st.integers(0, 2), st.lists(FAULTS, max_size=7), SEEDS)
+@example(1, 0, [*(("leave", 0.0, node) for node in (0, 1, 3)), ("join", 2.0, 10), ("suspend", 2.0, 2, 16.0)], 0)
+def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
+    """A node that was silent for too long while it was alone reports itself as lost. Another node may have gone on meanwhile."""
+    job = run_history(least, max_restarts, faults, seed)
+    assert job.is_over(), "a node waits without limit"
+    nodes = [node for node in job.alive() if not node.is_refused and node.decision.attempt != NO_ATTEMPT]
+    decisions = [node.decision for node in nodes if node.name not in {lost.hostname for lost in node.decision.lost_nodes}]
+    assert len({(each.next_step, each.history, each.root_cause_rank, each.attempt) for each in decisions}) <= 1
+    assert all(decision.history.restarts_used <= max_restarts for decision in decisions)
+    again = (NextStep.RESTART, NextStep.RE_RENDEZVOUS)
+    assert sum(bool(decision.failures) for decision in job.decisions if decision.next_step in again) <= max_restarts
+    started = [decision.attempt for decision in job.decisions if decision.history.attempts > decision.attempt]
+    assert len(started) == len(set(started)), "two decisions about one attempt"
+    assert not job.overlaps, "ranks of two rounds run at the same time"
+
+
+@settings(max_examples=50)
+@given(
+    TIMES,
+    st.integers(1, NODES),
+    st.integers(0, 2),
+    st.lists(st.tuples(st.just("fail_rank"), TIMES, NODE), max_size=3),
+    SEEDS,
+)
+def test_no_node_waits_for_others_if_all_leave(at, least, max_restarts, failures, seed):
+    job = run_history(least, max_restarts, [*failures, *(("leave", at, node) for node in range(NODES))], seed)
+    assert job.is_over()
+    assert job.now < at + AT_ONCE
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.just("suspend"), TIMES, NODE, st.floats(0.1, TIMEOUT / 3)), max_size=5), SEEDS)
+def test_nodes_that_are_silent_for_a_short_time_cost_no_attempt(faults, seed):
+    job = run_history(NODES, 0, faults, seed)
+    assert {(node.decision.next_step, node.decision.history.attempts) for node in job.nodes.values()} == {(NextStep.DONE, 1)}
+
+
+REQUESTS = st.lists(st.tuples(st.just("request_stop"), st.floats(2.0, 30.0), NODE), min_size=1, max_size=3)
+
+
+@settings(max_examples=50)
+@given(REQUESTS, SEEDS)
+def test_all_nodes_stop_at_the_same_step(requests, seed):
+    job = run_history(NODES, 2, requests, seed)
+    assert {node.decision.next_step for node in job.nodes.values()} == {NextStep.DONE}
+    (step,) = {node.stop_step for node in job.nodes.values()}
+    assert step is not None
+    assert job.now < WORK
+
+
+@settings(max_examples=50)
+@given(REQUESTS, st.lists(st.tuples(st.sampled_from(["fail_rank", "kill"]), TIMES, NODE), max_size=3), SEEDS)
+def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
+    job = run_history(NODES // 2, 2, [*requests, *faults], seed)
+    assert job.is_over()
+    assert len({node.decision.next_step for node in job.alive()}) <= 1
+
+
+@pytest.mark.parametrize("n", [2, 100])
+def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
+    quiet, job = SimulatedJob(n), SimulatedJob(n)
+    for number in range(3):
+        job.after(20.0 + 30.0 * number, job.nodes[number % n].fail_rank)
+    assert {node.decision.next_step for node in job.run().nodes.values()} == {NextStep.DONE}
+    assert len(job.decisions) == 4
+    assert job.messages - quiet.run().messages <= 3 * MESSAGES_OF_A_FAILURE * n
+
+
+def test_a_job_of_a_hundred_nodes_survives_ranks_and_nodes():
+    job = SimulatedJob(100, nnodes=(90, 100))
+    job.after(20.0, job.nodes[7].fail_rank)
+    for number in (0, 1, 99):
+        job.after(60.0, job.nodes[number].kill)
+    alive = job.run().alive()
+    assert {node.decision.next_step for node in alive} == {NextStep.DONE}
+    assert len(alive) == 97
+    assert job.now < 60.0 + job.work + 3 * TIMEOUT

@@ -1,0 +1,301 @@
+"""What the nodes of a job report about an attempt in, who failed first and what all nodes do next out."""
+
+from dataclasses import replace
+
+import pytest
+
+from mpwatch import FailureKind, ProcessFailure, RestartPolicy
+from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
+from mpwatch.multinode.job_verdict import find_job_verdicts, make_records, read_records
+from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
+from mpwatch.multinode.protocol.messages import (
+    AttemptReport,
+    JobConfig,
+    NextStep,
+    NodeInfo,
+    NodeOutcome,
+    RankRecord,
+    RestartHistory,
+    encode_message,
+)
+from mpwatch.multinode.protocol.signed_json import SignedJson
+from mpwatch.results.collective import Collective, CollectiveState
+from mpwatch.results.failure import add_summary
+from mpwatch.results.rank_collectives import RankCollectives
+
+ONCE, AGAIN = RestartPolicy(0), RestartPolicy(1)
+DONE, FAILED, RESTART, REJOIN = NextStep.DONE, NextStep.FAILED, NextStep.RESTART, NextStep.RE_RENDEZVOUS
+
+OWN, OTHER_OWN = {"rank": 0, "is_secondary": False}, {"rank": 1, "is_secondary": False}
+VICTIM, MISSING = {"rank": 0, "is_secondary": True}, {"rank": 1, "is_secondary": False}
+
+
+def report(node, outcome, *failures, **details):
+    return AttemptReport(node, 0, NodeOutcome[outcome], failures, **details)
+
+
+def decide(*reports, policy=ONCE, first_ranks=None, server=None, **facts):
+    """Decide about an attempt of nodes with one rank each. `order` is that in which ranks failed."""
+    lost = facts.pop("lost_nodes", {})
+    nodes = sorted({*(of_node.group_rank for of_node in reports), *lost})
+    infos = {
+        node: NodeInfo(node, f"host{node}", "", 1, "default", node == server, 10.0, JobConfig(()), RestartHistory())
+        for node in nodes
+    }
+    known = {
+        "attempt": 0,
+        "has_started": True,
+        "history": RestartHistory(),
+        "size": len(nodes),
+        "min_nodes": len(nodes),
+        "waiting_nodes": 0,
+        "failure_order": [of_node.group_rank for of_node in reports if of_node.outcome is NodeOutcome.FAILED],
+    }
+    summary = AttemptSummary(
+        **known | facts,
+        node_infos=infos,
+        first_ranks=first_ranks or {node: node for node in nodes},
+        reports={of_node.group_rank: of_node for of_node in reports},
+        lost_nodes=lost,
+    )
+    return decide_next_step(summary, policy)
+
+
+OK0, OK1 = report(0, "SUCCEEDED"), report(1, "SUCCEEDED")
+STOPPED1 = report(1, "STOPPED")
+OWN0, OWN1 = report(0, "FAILED", OWN), report(1, "FAILED", OTHER_OWN)
+RESET0 = report(0, "FAILED", OWN, may_be_victim=True)  # it has lost a connection
+SILENT0 = report(0, "FAILED", OWN, waited_for_other_nodes=True)
+WAITED0 = report(0, "FAILED", VICTIM, waited_for_other_nodes=True)
+VICTIM0 = report(0, "FAILED", VICTIM)
+AWAY1 = report(1, "STOPPED", missing_ranks=(MISSING,))
+STOPPED_FIRST = {"stopped_for_waiting_nodes": True, "waiting_nodes": 1}
+
+
+@pytest.mark.parametrize(
+    ("reports", "facts", "blamed", "next_step"),
+    [
+        pytest.param([OK0, OK1], {}, -1, DONE, id="all have succeeded"),
+        pytest.param([OWN0, STOPPED1], {}, 0, FAILED, id="one rank has failed"),
+        pytest.param([OWN0, OK1], {}, 0, FAILED, id="one rank has failed after the others have returned"),
+        pytest.param([OWN0, OWN1], {"failure_order": [1, 0]}, 1, FAILED, id="two have failed, one of them first"),
+        pytest.param([VICTIM0, OWN1], {}, 1, FAILED, id="a victim was first"),
+        pytest.param([RESET0, OWN1], {}, 1, FAILED, id="a rank that may be a victim was first"),
+        pytest.param([RESET0, STOPPED1], {}, 0, FAILED, id="a rank that may be a victim is alone"),
+        pytest.param([WAITED0, AWAY1], {}, 1, FAILED, id="a rank of another node was waited for"),
+        pytest.param([VICTIM0, AWAY1], {}, 0, FAILED, id="nobody has waited when connections broke"),
+        pytest.param([WAITED0, OWN1, replace(AWAY1, group_rank=2)], {}, 1, FAILED, id="own failure before missing rank"),
+        pytest.param([SILENT0, AWAY1], {}, 1, FAILED, id="a silent rank that had waited for a missing one"),
+        pytest.param([SILENT0, OWN1], {}, 1, FAILED, id="a silent rank that had waited for one that failed"),
+        pytest.param([SILENT0, STOPPED1], {}, 0, FAILED, id="a silent rank that had waited for nobody"),
+        pytest.param([SILENT0], {"lost_nodes": {1: "gone"}}, 1, FAILED, id="a silent rank that had waited for a lost node"),
+        pytest.param([RESET0], {"lost_nodes": {1: "gone"}}, 1, FAILED, id="a victim of a lost node"),
+        pytest.param([OWN0], {"lost_nodes": {1: "gone"}}, 0, FAILED, id="an own failure beside a lost node"),
+        pytest.param([VICTIM0, AWAY1], {"lost_nodes": {2: "gone"}}, 2, FAILED, id="a lost node before a missing rank"),
+        pytest.param([STOPPED1], {"lost_nodes": {0: "gone"}, "min_nodes": 1}, 0, REJOIN, id="enough nodes remain"),
+        pytest.param([STOPPED1], {"lost_nodes": {0: "gone"}, "waiting_nodes": 1}, 0, REJOIN, id="a substitute waits"),
+        pytest.param([VICTIM0, STOPPED1], STOPPED_FIRST, -1, REJOIN, id="stopped for a newcomer, with a victim"),
+        pytest.param([OWN0, STOPPED1], STOPPED_FIRST, 0, FAILED, id="stopped for a newcomer, with an own failure"),
+    ],
+)
+def test_the_rank_that_failed_first_is_blamed(reports, facts, blamed, next_step):
+    decision = decide(*reports, **facts)
+    assert (decision.root_cause_rank, decision.next_step) == (blamed, next_step)
+    if decision.failures and blamed >= 0 and not facts.get("lost_nodes"):
+        assert decision.failures[0]["rank"] == blamed
+    assert not decision.is_restart_counted
+
+
+BROKEN0 = report(0, "ABORTED", OWN, reason="KeyError: of retry_if")
+UNMADE0 = report(0, "ABORTED", reason="ValueError: of env")
+TIMED_OUT0 = report(0, "TIMED_OUT", reason="timeout: rank 0 had not returned")
+TOO_FEW = "node 1 (host1) was lost: gone"
+
+
+@pytest.mark.parametrize(
+    ("reports", "facts", "blamed", "reason", "no_restart_reason"),
+    [
+        ([BROKEN0, STOPPED1], {}, 0, "node 0 (host0): KeyError: of retry_if", "node 0 (host0): KeyError: of retry_if"),
+        ([UNMADE0, STOPPED1], {}, -1, "node 0 (host0): ValueError: of env", ""),
+        (
+            [TIMED_OUT0, report(1, "STOPPED", unfinished=(1,))],
+            {},
+            -1,
+            "node 0 (host0): timeout: rank 0 had not returned; on other nodes rank 1 had not returned",
+            "",
+        ),
+        ([OK0], {"lost_nodes": {1: "gone"}, "policy": ONCE}, 1, TOO_FEW, "1 of at least 2 nodes remain"),
+        (
+            [OK0],
+            {"lost_nodes": {1: "gone"}, "min_nodes": 1, "server": 1},
+            1,
+            f"{TOO_FEW}; node 1 (host1) served the store, without which the others cannot go on",
+            "node 1 (host1) served the store, without which the others cannot go on",
+        ),
+        ([OWN0, STOPPED1], {"stop_cause": "SIGUSR1"}, 0, "", "a stop was requested (SIGUSR1)"),
+        (
+            [STOPPED1],
+            {"lost_nodes": {0: "gone"}, "min_nodes": 1, "stop_cause": "SIGUSR1"},
+            0,
+            None,
+            "a stop was requested (SIGUSR1)",
+        ),
+    ],
+)
+def test_the_reason_why_a_job_ends_without_a_restart_is_named(reports, facts, blamed, reason, no_restart_reason):
+    decision = decide(*reports, **{"policy": AGAIN, **facts})
+    assert (decision.next_step, decision.root_cause_rank) == (FAILED, blamed)
+    assert decision.reason == reason or reason is None
+    assert decision.no_restart_reason == no_restart_reason
+    assert not decision.is_restart_counted
+
+
+@pytest.mark.parametrize(
+    ("reports", "facts", "next_step", "left", "is_counted"),
+    [
+        ([OWN0, STOPPED1], {}, RESTART, 0, True),
+        ([OWN0, STOPPED1], {"waiting_nodes": 1}, REJOIN, 0, True),
+        ([OK0], {"lost_nodes": {1: "gone"}}, REJOIN, 0, True),
+        ([OK0], {"lost_nodes": {1: "gone"}, "min_nodes": 1}, REJOIN, 1, False),
+        ([VICTIM0, STOPPED1], STOPPED_FIRST, REJOIN, 1, False),
+    ],
+    ids=["a failure", "a failure, and a newcomer", "too few nodes remain", "enough nodes remain", "a newcomer"],
+)
+def test_a_restart_is_counted_unless_nodes_come_or_enough_remain(reports, facts, next_step, left, is_counted):
+    decision = decide(*reports, policy=AGAIN, **facts)
+    assert (decision.next_step, decision.restarts_left, decision.is_restart_counted) == (next_step, left, is_counted)
+
+
+def test_the_policy_is_asked_about_the_rank_that_is_blamed():
+    """If `retry_if` is a function, its answer about the victim counts: it has seen no other failure."""
+    hangs, others = (RestartPolicy(1, retry_if=[kind]) for kind in (FailureKind.HANG, FailureKind.EXCEPTION))
+    by_function = RestartPolicy(1, retry_if=lambda _: False)
+    refused = replace(WAITED0, no_restart_reason="it is not wanted")
+    assert decide(refused, AWAY1, policy=hangs).next_step is RESTART
+    assert decide(WAITED0, AWAY1, policy=others).no_restart_reason
+    assert decide(refused, AWAY1, policy=by_function).no_restart_reason == "it is not wanted"
+
+
+def test_a_decision_with_many_long_failures_fits_into_a_message():
+    n = 64
+    long = [report(node, "FAILED", {"rank": node, "is_secondary": node != 7, "text": "x" * 60_000}) for node in range(n)]
+    decision = decide(*long)
+    SignedJson(b"secret", "job").encode("word/1", encode_message(decision), limit=1 << 20)
+    assert decision.root_cause_rank == decision.failures[0]["rank"] == 7
+    assert decision.failures_omitted == n - len(decision.failures)
+
+
+# --- collectives of all nodes: ranks 0 and 1 on node 0, rank 2 on node 1
+
+
+def make_call(name, sequence=1, *, elements=16, is_over=False, world=3):
+    return Collective(
+        name=name,
+        sequence=sequence,
+        group="default",
+        ranks=tuple(range(world)),
+        input_shapes=((elements,),),
+        input_dtypes=("float32",),
+        state=CollectiveState.COMPLETED if is_over else CollectiveState.WAITING,
+        seconds=60.0,
+    )
+
+
+def make_record(rank, *call, has_returned=False, **details):
+    answer = RankCollectives(collectives=(make_call(*call, **details),), rank_in_world=rank)
+    return RankRecord(rank, has_returned, answer.to_json(), 100 + rank)
+
+
+def encode(rank, **facts):
+    known = {"local_rank": rank, "pid": 100 + rank, "hostname": "host0", "group_rank": 0, "exit_code": 134}
+    return encode_failure(add_summary(ProcessFailure(rank=rank, **known | facts)))
+
+
+ABORTED = encode(0, kind=FailureKind.SIGNAL, signal=6)
+CRASHED = encode(0, kind=FailureKind.SIGNAL, signal=11)
+HUNG = encode(2, kind=FailureKind.HANG, stack="where it was")
+REDUCING = [make_record(rank, "all_reduce") for rank in (0, 1)]
+REDUCING_AGAIN = [make_record(rank, "all_reduce", 2) for rank in (0, 1)]
+ODD = [make_record(2, "all_reduce", elements=17)]
+LATE = [make_record(2, "broadcast", is_over=True)]
+RETURNED = [replace(LATE[0], has_returned=True)]
+
+
+def decide_on_collectives(failures, first, second, more=(), **facts):
+    of_first = report(0, "FAILED", *failures, waited_for_other_nodes=VICTIM in failures, collectives=tuple(first))
+    missing = {"missing_ranks": (HUNG,)} if second is LATE else {}
+    of_second = report(1, "FAILED" if more else "STOPPED", *more, collectives=tuple(second), **missing)
+    return decide(of_first, of_second, first_ranks={0: 0, 1: 2}, **facts)
+
+
+@pytest.mark.parametrize(
+    ("failures", "first", "second", "kind", "summary"),
+    [
+        (ABORTED, REDUCING, ODD, "MISMATCH", "called all_reduce #1 with float32[17], ranks 0-1 with float32[16]"),
+        (VICTIM, REDUCING_AGAIN, RETURNED, "MISMATCH", "has returned, but ranks 0-1 wait for it in all_reduce #2 "),
+        (VICTIM, REDUCING_AGAIN, LATE, "HANG", "has not joined all_reduce #2 "),
+    ],
+    ids=["another collective", "returned", "late"],
+)
+def test_a_rank_whose_collectives_do_not_fit_those_of_other_nodes_is_blamed(failures, first, second, kind, summary):
+    """Gloo aborts a rank that is not to blame."""
+    decision = decide_on_collectives([failures], first, second)
+    blamed = decode_failure(decision.failures[0])
+    assert (decision.next_step, decision.root_cause_rank, blamed.rank) == (FAILED, 2, 2)
+    assert (blamed.kind, blamed.is_secondary) == (FailureKind[kind], False)
+    assert blamed.summary.startswith(summary)
+    assert blamed.stack == ("where it was" if second is LATE else "")
+    if second is ODD:
+        assert (blamed.local_rank, blamed.pid, blamed.group_rank, blamed.hostname) == (0, 102, 1, "host1")
+    assert all(failure["is_secondary"] for failure in decision.failures[1:])
+
+
+def test_two_ranks_that_do_not_agree_are_named_and_nobody_is_blamed():
+    records = [make_record(0, "all_reduce", world=2)], [make_record(1, "broadcast", world=2)]
+    decision = decide_on_collectives([ABORTED], *records)
+    assert (decision.next_step, decision.root_cause_rank) == (FAILED, -1)
+    assert decision.reason == "rank 0 called all_reduce #1 with float32[16], rank 1 broadcast #1 with float32[16]"
+    assert [failure["is_secondary"] for failure in decision.failures] == [True]
+
+
+@pytest.mark.parametrize(
+    ("failure", "facts"),
+    [
+        pytest.param(CRASHED, {}, id="a rank has crashed"),
+        pytest.param(ABORTED, {"more": [{"rank": 2, "is_secondary": False}]}, id="a rank has failed on its own"),
+        pytest.param(ABORTED, {"lost_nodes": {2: "silent"}}, id="a node is lost"),
+    ],
+)
+def test_a_failure_of_its_own_comes_before_a_mismatch(failure, facts):
+    decision = decide_on_collectives([failure], REDUCING, ODD, **facts)
+    assert (decision.root_cause_rank, decision.failures[0]) == (0, failure)
+
+
+def test_a_timeout_names_the_rank_of_another_node_that_called_another_collective():
+    timed_out = report(0, "TIMED_OUT", reason="timeout", collectives=tuple(REDUCING))
+    decision = decide(timed_out, report(1, "STOPPED", collectives=tuple(ODD)), first_ranks={0: 0, 1: 2})
+    assert decision.timed_out
+    assert decision.reason.startswith("node 0 (host0): timeout; rank 2 called all_reduce #1 with float32[17]")
+
+
+def test_the_policy_is_asked_about_the_mismatch():
+    signals, mismatches = (RestartPolicy(1, retry_if=[kind]) for kind in (FailureKind.SIGNAL, FailureKind.MISMATCH))
+    assert decide_on_collectives([ABORTED], REDUCING, ODD, policy=signals).no_restart_reason
+    assert decide_on_collectives([ABORTED], REDUCING, ODD, policy=mismatches).next_step is RESTART
+
+
+def test_only_the_latest_collectives_and_those_that_a_rank_waits_in_are_sent():
+    calls = [make_call("all_reduce", number, is_over=number != 4) for number in range(1, 65)]
+    (record,) = make_records({5: RankCollectives(collectives=tuple(calls))}, returned=[5], pids={5: 7})
+    assert (record.rank, record.has_returned, record.pid) == (5, True, 7)
+    answer = RankCollectives.from_json(record.collectives)
+    assert [call.sequence for call in answer.collectives] == [4, *range(57, 65)]
+    assert not answer.has_all
+    wide = dict.fromkeys(range(100), RankCollectives(collectives=(make_call("all_reduce", world=2000),)))
+    assert 8 <= len(make_records(wide, [], {})) < 30
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"place": "", "has_all": true, "groups": [], "collectives": [{"ranks": 0}]}'])
+def test_collectives_that_cannot_be_read_say_nothing(text):
+    """The node may have another version of mpwatch."""
+    assert find_job_verdicts([read_records([RankRecord(0, False, text), make_record(1, "barrier")])]) == []

@@ -1,0 +1,286 @@
+"""Failures that are sent to other nodes: every failure fits and arrives, and invalid data is refused without harm."""
+
+import copy
+import json
+import linecache
+import os
+import traceback
+from contextlib import suppress
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cores.nodes.samples import make_value
+from mpwatch import FailureKind, ProcessFailure
+from mpwatch.multinode.protocol.failure_codec import (
+    LOCAL_FIELDS,
+    MAX_FAILURE_BYTES,
+    MAX_FRAMES,
+    MIN_FAILURE_BYTES,
+    decode_failure,
+    encode_failure,
+)
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
+
+SENT = {field.name for field in fields(ProcessFailure)} - LOCAL_FIELDS.keys()
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["OOM", "ValueError", "eval"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+RAW = st.text(st.characters(categories=None))  # includes surrogates, and control characters of terminals
+LONG = st.builds(lambda text, times: text * times, RAW, st.integers(0, 3000))
+
+
+def make_failure(**values):
+    known = {"rank": 3, "local_rank": 1, "pid": 77, "hostname": "node1", "kind": FailureKind.EXCEPTION, "exit_code": 1}
+    return ProcessFailure(**known | values)
+
+
+def raise_and_catch(error, cause=None):
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def encode(error):
+    return json.loads(dump_json(encode_failure(make_failure(exception=error))))
+
+
+def send(error):
+    """Return the exception as another node gets it."""
+    return decode_failure(encode(error)).exception
+
+
+def json_size(encoded):
+    return len(dump_json(encoded).encode())
+
+
+class OwnError(ValueError):
+    def __init__(self, code, *, why):
+        super().__init__(f"{code}: {why}")
+
+
+def make_chain():
+    error = raise_and_catch(
+        OwnError(7, why="deep"), raise_and_catch(KeyError("key"), raise_and_catch(OSError(2, "missing", "path")))
+    )
+    error.add_note("first\nsecond")
+    return error
+
+
+def test_every_field_of_a_failure_arrives_or_is_explained():
+    """If a new field of ProcessFailure is not sent, LOCAL_FIELDS must list it with the reason."""
+    hints = get_type_hints(ProcessFailure)
+    sent = make_failure(**{name: make_value(hints[name]) for name in SENT})
+    back = decode_failure(json.loads(dump_json(encode_failure(sent))))
+    for field in fields(ProcessFailure):
+        assert getattr(sent, field.name) != field.default or field.name in LOCAL_FIELDS
+        assert getattr(back, field.name) == getattr(sent, field.name)
+    assert all(LOCAL_FIELDS.values())
+    bare = make_failure(pid=None)
+    assert decode_failure(json.loads(dump_json(encode_failure(bare)))) == bare
+
+
+def test_a_received_exception_is_caught_by_its_builtin_base_and_printed_as_on_the_sending_node():
+    error = make_chain()
+    back = send(error)
+    assert type(back) is not OwnError
+    assert (type(back).__qualname__, type(back).__module__) == ("OwnError", __name__)
+    assert isinstance(back, ValueError)
+    assert isinstance(back.__cause__, KeyError)
+    assert isinstance(back.__cause__.__cause__, FileNotFoundError)
+    there = [line for line in traceback.format_exception(error) if "^" not in line]
+    assert traceback.format_exception(back) == there
+    assert back.__notes__ == ["first\nsecond"]
+
+
+def test_groups_and_contexts_arrive():
+    inner = raise_and_catch(OwnError(1, why="in a group"))
+    inner.__context__ = KeyError("while")
+    group = BaseExceptionGroup("some", [inner, ExceptionGroup("more", [TypeError("t")]), KeyboardInterrupt()])
+    first, second, third = send(raise_and_catch(group)).exceptions
+    assert isinstance(first, ValueError)
+    assert isinstance(first.__context__, KeyError)
+    assert isinstance(second.exceptions[0], TypeError)
+    assert isinstance(third, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SyntaxError("bad", ("file.py", 3, 5, "text", 3, 6)),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        SystemExit(3),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_builtin_exceptions_format_their_own_text(error):
+    back = send(raise_and_catch(error))
+    assert isinstance(back, type(error))
+    assert traceback.format_exception(back)[-1].endswith(f"{error!s}\n")
+
+
+def test_an_exception_that_resists_encoding_arrives():
+    class Hostile(Exception):
+        def __str__(self):
+            raise SystemExit(3)
+
+        def __reduce__(self):
+            os._exit(3)
+
+    back = send(raise_and_catch(Hostile("\udc80")))
+    assert (type(back).__name__, str(back)) == ("Hostile", "<its __str__ raised SystemExit>")
+
+
+def recurse():
+    recurse()
+
+
+def test_a_recursion_keeps_its_first_and_last_frames():
+    with pytest.raises(RecursionError) as caught:
+        recurse()
+    whole = traceback.extract_tb(caught.value.__traceback__)
+    kept = traceback.extract_tb(send(caught.value).__traceback__)
+    assert 100 < len(kept) <= MAX_FRAMES < len(whole)
+    for end in (0, -1):
+        assert (kept[end].name, kept[end].lineno) == (whole[end].name, whole[end].lineno)
+
+
+def test_long_texts_lose_their_middle_and_short_texts_stay_whole():
+    text = "begin\n" + "x" * 900_000 + "\nend"
+    error = raise_and_catch(OwnError(7, why=text))
+    encoded = encode_failure(make_failure(summary="short", traceback=text, stderr=text, exception=error))
+    assert json_size(encoded) <= MAX_FAILURE_BYTES
+    back = decode_failure(json.loads(dump_json(encoded)))
+    assert back.summary == "short"
+    for kept in (back.traceback, back.stderr, str(back.exception)):
+        assert len(kept) > 4000
+        assert kept.endswith("\nend")
+        assert " characters ...]\n" in kept
+    assert back.traceback.startswith("begin\n")
+
+
+@given(
+    limit=st.integers(MIN_FAILURE_BYTES, MAX_FAILURE_BYTES),
+    texts=st.lists(LONG, min_size=8, max_size=8),
+    messages=st.lists(LONG, max_size=3),
+    numbers=st.tuples(st.integers(), st.integers(), st.floats()),
+)
+def test_any_failure_fits_into_the_limit_and_arrives(limit, texts, messages, numbers):
+    names = ("summary", "traceback", "stack", "stderr", "evidence", "hostname")
+    error = None
+    for message in messages:
+        made = type("Made" + "x" * (len(message) % 999), (LookupError,), {"__module__": message})
+        error = raise_and_catch(made(message), error)
+        error.__notes__ = [message, message]
+    sent = make_failure(
+        **dict(zip(("rank", "exit_code", "elapsed"), numbers, strict=True)),
+        **dict(zip(names, texts, strict=False)),
+        log_files={texts[-2]: texts[-1], "stdout": texts[-1]},
+        exception=error,
+    )
+    encoded = encode_failure(sent, limit=limit)
+    assert json_size(encoded) <= limit
+    back = decode_failure(json.loads(dump_json(encoded)))
+    assert back.kind is sent.kind
+    assert isinstance(back.exception, LookupError if messages else type(None))
+    assert back.summary == sent.summary or len(sent.summary) > 30 or not sent.summary.isprintable()
+
+
+VALID = encode(ExceptionGroup("some", [make_chain(), raise_and_catch(TypeError("t"))]))
+REMOVED = "removed"
+
+
+def paths_in(encoded, path=()):
+    inner = encoded.items() if isinstance(encoded, dict) else enumerate(encoded) if isinstance(encoded, list) else ()
+    for key, value in inner:
+        yield (*path, key)
+        yield from paths_in(value, (*path, key))
+
+
+def alter(*path, to):
+    encoded = copy.deepcopy(VALID)
+    change(encoded, path, to)
+    return encoded
+
+
+def change(encoded, path, value):
+    for key in path[:-1]:
+        encoded = encoded[key]
+    if value == REMOVED:
+        del encoded[path[-1]]
+    else:
+        encoded[path[-1]] = value
+
+
+@given(JSON)
+def test_garbage_is_refused(garbage):
+    with pytest.raises(InvalidEntryError):
+        decode_failure(garbage)
+
+
+CHANGES = st.tuples(st.sampled_from(list(paths_in(VALID))), JSON | st.just(REMOVED) | st.integers(0, 5))
+
+
+@given(st.lists(CHANGES, min_size=1, max_size=4))
+def test_altered_data_is_refused_or_is_a_failure(changes):
+    encoded = copy.deepcopy(VALID)
+    for path, value in changes:
+        with suppress(TypeError, LookupError):  # another change has removed it
+            change(encoded, path, value)
+    with suppress(InvalidEntryError):
+        back = decode_failure(encoded)
+        assert isinstance(back, ProcessFailure)
+        traceback.format_exception(back.exception)
+
+
+FIRST = ("exception", "exceptions", 0)
+SECOND_FRAME = ("exception", "exceptions", 1, "frames", 0)
+
+
+@pytest.mark.parametrize(
+    ("encoded", "why"),
+    [
+        ([], r"ProcessFailure must be a mapping, not \[\]"),
+        (alter("kind", to="UNKNOWN"), "ProcessFailure.kind must be one of EXCEPTION, .*, not 'UNKNOWN'"),
+        (alter("rank", to="1"), "ProcessFailure.rank must be a whole number"),
+        (alter("hostname", to="a\x1b[2Jb"), "ProcessFailure.hostname must be a text .* without control characters"),
+        (alter("exception", "exceptions", to=[]), "ExceptionGraph.exceptions is empty"),
+        (alter(*FIRST, "bases", to=["eval"]), r"exceptions\[0\].bases must be builtin exceptions, not 'eval'"),
+        (alter(*FIRST, "bases", to=["OSError", "SyntaxError"]), "exceptions cannot be built: multiple bases"),
+        (alter(*FIRST, "cause", to=99), r"exceptions\[0\] refers to exception 99 of \d+"),
+        (alter(*FIRST, "members", to=[0]), "has a group that is a member of itself"),
+        (alter(*SECOND_FRAME, to=["f"]), r"exceptions\[1\].frames\[0\] must be 8 values"),
+        (alter(*SECOND_FRAME, 4, to=1 << 40), "ExceptionGraph.exceptions cannot be built"),
+    ],
+    ids=range(11),
+)
+def test_the_error_names_what_is_wrong(encoded, why):
+    with pytest.raises(InvalidEntryError, match=why):
+        decode_failure(encoded)
+
+
+def test_lines_of_notebook_cells_arrive_under_a_name_of_their_own(monkeypatch):
+    name = "<ipython-input-3-abc>"
+    monkeypatch.setattr(linecache, "cache", {name: (0, None, ["1 / 0  # there\n"], name)})
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compile("1 / 0", name, "exec"), {})
+    encoded = encode(caught.value)
+    linecache.cache[name] = (0, None, ["1 / 0  # here\n"], name)
+    frame = traceback.extract_tb(decode_failure(encoded).exception.__traceback__)[-1]
+    assert (frame.filename, frame.line) == ("<ipython-input-3-abc on node1>", "1 / 0  # there")
+    assert linecache.getline(name, 1) == "1 / 0  # here\n"
+
+
+def test_sent_lines_never_replace_files_of_this_node(monkeypatch):
+    monkeypatch.setattr(linecache, "cache", {})
+    encoded = alter("exception", "sources", to={__file__: "false\n" * 500, "<string>": "false\n", "<frozen os>": "false\n"})
+    encoded["exception"]["exceptions"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False, None])
+    decode_failure(encoded)
+    assert linecache.getline(__file__, 1) != "false\n"
+    assert linecache.getline("<string>", 1) == linecache.getline("<frozen os>", 1) == ""
