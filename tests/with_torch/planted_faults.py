@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import mpwatch
-from mpwatch.worker import collectives
 
 ODD_RANK = 1
 
@@ -47,9 +46,7 @@ def missing_call(is_odd):
 
 
 def extra_call(is_odd):
-    if is_odd:
-        dist.all_reduce(torch.ones(16))
-    dist.broadcast(torch.ones(8), 0)
+    missing_call(not is_odd)
 
 
 def other_group(is_odd):
@@ -65,19 +62,6 @@ def wrong_root(is_odd):
 def early_return(is_odd):
     if not is_odd:
         dist.all_reduce(torch.ones(16))
-
-
-def early_return_before_a_late_answer(is_odd):
-    """The odd rank needs a tenth of a second to answer which collectives it has called. The others have failed by then."""
-    if is_odd:
-        describe_rank = collectives.describe_rank
-
-        def describe_late():
-            time.sleep(0.1)
-            return describe_rank()
-
-        collectives.describe_rank = describe_late
-    early_return(is_odd)
 
 
 def early_exit(is_odd):
@@ -126,8 +110,11 @@ def run_fault(fault):
     fault(dist.get_rank() == ODD_RANK)
 
 
+# --- Sound programs
+
+
 def load_slowly(seconds):
-    """Let one rank come late to a collective. This is sound."""
+    """Let one rank come late to a collective."""
     for step in range(3):
         if dist.get_rank() == ODD_RANK and step == 1:
             time.sleep(seconds)
@@ -135,39 +122,9 @@ def load_slowly(seconds):
     return dist.get_rank()
 
 
-# --- Sound programs in which torch's ranks are not those of mpwatch, or threads work side by side. One rank is late. ---
-
-
-def late_all_reduce(value, is_late, seconds, **options):
-    if is_late:
-        time.sleep(seconds)
-    tensor = torch.full((4,), float(value))
-    dist.all_reduce(tensor, **options)
-    return tensor[0].item()
-
-
-def number_ranks_in_reverse(folder, seconds):
-    """Return from mpwatch's rank 0, which is torch's rank 2, while torch's rank 0 waits for torch's rank 1."""
-    torch_rank = 2 - mpwatch.current_worker().rank
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=torch_rank, world_size=3)
-    pair = dist.new_group([0, 1])
-    dist.barrier()
-    return 1.0 if torch_rank == 2 else late_all_reduce(0.5, torch_rank == 1, seconds, group=pair)
-
-
-def make_two_worlds(folder, seconds):
-    """Ranks 0 and 1 make a world, and ranks 2 and 3 another one. The first calls of the two differ."""
-    world, torch_rank = divmod(mpwatch.current_worker().rank, 2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=torch_rank, world_size=2)
-    if world:
-        dist.broadcast(torch.ones(7), 0)
-    return late_all_reduce(0.5, torch_rank == 1, seconds)
-
-
-def use_threads(folder, seconds):
+def use_threads(seconds):
     """Reduce in the main threads with another operation in each pair of ranks, while threads wait in a group of all ranks."""
     rank = mpwatch.current_worker().rank
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     pairs, everyone = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.new_group([0, 1, 2, 3])
     is_waiting = threading.Event()
 
@@ -179,16 +136,17 @@ def use_threads(folder, seconds):
     if rank < 2:
         thread.start()
         is_waiting.wait()
-    op = dist.ReduceOp.MAX if rank % 2 else dist.ReduceOp.MIN
-    value = late_all_reduce(1.0, rank >= 2, seconds, op=op, group=pairs[rank % 2])
+    else:
+        time.sleep(seconds)
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if rank % 2 else dist.ReduceOp.MIN, group=pairs[rank % 2])
     if rank >= 2:
         thread.start()
     thread.join()
-    return value
+    return rank
 
 
 def train_with_delays(seed, longest):
-    """Train without faults. Each rank pauses at random. Return the number of ranks that each step has seen."""
+    """Each rank pauses at random. Return the number of ranks that each step has seen."""
     delays = random.Random(seed * 100 + dist.get_rank())
     counts = []
     for _ in range(4):

@@ -1,7 +1,13 @@
-"""Ranks hang in real collectives. The rank that is missing from the collective is the root cause."""
+"""Ranks hang or crash in real collectives. The rank that is missing from the collective is the root cause."""
 
+import ctypes
+import datetime
+import os
 import re
+import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,17 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 import mpwatch
-from mpwatch import FailureKind
-
-pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
+from mpwatch import CollectiveState, FailureKind
 
 
-def sleeps():
-    time.sleep(60)
+def wait_without_end():
+    threading.Event().wait()
 
 
-def joins_another_collective():
-    dist.broadcast(torch.ones(1), src=0)
+def suspend_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def sends_heartbeats_only():
@@ -46,8 +50,8 @@ HAS_NOT_JOINED = (
     ("diversion", "text"),
     [
         pytest.param(
-            sleeps,
-            rf"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10; it {HAS_NOT_JOINED}\(.* in sleeps",
+            wait_without_end,
+            rf"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10; it {HAS_NOT_JOINED}in wait \(.* in wait_without_end",
             marks=pytest.mark.slow,
         ),
         (sends_heartbeats_only, rf"{HAS_NOT_JOINED}\(.* in sends_heartbeats_only"),
@@ -56,34 +60,194 @@ HAS_NOT_JOINED = (
 def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion, text):
     with pytest.raises(mpwatch.RunFailedError, match=f"^rank 1 {text}") as failed:
         mpwatch.run(train, 3, args=(diversion,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
-    assert {rank: failure.kind for rank, failure in failed.value.result.failures.items()} == dict.fromkeys(
-        range(3), FailureKind.HANG
-    )
-    assert [failure.is_secondary for _, failure in sorted(failed.value.result.failures.items())] == [True, False, True]
+    failures = [failure for _, failure in sorted(failed.value.result.failures.items())]
+    assert [failure.kind for failure in failures] == [FailureKind.HANG] * 3
+    assert [failure.is_secondary for failure in failures] == [True, False, True]
     others = r"ranks 0, 2: victims of rank 1: waited in all_reduce \(test_collectives.py:.*\), silent for [\d.]+ s at step 3 of 10"
     assert re.fullmatch(others, "\n".join(failed.value.result.fates))
 
 
-@pytest.mark.slow
-def test_a_rank_in_another_collective_does_not_fit():
-    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 called broadcast #4 with float32\[1\] ") as failed:
-        mpwatch.run(train, 3, args=(joins_another_collective,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
-    assert (failed.value.root_cause.kind, failed.value.root_cause.exit_code) == (FailureKind.MISMATCH, 1)
-    assert "  ranks 0, 2: stopped by the watcher in all_reduce (test_collectives.py" in str(failed.value)
-
-
 def train_in_parallel():
-    """Let ranks 0 and 2 wait for gradients or buffers of rank 1, in C++ that autograd or DistributedDataParallel calls."""
+    """Let rank 0 wait for gradients or buffers of rank 1, in C++ that autograd or DistributedDataParallel calls."""
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     for step in range(10):
         mpwatch.report(step=step)
         if dist.get_rank() == 1 and step == 3:
-            sleeps()
+            wait_without_end()
         model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.slow
 def test_the_rank_that_sends_no_gradients_is_the_root_cause():
-    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in sleeps") as failed:
-        mpwatch.run(train_in_parallel, 3, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
-    assert [failure.is_secondary for _, failure in sorted(failed.value.result.failures.items())] == [True, False, True]
+    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in wait_without_end") as failed:
+        mpwatch.run(train_in_parallel, 2, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
+    assert [failure.is_secondary for _, failure in sorted(failed.value.result.failures.items())] == [True, False]
+
+
+def limit_collectives(seconds, group=None):
+    """Set the timeout of later collectives. All ranks have joined by then, which may take long on a busy machine."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def hangs_on_rank_1(hang):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    limit_collectives(1.5)
+    if dist.get_rank() == 1:
+        hang()
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("hang", "verdict"),
+    [
+        (
+            wait_without_end,
+            r"has not joined all_reduce #2 \(.*\), in which rank 0 waits \(.*\); its last collective was barrier #1: still at work in wait \(",
+        ),
+        pytest.param(
+            suspend_itself,  # it cannot be asked
+            r"kept its peers waiting until they timed out: still at work \(suspended, by SIGSTOP or SIGTSTP\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_rank_that_keeps_its_peers_waiting_until_gloo_gives_up_is_the_root_cause(hang, verdict):
+    with pytest.raises(mpwatch.RunFailedError, match=f"^rank 1 {verdict}") as caught:
+        mpwatch.run(hangs_on_rank_1, 2, args=(hang,))
+    root = caught.value.root_cause
+    assert (root.rank, root.kind, root.is_secondary) == (1, FailureKind.HANG, False)
+    _, other = str(caught.value).splitlines()
+    assert " of rank 1: RuntimeError" in other or "stopped by the watcher" in other
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_another_have_no_root_cause():
+    """Each rank waits in a collective of another group, so neither is to blame."""
+
+    def deadlock():
+        dist.init_process_group("gloo")
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        dist.barrier()
+        for n, group in enumerate(groups):
+            limit_collectives(1.5 + 60 * n, group)
+        dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
+
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(deadlock, 2)
+    place = r"at test_collectives\.py:\d+ in deadlock"
+    assert re.match(
+        rf"rank 0 waits in all_reduce #1 \(float32\[1\], group 1\) {place}, rank 1 waits in all_reduce #1 "
+        rf"\(float32\[1\], group 2\) {place}: they wait for one another\n",
+        str(caught.value),
+    )
+    assert caught.value.root_cause is None
+    assert "  rank 1: stopped by the watcher in all_reduce (test_collectives.py:" in str(caught.value)
+
+
+# ---- What is known of the collectives
+
+
+def wait_in_calls():
+    """Rank 0 broadcasts from rank 2, and the others reduce to rank 1. They wait until the timeout."""
+    pair = dist.new_group([0, 1], group_desc="pair")
+    rank = dist.get_rank()
+    if rank == 2:
+        wait_without_end()
+    if rank == 0:
+        dist.broadcast(torch.ones(2, 3, dtype=torch.int64), src=2)
+    else:
+        dist.reduce(torch.ones(4), 0, dist.ReduceOp.MAX, group=pair)
+
+
+FIRST_VERDICT = "rank 2 has not joined broadcast #1 (int64[2, 3], default group), in which rank 0 waits"
+
+
+def wait_for_verdict(group):
+    """Return the first stacks that come with the verdict."""
+    while True:
+        stacks = group.stacks()
+        if FIRST_VERDICT in stacks.verdict and len(stacks) == 3:
+            return stacks
+
+
+def test_the_result_and_stacks_have_the_collectives():
+    with mpwatch.WorkerGroup(3, backend="gloo", grace_period=0.5) as group:
+        group.run(dist.get_rank)
+        with ThreadPoolExecutor(1) as thread, pytest.raises(mpwatch.RunTimeoutError) as failed:
+            stacks = thread.submit(wait_for_verdict, group)
+            group.run(wait_in_calls, timeout=4.0)
+    found = failed.value.result.collectives
+    first, second = found[0], found[1]
+    assert (first.name, first.sequence, first.group, first.ranks, first.root) == ("broadcast", 1, "default", (0, 1, 2), 2)
+    assert (first.input_shapes, first.input_dtypes) == (((2, 3),), ("int64",))
+    assert re.fullmatch(r"test_collectives\.py:\d+ in wait_in_calls", first.place)
+    assert (second.name, second.group, second.ranks) == ("reduce", "1 (pair)", (0, 1))
+    assert (second.root, second.reduce_op) == (0, "MAX")
+    assert {first.state, second.state} == {CollectiveState.WAITING}
+    assert 2 not in found
+    assert FIRST_VERDICT in str(failed.value)
+    assert stacks.result().collectives[0] == first
+    assert str(stacks.result()).splitlines()[-1] == stacks.result().verdict
+
+
+@pytest.mark.slow
+def test_a_recorder_that_the_user_has_switched_off_records_nothing_and_the_stacks_remain():
+    with pytest.raises(mpwatch.RunTimeoutError) as failed:
+        mpwatch.run(wait_in_calls, 3, backend="gloo", env={"TORCH_FR_BUFFER_SIZE": "0"}, timeout=15.0, grace_period=0.5)
+    assert failed.value.result.collectives == {}
+    assert "in wait_in_calls" in failed.value.result.stacks[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_the_gil_does_not_answer():
+    def hold_the_gil():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            libc = ctypes.PyDLL(None)
+            mutex = ctypes.create_string_buffer(64)
+            libc.pthread_mutex_init(mutex, None)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)
+        dist.barrier()
+
+    with pytest.raises(mpwatch.RunTimeoutError) as failed:
+        mpwatch.run(hold_the_gil, 2, backend="gloo", timeout=15.0, grace_period=0.5)
+    assert set(failed.value.result.collectives) == {0}
+
+
+@pytest.mark.slow
+def test_the_calls_of_a_process_group_that_was_destroyed_are_not_those_of_the_next():
+    """torch counts the calls of each from 1, and gives a group the name of one that was destroyed."""
+
+    def make_two_worlds():
+        for shape in (2, 3):
+            dist.init_process_group("gloo")
+            pair = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(shape), group=pair)
+            if shape == 3 and dist.get_rank() == 1:
+                wait_without_end()
+            dist.broadcast(torch.ones(shape), 0, group=pair)
+            dist.barrier()
+            dist.destroy_process_group()
+
+    text = r"rank 1 has not joined barrier #\d.*in which rank 0 waits"  # a broadcast of its source does not wait
+    with pytest.raises(mpwatch.RunFailedError, match=text):
+        mpwatch.run(make_two_worlds, 2, heartbeat_timeout=3.0, grace_period=0.5)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGABRT, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
+def test_a_crash_with_a_process_group_is_reported_as_any_other(signum):
+    def crash():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            if signum == signal.SIGSEGV:
+                ctypes.pythonapi.PyLong_AsLong(ctypes.c_void_p(1))  # with the GIL held
+            os.abort()
+        dist.barrier()
+
+    with pytest.raises(mpwatch.RunFailedError) as failed:
+        mpwatch.run(crash, 2, backend="gloo", grace_period=0.5)
+    root = failed.value.root_cause
+    assert (root.rank, root.kind, root.signal) == (1, FailureKind.SIGNAL, signum)
+    assert re.search(r'test_collectives.py", line \d+ in crash', root.stack)

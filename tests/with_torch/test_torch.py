@@ -1,4 +1,4 @@
-"""Runs with torch: process groups, shared tensors, DataLoaders and torch.save, with real gloo on this CPU."""
+"""Runs with torch: process groups, tensors, DataLoaders and torch.save, with real gloo on this CPU."""
 
 import multiprocessing
 import os
@@ -16,12 +16,12 @@ from torch import nn
 
 import mpwatch
 from mpwatch import WorkerSpec
-from support import functions
 from support.programs import python
 from support.thoroughness import THOROUGH
 
 HERE = Path(__file__).parent
 SPAWN = multiprocessing.get_context("spawn")
+MANY = 1 << 18  # numbers, which are more than what is copied
 
 
 def all_reduce():
@@ -38,34 +38,23 @@ def gloo_ranks():
         yield group
 
 
-def test_the_process_group_is_initialized(gloo_ranks):
-    assert list(gloo_ranks.run(all_reduce)) == [("gloo", 2, 3.0)] * 2
+# ---- Process groups
 
 
-def test_on_one_machine_the_store_listens_on_the_loopback_interface_only(gloo_ranks):
+def test_the_process_group_is_made_and_its_store_listens_on_the_loopback_interface_only(gloo_ranks):
     def find_listening_addresses():
         port = f":{mpwatch.current_worker().master_port:04X}"
         lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
         return [local.removesuffix(port) for _, local, _, state, *_ in lines if local.endswith(port) and state == "0A"]
 
+    assert list(gloo_ranks.run(all_reduce)) == [("gloo", 2, 3.0)] * 2
     assert gloo_ranks.run(find_listening_addresses)[0] == ["0100007F"]  # 127.0.0.1
 
 
 @pytest.mark.slow
 def test_backend_auto_is_nccl_with_gpus_and_gloo_without():
     expected = "nccl" if torch.cuda.is_available() else "gloo"
-    assert list(mpwatch.run(all_reduce, 3, backend="auto")) == [(expected, 3, 6.0)] * 3
-
-
-def test_report_accepts_numbers_of_numpy_and_torch(gloo_ranks):
-    def work():
-        loss = torch.ones(1, requires_grad=True)
-        mpwatch.report(step=numpy.int64(3), loss=loss, lr=numpy.float32(0.5), **{numpy.str_("size"): numpy.ones((1, 1))})
-        with pytest.raises(TypeError, match=r"report\(\) takes numbers; loss is a Tensor"):
-            mpwatch.report(loss=torch.ones(2))
-
-    progress = gloo_ranks.run(work).progress[0]
-    assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
+    assert list(mpwatch.run(all_reduce, 2, backend="auto")) == [(expected, 2, 3.0)] * 2
 
 
 def test_a_rank_sends_its_value_before_it_destroys_the_group():
@@ -92,11 +81,6 @@ def test_sigterm_ends_a_rank_that_hangs_while_it_destroys_the_group(caplog):
     (exit_code,) = [event.exit_code for event in events if isinstance(event, mpwatch.events.WorkerExited)]
     assert exit_code == -signal.SIGTERM
     assert "had returned but was still running 1 s later" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_function_may_destroy_the_group():
-    mpwatch.run(dist.destroy_process_group, 2, backend="gloo")
 
 
 def test_the_store_serves_other_ranks_after_rank_0_has_returned():
@@ -184,6 +168,104 @@ def test_an_unknown_backend_is_a_failure_of_the_ranks():
     assert caught.value.root_cause.kind is mpwatch.FailureKind.EXCEPTION
 
 
+# ---- Tensors as arguments and return values
+
+
+def list_mappings():
+    """Return the address ranges of the memory that mpwatch has mapped in this process."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+    return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
+
+
+def is_mapped(tensor):
+    return any(tensor.data_ptr() in mapping for mapping in list_mappings())
+
+
+def send_back(thing):
+    return thing
+
+
+def test_tensors_of_any_type_arrive_and_large_ones_are_not_copied(gloo_ranks):
+    def look_and_send_back(tensors):
+        return [is_mapped(tensor) for tensor in tensors], tensors
+
+    types = (torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn)
+    tensors = [torch.arange(size).to(dtype) for dtype in types for size in (0, 1, MANY)]
+    for tensor in tensors:
+        tensor.scale = 0.5
+    are_mapped, back = gloo_ranks.run(look_and_send_back, (tensors,))[0]
+    assert are_mapped == [is_mapped(tensor) for tensor in back] == [len(tensor) > 1 for tensor in tensors]
+    for sent, came in zip(tensors, back, strict=True):
+        assert (came.dtype, came.shape, came.scale) == (sent.dtype, sent.shape, 0.5)
+        assert torch.equal(came.view(torch.uint8), sent.view(torch.uint8))
+        came.zero_()
+
+
+@pytest.mark.parametrize("size", [2, MANY])
+def test_tensors_of_one_memory_share_it_in_the_rank_and_after_their_return(gloo_ranks, size):
+    def add_one(tensors):
+        tensors[0].add_(1)
+        return tensors
+
+    whole = torch.zeros(2 * size)
+    views = [whole, whole, whole[size:], whole.view(2, -1)[:, 1], whole.detach()]
+    came, again, half, column, twin = gloo_ranks.run(add_one, (views,))[0]
+    assert again is came
+    assert set(half.tolist()) == set(column.tolist()) == set(twin.tolist()) == {1.0}
+    came.fill_(3)
+    assert half.storage_offset() == size
+    assert set(half.tolist()) == set(column.tolist()) == set(twin.tolist()) == {3.0}
+    assert set(whole.tolist()) == {0.0}
+
+
+def test_modules_keep_tied_weights_and_references_to_them(gloo_ranks):
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.BatchNorm1d(256))
+    model[1].weight = model[0].weight
+    momenta = {weight: torch.ones_like(weight) for weight in model.parameters()}  # as an optimizer has them
+    came, its_momenta = gloo_ranks.run(send_back, ((model, momenta),))[0]
+    assert came[1].weight is came[0].weight
+    assert isinstance(came[0].weight, nn.Parameter)
+    assert list(its_momenta) == list(came.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(came.state_dict().values(), model.state_dict().values(), strict=True))
+    came(torch.eye(256)).sum().backward()
+    assert came[0].weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that quantization is deprecated
+def test_special_tensors_arrive(gloo_ranks):
+    sparse, rows = torch.eye(300).to_sparse(), torch.eye(300).to_sparse_csr()
+    quantized = torch.quantize_per_tensor(torch.arange(float(MANY)), 0.5, 10, torch.quint8)
+    sent = (sparse, rows, quantized, torch.empty(3, device="meta"), torch.arange(10).untyped_storage(), torch.zeros(2))
+    back = gloo_ranks.run(send_back, (sent,))[0]
+    assert torch.equal(back[0].to_dense(), sparse.to_dense())
+    assert torch.equal(back[1].to_dense(), rows.to_dense())
+    assert torch.equal(back[2].int_repr(), quantized.int_repr())
+    assert back[3].device.type == "meta"
+    assert back[4].tolist()[::8] == list(range(10))
+    assert back[5].resize_(1000).shape == (1000,)  # small ones can be resized
+
+
+def test_the_memory_of_a_tensor_goes_with_it(gloo_ranks):
+    before = list_mappings()
+    came = gloo_ranks.run(send_back, (torch.zeros(MANY),), ranks=0).return_values[0]
+    row = came[5:]
+    del came
+    assert len(list_mappings()) == len(before) + 1
+    del row
+    assert list_mappings() == before
+
+
+def test_each_rank_gets_its_slice_of_a_tensor(gloo_ranks):
+    def sum_and_clear(tensor):
+        total = tensor.sum().item()
+        tensor.zero_()
+        return total
+
+    tensor = torch.arange(400_000)
+    result = gloo_ranks.run(sum_and_clear, (mpwatch.PerRank(tensor.chunk(2)),))
+    assert list(result) == [part.sum().item() for part in tensor.chunk(2)]
+
+
 def test_tensors_in_shared_memory_stay_shared(gloo_ranks):
     shared, private = torch.zeros(3).share_memory_(), torch.zeros(3)
     model = nn.Linear(2, 1).share_memory()
@@ -194,36 +276,63 @@ def test_tensors_in_shared_memory_stay_shared(gloo_ranks):
         private += 1
         with torch.no_grad():
             model.weight[0, rank] = 7.0 + rank
-        return private
+        return private, shared
 
-    values = gloo_ranks.run(add, (shared, private, model))
+    values = list(gloo_ranks.run(add, (shared, private, model)))
     assert shared.tolist() == [1, 1, 0]
     assert model.weight.tolist() == [[7.0, 8.0]]
     assert private.tolist() == [0, 0, 0]
-    assert not private.is_shared()
-    assert [value.tolist() for value in values] == [[1, 1, 1]] * 2
+    assert [private.tolist() for private, _ in values] == [[1, 1, 1]] * 2
+    assert not any(tensor.is_shared() for value in values for tensor in value)
 
 
-def test_tied_weights_stay_tied_and_special_tensors_arrive(gloo_ranks):
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight = first.weight
-    sparse = torch.eye(3).to_sparse()
-    needs_grad = torch.ones(2, requires_grad=True)
+def test_a_tensor_from_a_rank_that_can_import_nothing_more():
+    def forget_all_modules():
+        sys.path.clear()
+        sys.meta_path.clear()
+        return torch.ones(1 << 20)
 
-    def inspect(model, sparse, needs_grad, typed):
-        return model[0].weight is model[1].weight, float(sparse.to_dense().sum()), needs_grad.requires_grad, len(typed)
-
-    args = (nn.Sequential(first, second), sparse, needs_grad, torch.ones(5).untyped_storage())
-    assert gloo_ranks.run(inspect, args)[0] == (True, 3.0, True, 20)
+    assert mpwatch.run(forget_all_modules, 1)[0].sum() == 1 << 20
 
 
-def test_tensors_of_one_memory_share_it_in_the_rank_and_after_their_return(gloo_ranks):
-    tensor = torch.ones(1 << 15)
-    came, (first, second) = gloo_ranks.run(functions.add_one, (tensor, (tensor[1:], tensor[:3])))[0]
-    assert set(first.tolist()) == {2.0}
-    came.fill_(7)
-    assert second.tolist() == [7.0] * 3
-    assert set(tensor.tolist()) == {1.0}
+# ---- What training scripts do
+
+
+def test_report_accepts_numbers_of_numpy_and_torch(gloo_ranks):
+    def work():
+        loss = torch.ones(1, requires_grad=True)
+        mpwatch.report(step=numpy.int64(3), loss=loss, lr=numpy.float32(0.5), **{numpy.str_("size"): numpy.ones((1, 1))})
+        with pytest.raises(TypeError, match=r"report\(\) takes numbers; loss is a Tensor"):
+            mpwatch.report(loss=torch.ones(2))
+
+    progress = gloo_ranks.run(work).progress[0]
+    assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
+
+
+def test_options_may_be_numpy_numbers():
+    assert WorkerSpec(fn=print, nprocs=numpy.int64(3), timeout=numpy.float32(2.5)).nprocs == 3
+    with pytest.raises(TypeError, match="nprocs must be an int"):
+        WorkerSpec(fn=print, nprocs=numpy.array([1, 2]))
+
+
+def test_a_function_sets_flags_of_torch(gloo_ranks):
+    def set_seed(seed):
+        torch.manual_seed(seed)
+        torch.backends.cudnn.deterministic = True
+        return add(torch.backends.cudnn.deterministic, seed)
+
+    add = torch.ops.aten.add
+    assert list(gloo_ranks.run(set_seed, (1,))) == [2, 2]
+    assert not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [("script_preambles.py", "done\n"), ("compiled_functions.py", "done\n"), ("classes_of_script.py", "done\ndone\n")],
+)
+def test_functions_of_training_scripts_find_their_global_variables_and_classes(script, printed):
+    assert python("-W", "ignore", str(HERE / script)).stdout == printed
 
 
 def test_the_death_of_a_rank_with_data_loader_workers_is_reported_at_once():
@@ -246,37 +355,3 @@ def test_the_death_of_a_rank_with_data_loader_workers_is_reported_at_once():
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
         mpwatch.run(iterate, 2, backend="gloo")
     assert time.monotonic() - start < 30
-
-
-@pytest.mark.slow
-def test_torch_save_and_data_loaders_find_the_classes_of_the_script():
-    assert python("-W", "ignore", str(HERE / "classes_of_script.py")).stdout == "done\ndone\n"
-
-
-def test_a_function_sets_flags_of_torch(gloo_ranks):
-    def set_seed(seed):
-        torch.manual_seed(seed)
-        torch.backends.cudnn.deterministic = True
-        return add(torch.backends.cudnn.deterministic, seed)
-
-    add = torch.ops.aten.add
-    assert list(gloo_ranks.run(set_seed, (1,))) == [2, 2]
-    assert not torch.backends.cudnn.deterministic
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["script_preambles.py", "compiled_functions.py"])
-def test_the_usual_global_variables_of_training_scripts(script):
-    assert python("-W", "ignore", str(HERE / script)).stdout == "done\n"
-
-
-def test_options_may_be_numpy_numbers():
-    assert WorkerSpec(fn=print, nprocs=numpy.int64(3), timeout=numpy.float32(2.5)).nprocs == 3
-    with pytest.raises(TypeError, match="nprocs must be an int"):
-        WorkerSpec(fn=print, nprocs=numpy.array([1, 2]))
-
-
-def test_arrays_are_arguments_and_return_values(gloo_ranks):
-    array = numpy.arange(1 << 20, dtype="float32")
-    for rank, back in enumerate(gloo_ranks.run(lambda a: a + mpwatch.current_worker().rank, (array,))):
-        numpy.testing.assert_array_equal(back, array + rank)
