@@ -1,4 +1,4 @@
-"""End to end: runs in which no rank fails."""
+"""Runs in which no rank fails: what a rank finds, what comes back, and what is left."""
 
 import asyncio
 import functools
@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,17 +17,15 @@ import pytest
 
 import mpwatch
 from support import failing, functions, process_state
-
-SPAWN = multiprocessing.get_context("spawn")
+from support.process_state import SPAWN
+from support.programs import python
 
 
 def test_values_come_back_by_rank():
     result = mpwatch.run(functions.rank, 3)
     assert list(result) == [0, 1, 2]
-    assert result[2] == 2
-    assert len(result) == 3
     assert isinstance(result, Sequence)
-    assert (result[-1], result[1:], result[::-1], result[5:]) == (2, [1, 2], [2, 1, 0], [])
+    assert (len(result), result[2], result[-1], result[1:], result[::-1], result[5:]) == (3, 2, 2, [1, 2], [2, 1, 0], [])
     assert (list(reversed(result)), result.index(1), 3 in result) == ([2, 1, 0], 1, False)
     assert dict(result.items()) == result.return_values == {0: 0, 1: 1, 2: 2}
     assert list(result.values()) == [0, 1, 2]
@@ -58,23 +55,21 @@ def test_anything_callable(fn, args, kwargs):
     assert list(mpwatch.run(fn, 1, args=args, kwargs=kwargs)) == [7]
 
 
-def test_closures_and_classes_defined_in_a_function():
+class AttributeDict(dict):
+    __getattr__ = dict.get
+
+
+def test_closures_local_classes_and_unusual_values():
     base = 5
 
     class Local:
         value = base
 
     def outer():
-        return Local, [base + n for n in range(2)]
+        return Local, [base + n for n in range(2)], lambda x: x + 1, AttributeDict(a=1)
 
-    cls, values = mpwatch.run(outer, 1)[0]
-    assert cls is Local
-    assert values == [5, 6]
-
-
-def test_values_that_only_cloudpickle_can_send():
-    (function,) = mpwatch.run(lambda: lambda x: x + 1, 1)
-    assert function(1) == 2
+    cls, values, function, attributes = mpwatch.run(outer, 1)[0]
+    assert (cls, values, function(1), attributes) == (Local, [5, 6], 2, {"a": 1})
 
 
 def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
@@ -108,15 +103,16 @@ def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
     assert "RANK" not in os.environ
 
 
-def test_env_may_be_a_function_of_the_worker(monkeypatch):
+def test_env_may_be_a_function_of_the_worker_and_wins_over_the_programs_own(monkeypatch):
+    def observe():
+        return functions.get_environment(), mpwatch.current_worker().master_port
+
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("RANK", "12")  # left by an outer launcher
-    result = mpwatch.run(
-        functions.get_environment, 2, env=lambda worker: {"ROLE_X": "x", "MASTER_ADDR": f"host{worker.rank}"}
-    )
-    assert [env["MASTER_ADDR"] for env in result] == ["host0", "host1"]
-    assert [env["RANK"] for env in result] == ["0", "1"]
-    assert [env["OMP_NUM_THREADS"] for env in result] == ["7", "7"]
+    result = mpwatch.run(observe, 2, env=lambda worker: {"MASTER_PORT": "29999", "MASTER_ADDR": f"host{worker.rank}"})
+    for rank, (env, port) in enumerate(result):
+        assert (env["MASTER_ADDR"], env["RANK"], env["OMP_NUM_THREADS"]) == (f"host{rank}", str(rank), "7")
+        assert (env["MASTER_PORT"], port) == ("29999", 29999)
 
 
 def test_current_worker_describes_the_rank():
@@ -135,17 +131,20 @@ def test_current_worker_describes_the_rank():
         mpwatch.current_worker()
 
 
-def test_ranks_are_processes_of_multiprocessing():
+def test_ranks_are_processes_of_multiprocessing_with_unblocked_signals():
     def describe():
         me, parent = multiprocessing.current_process(), multiprocessing.parent_process()
-        return me.name, parent.pid, parent.is_alive(), os.getppid(), os.getpgrp() == os.getpid(), sys.stdin.read()
+        leads_group = os.getpgrp() == os.getpid()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return me.name, parent.pid, parent.is_alive(), os.getppid(), leads_group, sys.stdin.read(), mask
 
-    name, parent, alive, ppid, leads_group, stdin = mpwatch.run(describe, 1)[0]
-    assert name == "mpwatch-rank-0"
-    assert parent == ppid == os.getpid()
-    assert alive
-    assert leads_group
-    assert stdin == ""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        (found,) = mpwatch.run(describe, 1)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before | {signal.SIGTERM, signal.SIGUSR1}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert found == ("mpwatch-rank-0", os.getpid(), True, os.getpid(), True, "", set())
 
 
 def test_objects_of_multiprocessing_are_shared():
@@ -162,11 +161,21 @@ def test_objects_of_multiprocessing_are_shared():
         assert event.wait(60)
 
     with mine, theirs:
-        mpwatch.run(use, 3, args=(theirs, queue, lock, event, value))
+        mpwatch.run(use, 2, args=(theirs, queue, lock, event, value))
         assert mine.recv() == "through a connection"
     assert queue.get() == "through a queue"
-    assert value.value == 3
+    assert value.value == 2
     queue.close()
+
+
+def test_more_descriptors_than_one_message_takes():
+    pipes = [os.pipe() for _ in range(150)]
+    connections = [multiprocessing.connection.Connection(fd) for pipe in pipes for fd in pipe]
+    readers, writers = connections[::2], connections[1::2]
+    mpwatch.run(lambda writers: [writer.send_bytes(b"x") for writer in writers] and None, 1, args=(writers,))
+    assert all(reader.recv_bytes() == b"x" for reader in readers)
+    for connection in connections:
+        connection.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
@@ -190,67 +199,43 @@ def test_a_run_inside_a_rank():
     assert list(mpwatch.run(outer, 2)) == [([0, 1], 0), ([0, 1], 1)]
 
 
-def test_several_runs_at_the_same_time_and_off_the_main_thread():
+def test_several_runs_at_the_same_time_in_threads_of_asyncio():
     def port():
         return os.environ["MASTER_PORT"]
 
-    with ThreadPoolExecutor(3) as pool:
-        ports = [set(result) for result in pool.map(lambda _: mpwatch.run(port, 2), range(3))]
-    assert len(set.union(*ports)) == 3
-
-
-def test_under_asyncio():
     async def program():
-        return await asyncio.to_thread(mpwatch.run, functions.rank, 2)
+        return await asyncio.gather(*(asyncio.to_thread(mpwatch.run, port, 2) for _ in range(2)))
 
-    assert list(asyncio.run(program())) == [0, 1]
-
-
-def test_a_run_in_a_thread_that_has_ended():
-    results = []
-    thread = threading.Thread(target=lambda: results.append(mpwatch.run(functions.rank, 2)))
-    thread.start()
-    thread.join()
-    assert list(results[0]) == [0, 1]
+    first, second = map(set, asyncio.run(program()))
+    assert (len(first), len(second), len(first | second)) == (1, 1, 2)
 
 
-@pytest.mark.parametrize("saboteur", [functions.exits_with_0, functions.exits_with_none])
-def test_sys_exit_0_is_a_success_without_a_value(saboteur):
-    assert list(mpwatch.run(saboteur, 2)) == [None, None]
+@pytest.mark.parametrize("exits", [functions.exits_with_0, functions.exits_with_none])
+def test_sys_exit_0_is_a_success_without_a_value(exits):
+    assert list(mpwatch.run(exits, 1)) == [None]
 
 
-def test_ranks_run_exit_hooks_and_wait_for_threads(tmp_path):
+@pytest.mark.parametrize("grace_period", [0, 10])
+def test_ranks_run_exit_hooks_and_wait_for_threads(grace_period, tmp_path, caplog):
     def register_hooks(path):
         import atexit
 
-        thread = threading.Thread(
-            target=lambda: threading.main_thread().join() or (path / f"thread-{functions.rank()}").touch()
-        )
+        thread = threading.Thread(target=lambda: threading.main_thread().join() or (path / "thread").touch())
         thread.start()
-        atexit.register((path / f"atexit-{functions.rank()}").touch)
+        atexit.register((path / "atexit").touch)
 
-    mpwatch.run(register_hooks, 2, args=(tmp_path,))
-    assert {path.name for path in tmp_path.iterdir()} == {"thread-0", "thread-1", "atexit-0", "atexit-1"}
+    mpwatch.run(register_hooks, 1, args=(tmp_path,), grace_period=grace_period)
+    assert {path.name for path in tmp_path.iterdir()} == {"thread", "atexit"}
+    assert caplog.text == ""
 
 
 def test_a_rank_that_does_not_exit_is_named(caplog):
-    result = mpwatch.run(functions.leaves_a_thread, 2, grace_period=0.2)
-    assert list(result) == [0, 1]
+    assert list(mpwatch.run(functions.leaves_a_thread, 1, grace_period=0.2)) == [0]
     assert "rank 0 had returned but was still running 1 s later (non-daemon threads: endless prefetcher)" in caplog.text
 
 
 def test_a_forked_child_of_a_rank_sends_no_value():
-    result = mpwatch.run(functions.forks_and_both_return, 2)
-    assert list(result) == [False, False]
-
-
-def test_arguments_and_results_of_a_hundred_megabytes():
-    data = os.urandom(1 << 20) * 100
-    lengths = mpwatch.run(lambda blob: (len(blob), blob[:7], blob * 1), 2, args=(data,))
-    for length, start, back in lengths:
-        assert length == len(data)
-        assert start == data[:7]
-        assert back == data
+    assert list(mpwatch.run(functions.forks_and_both_return, 1)) == [False]
 
 
 @pytest.mark.slow
@@ -259,18 +244,7 @@ def test_a_hundred_ranks():
 
 
 def test_limits_of_any_length():
-    assert list(mpwatch.run(functions.rank, 2, timeout=3e9, grace_period=1e9)) == [0, 1]
-
-
-def test_exit_hooks_run_after_a_success_without_a_grace_period(caplog, tmp_path):
-    def register_hook(path):
-        import atexit
-
-        atexit.register((path / str(functions.rank())).touch)
-
-    mpwatch.run(register_hook, 2, args=(tmp_path,), grace_period=0)
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
-    assert caplog.text == ""
+    assert list(mpwatch.run(functions.rank, 1, timeout=3e9, grace_period=1e9)) == [0]
 
 
 def test_the_timeout_is_for_the_whole_run_start_included():
@@ -286,63 +260,19 @@ def test_the_timeout_is_for_the_whole_run_start_included():
 
 def test_other_threads_may_join_the_ranks(barrier):
     """Multiprocessing does so at the end of the program. The join must not keep the watcher from stopping the ranks."""
-    joined = []
 
     def join():
         while not (ranks := [p for p in multiprocessing.active_children() if p.name.startswith("mpwatch-rank")]):
             os.sched_yield()
         for process in ranks:
             process.join()
-        joined.append(len(ranks))
+        return len(ranks)
 
-    thread = threading.Thread(target=join)
-    thread.start()
-    with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
-        mpwatch.run(failing.call_on_rank_1, 3, args=(failing.raises_value_error, barrier))
-    thread.join()
-    assert joined
-
-
-def test_a_return_value_does_not_change_the_caller_s_classes():
-    class Config:
-        total = 1
-
-        def bump(self):
-            return Config.total
-
-    def change():
-        Config.total = 99
-        return Config()
-
-    bump = Config.bump
-    (back,) = mpwatch.run(change, 1)
-    assert type(back) is Config
-    assert (Config.total, Config.bump, back.bump()) == (1, bump, 1)
-
-
-class AttributeDict(dict):
-    __getattr__ = dict.get
-
-
-def test_values_that_have_every_attribute():
-    assert mpwatch.run(lambda: AttributeDict(a=1), 1)[0] == {"a": 1}
-
-
-def test_more_descriptors_than_one_message_takes():
-    pipes = [os.pipe() for _ in range(150)]
-    connections = [multiprocessing.connection.Connection(fd) for pipe in pipes for fd in pipe]
-    readers, writers = connections[::2], connections[1::2]
-    mpwatch.run(lambda writers: [writer.send_bytes(b"x") for writer in writers] and None, 1, args=(writers,))
-    assert all(reader.recv_bytes() == b"x" for reader in readers)
-    for connection in connections:
-        connection.close()
-
-
-def test_a_port_from_env_is_the_worker_s_master_port():
-    def port():
-        return os.environ["MASTER_PORT"], mpwatch.current_worker().master_port
-
-    assert mpwatch.run(port, 1, env={"MASTER_PORT": "29999"})[0] == ("29999", 29999)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join)
+        with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+            mpwatch.run(failing.call_on_rank_1, 3, args=(failing.raises_value_error, barrier))
+        assert joined.result(60)
 
 
 @pytest.mark.slow
@@ -368,35 +298,18 @@ def resident_megabytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
-def test_a_torch_free_run_never_imports_torch_nor_cloudpickle():
-    code = (
-        "import sys, mpwatch\n"
-        "from support import functions\n"
-        "result = mpwatch.run(functions.rank, 1)\n"
-        "assert not {'torch', 'cloudpickle', 'numpy'} & set(sys.modules)\n"
-        "print(mpwatch.run(functions.list_modules, 1)[0])\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    modules = set(eval(out.stdout))
-    assert not modules & {
-        "torch",
-        "cloudpickle",
-        "tblib",
-        "dataclasses",
-        "tempfile",
-        "mpwatch.watcher",
-        "mpwatch.options.spec",
-    }
+SCRIPT = """
+import sys, mpwatch
+from support import functions
+print("the script is run")
+result = mpwatch.run(functions.rank, 1)
+assert not {'torch', 'cloudpickle', 'numpy'} & set(sys.modules)
+print(*mpwatch.run(functions.list_modules, 1)[0])
+"""
 
 
-def test_ranks_start_with_unblocked_signals():
-    def read_mask():
-        return signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    try:
-        assert mpwatch.run(read_mask, 1)[0] == set()
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask | {signal.SIGTERM, signal.SIGUSR1}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def test_a_rank_imports_only_what_the_function_needs_and_not_the_script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    first, modules = python(str(tmp_path / "script.py")).stdout.splitlines()
+    assert first == "the script is run"
+    assert not set(modules.split()) & {"torch", "cloudpickle", "tblib", "numpy", "dataclasses", "tempfile"}

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -12,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy import ma
 
-from cores.codecs.round_trips import both_ways, list_mappings, send_as_argument, send_as_value
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.pickling.call_payload import Call
-from mpwatch.wire.pickling.pickle_buffers import MIN_BUFFER_SIZE
+from mpwatch.wire.pickling.pickle_buffers import MIN_BUFFER_SIZE, map_bundle
 from support.process_state import descriptors
 
 MANY = MIN_BUFFER_SIZE // 8 + 1  # numbers that make a large buffer
@@ -25,6 +25,31 @@ MANY = MIN_BUFFER_SIZE // 8 + 1  # numbers that make a large buffer
 def _fresh_main_module(monkeypatch):
     """`unpack` writes to the module `__main__`."""
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+
+
+def send_as_argument(thing):
+    packed = call_payload.pack(Call(print, (thing,), {}, None))
+    try:
+        return call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds], len).args[0]
+    finally:
+        packed.close()
+
+
+def send_as_value(thing):
+    packed = return_values.pack(thing)
+    try:
+        return return_values.open_value(packed.body or map_bundle(packed.file.fileno()))[1].load()
+    finally:
+        packed.close()
+
+
+both_ways = pytest.mark.parametrize("sent", [send_as_argument, send_as_value])
+
+
+def list_mappings():
+    """Return the address ranges of mapped bundles in this process."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+    return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
 
 
 @pytest.mark.parametrize(
