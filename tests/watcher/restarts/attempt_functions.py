@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 
 import mpwatch
 
@@ -45,25 +44,22 @@ def raises_by_itself(failures):
     return attempt()
 
 
-def raises_then_waits(*failures):
-    """Raise in the first attempts: rank n in the first `failures[n]`. Then wait to be stopped."""
-    if attempt() < failures[rank()]:
-        raise ValueError(f"attempt {attempt()}")
+def raises_once_then_waits():
+    if attempt() == 0:
+        raise ValueError("the first time")
     wait_to_be_stopped()
 
 
-def raises_then_sets(event):
+def raises_once_then_sets(event):
     if attempt() == 0:
-        raise ValueError("attempt 0")
+        raise ValueError("the first time")
     event.set()
 
 
-def always_raises(error=ValueError):
-    raise error(f"attempt {attempt()} of rank {rank()}")
-
-
-def exits_with(*codes):
-    sys.exit(codes[attempt()])
+def raises_type_error_after_a_report_in_the_first_attempt():
+    if attempt() == 0:
+        mpwatch.report(step=1)
+    raise TypeError("wrong")
 
 
 def ends(*ways):
@@ -78,29 +74,41 @@ def ends(*ways):
     return way
 
 
-def starts_a_helper(folder, failures):
-    """Start a process, and write its pid and that of the rank into a file. Rank 1 is killed in the first attempts."""
-    helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
-    (folder / f"{attempt()}-{rank()}").write_text(f"{os.getpid()} {helper}")
-    if attempt() < failures:
-        if rank() == 1:
-            while not (folder / f"{attempt()}-0").exists():
-                os.sched_yield()
-            os.kill(os.getpid(), signal.SIGKILL)
-        wait_to_be_stopped()
-    return attempt()
+def starts_a_helper_and_is_restarted(folder):
+    """Start a process, and write its pid and that of the rank into a file. Then rank 1 is killed, once.
+
+    Restarted ranks return whether the old processes have a directory in /proc, and whether the helper runs.
+    """
+    if attempt() > 0:
+        (folder / "restarted").touch()
+        old_rank, helper = (folder / str(rank())).read_text().split()
+        return os.path.exists(f"/proc/{old_rank}"), is_running(helper)
+    helper = os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)
+    (folder / str(rank())).write_text(f"{os.getpid()} {helper}")
+    if rank() == 1:
+        while not (folder / "0").exists():
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not (folder / "restarted").exists():
+        os.sched_yield()
+    return None
 
 
-def runs_until_one_was_restarted(all_run, end, failing=1):
-    """Raise once on rank `failing`, when the others run. These run until that rank was restarted."""
-    if rank() == failing:
-        if attempt() == 0:
-            all_run.wait()
-            raise ValueError("the first time")
-        end.wait()
-    else:
-        all_run.wait()
-        end.wait()
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as text:
+            return text.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def runs_until_one_was_restarted(barrier, end):
+    """Raise once on rank 1, when the others run. These run until `end` is set."""
+    if rank() != 1 or attempt() == 0:
+        barrier.wait()
+    if rank() == 1 and attempt() == 0:
+        raise ValueError("the first time")
+    end.wait()
     return describe_self()
 
 
@@ -119,15 +127,24 @@ def raises_when_stopped(barrier):
     return attempt()
 
 
-def ignores_sigterm_in_the_first_attempt(barriers):
+def ignores_sigterm_in_the_first_attempt(barrier):
     if attempt() == 0:
         if rank() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        barriers[0].wait()
+        barrier.wait()
         if rank() == 1:
             raise ValueError("the first time")
         wait_to_be_stopped()
     return attempt()
+
+
+def interrupts_its_parent_when_stopped(barrier):
+    """Raise on rank 1. Rank 0 handles the SIGTERM that follows: it sends SIGINT to its parent."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+    barrier.wait()
+    if rank() == 1:
+        raise ValueError("the first")
+    wait_to_be_stopped()  # SIGINT makes the watcher kill all ranks
 
 
 def reports(*steps):
@@ -135,38 +152,18 @@ def reports(*steps):
     raise ValueError(f"after step {steps[attempt()]}")
 
 
-def raises_after_a_heartbeat(error):
-    mpwatch.heartbeat()
-    always_raises(error)
-
-
-def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
-    """Send no heartbeat on rank 1 until that was noticed. Then both ranks send them until that was noticed, too."""
-    mpwatch.heartbeat()
-    if rank() == 1:
-        was_noticed.wait()
-    while not next_was_noticed.wait(0.01):
-        mpwatch.heartbeat()
-    return True
-
-
-def stops_its_heartbeats(failures=9):
-    mpwatch.heartbeat()
-    if attempt() < failures:
-        wait_to_be_stopped()
-    return attempt()
-
-
-def returns_in_the_second_attempt(value):
+def returns_what_cannot_be_unpickled_in_the_second_attempt():
     if attempt() == 0:
         raise ValueError("the first time")
-    return value()
+    return CannotBeUnpickled()
 
 
-def waits_in_the_second_attempt():
+def changes_its_arguments(text, array):
+    """Return the arguments of the second attempt. The first one has changed its copies."""
     if attempt() == 0:
+        array[:] = b"x" * len(array)
         raise ValueError("the first time")
-    wait_to_be_stopped()
+    return text, sum(array), len(array)
 
 
 def fails_while_another_awaits_its_restart(has_failed):
@@ -179,10 +176,53 @@ def fails_while_another_awaits_its_restart(has_failed):
     wait_to_be_stopped()
 
 
-def raises_once_on_rank_1_then_waits():
+def rank_0_returns_before_rank_1_fails(event):
+    """Raise on rank 1 in the first attempt, after rank 0 has returned."""
     if rank() == 1 and attempt() == 0:
-        raise ValueError("the first time")
-    wait_to_be_stopped()
+        assert event.wait(30)
+        raise ValueError("late")
+
+
+def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
+    """Send no heartbeat on rank 1 until that was noticed. Then both ranks send them until that was noticed, too."""
+    mpwatch.heartbeat()
+    if rank() == 1:
+        was_noticed.wait()
+    while not next_was_noticed.wait(0.01):
+        mpwatch.heartbeat()
+    return True
+
+
+def stops_its_heartbeats_in_the_first_attempt():
+    mpwatch.heartbeat()
+    if attempt() == 0:
+        wait_to_be_stopped()
+    return attempt()
+
+
+def fails_on_odd_ranks(end):
+    """Raise on rank 1, kill rank 3. The others go on until `end` is set, and return ten times their rank."""
+    if rank() == 1:
+        raise ValueError("bad shard")
+    if rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert end.wait(60)
+    return 10 * rank()
+
+
+def fails_when_the_others_have_returned(end):
+    """Return a different kind of value on each rank. The last one raises when `end` is set."""
+    values = [None, CannotBeUnpickled(), lambda: 1]  # plain pickle refuses the lambda
+    if rank() < 3:
+        return values[rank()]
+    assert end.wait(60)
+    raise ValueError("bad shard")
+
+
+def waits_on_rank_0():
+    if rank() == 0:
+        wait_to_be_stopped()
+    return rank()
 
 
 class CountsItsPickling:
@@ -203,55 +243,3 @@ class CannotBeUnpickled:
 
 def _refuse():
     raise LookupError("not here")
-
-
-class CannotBePickled:
-    def __reduce__(self):
-        raise TypeError("not to be sent")
-
-
-class SlowToPickle(ValueError):
-    """An exception whose pickling takes until `may_exit` is set. Until then its rank does not exit."""
-
-    def __init__(self, text, is_pickling, may_exit):
-        super().__init__(text)
-        self.events = is_pickling, may_exit
-
-    def __reduce__(self):
-        is_pickling, may_exit = self.events
-        is_pickling.set()
-        may_exit.wait()
-        return ValueError, self.args[:1]
-
-
-def fails_while_another_is_stopped(is_pickling, may_exit):
-    """Raise on rank 1, which then does not exit. Meanwhile raise on rank 0, which is not to be restarted."""
-    if rank() == 0:
-        is_pickling.wait()
-        raise KeyError("no restart")
-    if attempt() == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SlowToPickle("restart, please", is_pickling, may_exit)
-    wait_to_be_stopped()
-
-
-def interrupts_its_parent_when_stopped(barrier):
-    """Raise on rank 1. Rank 0 handles the SIGTERM that follows: it sends SIGINT to its parent."""
-
-    def stop(*_):
-        os.kill(os.getppid(), signal.SIGINT)
-
-    signal.signal(signal.SIGTERM, stop)
-    barrier.wait()
-    if rank() == 1:
-        raise ValueError("the first")
-    while True:  # SIGINT makes the watcher kill all ranks
-        signal.pause()
-
-
-def rank_0_returns_before_rank_1_fails(event):
-    """Raise on rank 1 in the first attempt, after rank 0 has returned."""
-    me = mpwatch.current_worker()
-    if me.rank == 1 and me.restart_count == 0:
-        assert event.wait(30)
-        raise ValueError("late")

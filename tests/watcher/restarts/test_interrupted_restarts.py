@@ -1,38 +1,35 @@
-"""Events between a failure and the restart: signals, lack of descriptors, second failures. With real processes."""
+"""Restarts that signals, exceptions or shortages interrupt, and the end of a program whose ranks were restarted."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 import mpwatch
-from mpwatch import FailureKind, RestartPolicy, WorkerState
-from mpwatch.events import Restarting, WorkerStarted
+from mpwatch import LaunchError, RestartPolicy, WorkerState
+from mpwatch.events import Restarting, RunEnded, WorkerStarted
 from support import one_run
-from support.process_state import SPAWN
+from support.process_state import SPAWN, is_alive
 from support.programs import ENV, python
 from watcher.restarts import attempt_functions
 
-LONG = 1000.0  # seconds; no test waits so long
+YEAR = 3e7  # seconds; longer than poll(2) can wait
 
 
-def delay_restart(scope="group", **more):
-    return RestartPolicy(9, scope=scope, delay=LONG, max_delay=LONG, **more)
+def in_a_year(scope="group", **more):
+    return RestartPolicy(9, scope=scope, delay=YEAR, max_delay=YEAR, **more)
 
 
-def of_kind(kind, events):
-    return [event for event in events if isinstance(event, kind)]
-
-
-def at_restart(do):
-    """Return an observer that calls `do` at the first Restarting event: single ranks may be restarted at the same time."""
-    seen = []
+def at_event(kind, do, attempt=0):
+    """Return an observer that calls `do` at the first such event: single ranks may be restarted at the same time."""
+    left = [do]
 
     def observe(event):
-        if isinstance(event, Restarting) and not seen:
-            seen.append(event)
-            do()
+        if isinstance(event, kind) and event.attempt == attempt and left:
+            left.pop()()
 
     return observe
 
@@ -41,106 +38,116 @@ def interrupt():
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def handle_sigusr1():
+    """Return a function that sets the handler of the program for SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda handler: signal.signal(signal.SIGUSR1, handler)
+    signal.signal(signal.SIGUSR1, before)
+
+
 # --- signals
 
 
 @pytest.mark.parametrize("scope", ["group", "worker"])
 def test_ctrl_c_during_the_delay_ends_the_run_at_once(scope):
     start = time.monotonic()
+    observe = at_event(Restarting, interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=delay_restart(scope), on_event=at_restart(interrupt))
+        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=in_a_year(scope), on_event=observe)
     assert time.monotonic() - start < 60
     failed = caught.value.__cause__
     assert isinstance(failed, mpwatch.RunFailedError)
-    assert failed.__cause__ is failed.root_cause.exception
-    assert "  not restarted: this process received a signal" in str(failed)
-    assert failed.result.state is WorkerState.FAILED
-    assert failed.result.events[-1].reason.startswith("rank ")
+    assert repr(failed.__cause__) == "ValueError('attempt 0')"
+    assert failed.result.notes == ("not restarted: this process received a signal",)
+    assert failed.result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED}
 
 
-def test_ctrl_c_during_retry_if_ends_the_run():
-    """The handler does not raise in code of the user."""
-    done = []
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_ctrl_c_after_the_restart_ends_the_run(scope):
+    policy, observe = RestartPolicy(9, scope=scope), at_event(WorkerStarted, interrupt, attempt=1)
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=policy, on_event=observe)
 
-    def retry_if(failure):
-        interrupt()
-        done.append(failure)
-        return True
 
+def test_ctrl_c_while_failed_ranks_are_stopped_leaves_no_restart():
+    fn = attempt_functions.interrupts_its_parent_when_stopped
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=RestartPolicy(retry_if=retry_if))
-    assert len(done) == 1
-    assert "rank" in str(caught.value.__cause__)
-    assert len(of_kind(WorkerStarted, caught.value.__cause__.result.events)) == 2
+        mpwatch.run(fn, 2, args=(SPAWN.Barrier(2),), max_restarts=3, grace_period=1)
+    failed = caught.value.__cause__
+    assert repr(failed.root_cause.exception) == "ValueError('the first')"
+    assert failed.result.notes == ("not restarted: this process received a signal",)
 
 
-def test_a_second_ctrl_c_ends_retry_if():
-    """`retry_if` may wait for an answer that never comes."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_raises_in_retry_if_only_the_second_time(times):
+    """`retry_if` may wait for an answer that never comes. Until then the handler does not raise in code of the user."""
     steps = []
 
     def retry_if(failure):
         interrupt()
-        steps.append(failure)
-        interrupt()
-        steps.append(failure)
+        steps.append("first")
+        if times == 2:
+            interrupt()
+        steps.append("second")
+        return True
 
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=RestartPolicy(retry_if=retry_if))
-    assert len(steps) == 1
+        mpwatch.run(attempt_functions.raises_by_itself, 2, args=(9,), max_restarts=RestartPolicy(retry_if=retry_if))
+    assert steps == ["first", "second"][: 3 - times]
 
 
 @pytest.mark.parametrize("kind", [WorkerStarted, Restarting])
 def test_a_second_ctrl_c_ends_an_observer(kind):
     steps = []
 
-    def observe(event):
-        if isinstance(event, kind) and not steps:
-            interrupt()
-            steps.append(event)
-            interrupt()
-            steps.append(event)
+    def observe():
+        interrupt()
+        steps.append("first")
+        interrupt()
+        steps.append("second")
 
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(attempt_functions.always_raises, 2, max_restarts=3, on_event=observe)
-    assert len(steps) == 1
+        mpwatch.run(attempt_functions.raises_by_itself, 1, args=(9,), max_restarts=3, on_event=at_event(kind, observe))
+    assert steps == ["first"]
 
 
-def test_ctrl_c_in_a_later_attempt_ends_the_run():
-    def observe(event):
-        if isinstance(event, WorkerStarted) and event.attempt == 2:
-            interrupt()
-
-    with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(attempt_functions.fails, 2, args=(5, 1), max_restarts=9, on_event=observe)
-
-
-def test_a_host_that_ignores_the_interrupt_gets_the_failure():
-    handler = signal.signal(signal.SIGINT, lambda *_: None)
+def test_a_host_that_ignores_the_signal_gets_the_failure():
+    before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         with pytest.raises(mpwatch.RunFailedError, match="this process received a signal"):
-            mpwatch.run(attempt_functions.always_raises, 2, max_restarts=delay_restart(), on_event=at_restart(interrupt))
+            mpwatch.run(
+                attempt_functions.raises_by_itself,
+                1,
+                args=(9,),
+                max_restarts=in_a_year(),
+                on_event=at_event(Restarting, interrupt),
+            )
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, before)
 
 
-def test_what_a_handler_of_the_host_raises_during_the_delay_is_raised():
+def test_what_a_handler_of_the_host_raises_during_a_delay_is_raised(handle_sigusr1):
+    events = []
+
     def handle(*_):
         raise LookupError("of the host's")
 
-    handler = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with pytest.raises(LookupError, match="of the host's"):
-            mpwatch.run(
-                attempt_functions.always_raises,
-                2,
-                max_restarts=delay_restart(),
-                on_event=at_restart(lambda: signal.raise_signal(signal.SIGUSR1)),
-            )
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
+    handle_sigusr1(handle)
+    observe = at_event(Restarting, lambda: signal.raise_signal(signal.SIGUSR1), attempt=1)
+    with pytest.raises(LookupError, match="of the host's"):
+        mpwatch.run(
+            attempt_functions.raises_by_itself,
+            1,
+            args=(9,),
+            max_restarts=RestartPolicy(9, delay=0.01, jitter=0),
+            on_event=[events.append, observe],
+        )
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].restarts == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_the_delay_reaches_its_handler(number):
     program = (
         "import os, signal, sys, mpwatch\n"
@@ -150,112 +157,148 @@ def test_a_signal_during_the_delay_reaches_its_handler(number):
         "    if event.name == 'restarting': os.kill(os.getpid(), int(sys.argv[1]))\n"
         "    if event.name == 'run_ended': print(event.state.name, event.restarts, flush=True)\n"
         "policy = mpwatch.RestartPolicy(9, delay=1000, max_delay=1000)\n"
-        "mpwatch.run(attempt_functions.always_raises, 2, max_restarts=policy, on_event=observe)\n"
+        "mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=policy, on_event=observe)\n"
     )
-    done = python("-c", program, str(int(number)), check=False, env=ENV)
+    done = python("-c", program, str(int(number)), check=False)
     assert (done.returncode, done.stdout) == (-number, "FAILED 0\n")
-    assert done.stderr.endswith("KeyboardInterrupt\n" if number == signal.SIGINT else "")
+    assert done.stderr.endswith("\n  not restarted: this process received a signal\n")
 
 
-def test_restarts_work_outside_the_main_thread():
-    import threading
-
-    results = []
-    thread = threading.Thread(
-        target=lambda: results.append(mpwatch.run(attempt_functions.fails, 2, args=(2, 1), max_restarts=2))
-    )
-    thread.start()
-    thread.join()
-    assert [attempt for attempt, *_ in results[0]] == [2, 2]
-
-
-# --- failures before the restart
+RESTARTED_RANKS = """\
+import sys, mpwatch
+from watcher.restarts import attempt_functions
+def observe(event):
+    if event.name == "worker_ready" and event.attempt: print(pids[event.ranks], flush=True)
+    if event.name == "worker_started": pids[event.ranks] = event.pid
+pids, policy = {}, mpwatch.RestartPolicy(1, scope=sys.argv[1])
+mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=policy, on_event=observe)
+"""
 
 
-def test_a_second_failure_while_others_are_stopped_causes_no_second_restart():
-    barrier = SPAWN.Barrier(2)
-    result = mpwatch.run(attempt_functions.raises_when_stopped, 2, args=(barrier,), max_restarts=9)
-    assert (list(result), result.restarts) == ([1, 1], 1)
-    root = result.attempts[0].root_cause
-    assert (root.rank, repr(root.exception)) == (1, "ValueError('the first')")
+@pytest.mark.parametrize(
+    ("scope", "number"), [("group", signal.SIGKILL), ("worker", signal.SIGKILL), ("group", signal.SIGTERM)]
+)
+def test_no_restarted_rank_outlives_its_program(scope, number, eventually):
+    program = subprocess.Popen([sys.executable, "-c", RESTARTED_RANKS, scope], env=ENV, stdout=subprocess.PIPE, text=True)
+    with program:
+        pids = [int(program.stdout.readline()) for _ in range(2)]
+        program.send_signal(number)
+    assert program.returncode == -number
+    eventually(lambda: not any(map(is_alive, pids)), seconds=1.0 if number == signal.SIGKILL else 0.0)
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise SystemExit('no licence')"])
-def test_a_failure_while_ranks_are_restarted(tmp_path, how):
-    (tmp_path / "sitecustomize.py").write_text(f"import os\n{how}\n")
-
-    def env(worker):
-        path = os.environ.get("PYTHONPATH", "")
-        return {"PYTHONPATH": f"{tmp_path}:{path}"} if (worker.restart_count, worker.rank) == (1, 0) else {}
-
-    policy = RestartPolicy(3, retry_if=[ValueError, FailureKind.START])
-    result = mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=policy, env=env)
-    assert [attempt for attempt, *_ in result] == [2, 2]
-    assert [attempt.root_cause and attempt.root_cause.kind for attempt in result.attempts] == [
-        FailureKind.EXCEPTION,
-        FailureKind.START,
-        None,
-    ]
-    assert result.attempts[1].root_cause.rank == 0
+# --- observers
 
 
-def test_an_interpreter_that_is_suspended_at_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setenv("MPWATCH_START_TIMEOUT", "2")
-    (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
-
-    def env(worker):
-        path = os.environ.get("PYTHONPATH", "")
-        return {"PYTHONPATH": f"{tmp_path}:{path}"} if (worker.restart_count, worker.rank) == (1, 0) else {}
-
-    with pytest.raises(mpwatch.RunFailedError, match="rank 0 never started: its interpreter was not ready after 2 s"):
-        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=3, env=env)
+def test_a_slow_observer_does_not_hold_up_a_restart():
+    """The restart is due while the caller's thread is in the observer."""
+    has_restarted, waits = SPAWN.Event(), []
+    observe = at_event(Restarting, lambda: waits.append(has_restarted.wait(60)))
+    policy = RestartPolicy(1, delay=0.05, jitter=0)
+    mpwatch.run(attempt_functions.raises_once_then_sets, 1, args=(has_restarted,), max_restarts=policy, on_event=observe)
+    assert waits == [True]
 
 
-# --- ranks that cannot be started
+# --- ranks that fail or cannot be started at a restart
 
 
-def test_a_restart_that_fails_for_lack_of_descriptors():
-    """The error is the same wherever the descriptor is needed."""
-    for spare in range(0, 20, 4):
-        relief = []
+@pytest.mark.parametrize(
+    ("scope", "error", "state"),
+    [("group", ZeroDivisionError, WorkerState.FAILED), ("worker", KeyboardInterrupt, WorkerState.STOPPED)],
+)
+def test_what_retry_if_raises_is_raised(scope, error, state):
+    def retry_if(failure):
+        raise error("in retry_if")
 
-        def retry_if(failure, spare=spare, relief=relief):
-            if not relief:
-                relief.append(one_run.leave_descriptors(spare))
-            return True
-
-        events = []
-        try:
-            with pytest.raises(mpwatch.LaunchError, match="Too many open files") as caught:
-                mpwatch.run(
-                    attempt_functions.fails,
-                    16,
-                    args=(1, 1),
-                    max_restarts=RestartPolicy(retry_if=retry_if),
-                    on_event=events.append,
-                )
-        finally:
-            relief[0]()
-        note = caught.value.__notes__[-1].splitlines()
-        assert note[0] == "raised after ranks had failed:"
-        assert "rank 1 failed first: ValueError: attempt 0" in note[1]
-        assert (events[-1].name, events[-1].state) == ("run_ended", WorkerState.FAILED)
-        assert "Too many open files" in events[-1].reason
+    events, policy = [], RestartPolicy(scope=scope, retry_if=retry_if)
+    with pytest.raises(error, match="in retry_if"):
+        mpwatch.run(attempt_functions.fails, 2, args=(1, 1), max_restarts=policy, on_event=events.append)
+    assert (events[-1].name, events[-1].state) == ("run_ended", state)
+    assert "in retry_if" in events[-1].reason
 
 
-@pytest.mark.parametrize("scope", ["group", "worker"])
-def test_an_environment_that_is_too_large_at_the_restart(scope):
-    events = []
-    with pytest.raises(mpwatch.LaunchError, match=r"rank . could not be started: .*Argument list too long") as caught:
+def raise_lookup_error():
+    raise LookupError("no room")
+
+
+@pytest.mark.parametrize(
+    ("scope", "make_env", "error", "text"),
+    [
+        ("group", raise_lookup_error, LookupError, "no room"),
+        ("worker", raise_lookup_error, LookupError, "no room"),
+        ("group", lambda: {"RANK": "3"}, ValueError, r"what env\(\) returned may not set RANK: it"),
+        ("group", lambda: {"LARGE": "x" * (1 << 20)}, LaunchError, "rank . could not be started: .*Argument list too long"),
+        ("worker", lambda: {"LARGE": "x" * (1 << 20)}, LaunchError, "rank 1 could not be started: .*Argument list too long"),
+    ],
+)
+def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope, make_env, error, text):
+    events, policy = [], RestartPolicy(scope=scope)
+    with pytest.raises(error, match=text) as caught:
         mpwatch.run(
             attempt_functions.fails,
-            3,
+            2,
             args=(1, 1),
-            max_restarts=RestartPolicy(scope=scope),
-            env=lambda worker: {"LARGE": "x" * (1 << 20)} if worker.restart_count else {},
+            max_restarts=policy,
+            env=lambda worker: make_env() if worker.restart_count else {},
             on_event=events.append,
         )
     (note,) = caught.value.__notes__
     assert note.startswith("raised after ranks had failed:\n    first start, ")
-    names = [event.name for event in events if event.name != "worker_ready"]  # another rank may still be starting
-    assert names[-3:] == ["restarting", "state_changed", "run_ended"]
+    assert "rank 1 failed first: ValueError: attempt 0" in note
+    assert (events[-1].name, events[-1].state) == ("run_ended", WorkerState.FAILED)
+
+
+@pytest.mark.parametrize("spare", [0, *(pytest.param(spare, marks=pytest.mark.slow) for spare in range(4, 20, 4))])
+def test_a_restart_that_fails_for_lack_of_descriptors(spare):
+    """The error is the same wherever the descriptor is needed."""
+    relief = []
+
+    def retry_if(failure):
+        relief.append(one_run.leave_descriptors(spare))
+        return True
+
+    try:
+        with pytest.raises(LaunchError, match="Too many open files") as caught:
+            mpwatch.run(attempt_functions.fails, 16, args=(1, 1), max_restarts=RestartPolicy(retry_if=retry_if))
+    finally:
+        relief[0]()
+    assert "rank 1 failed first: ValueError: attempt 0" in caught.value.__notes__[-1]
+
+
+def test_a_rank_that_dies_at_its_restart_is_a_failure_of_that_attempt(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    path = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    policy = RestartPolicy(3, retry_if=lambda failure: True)
+    result = mpwatch.run(
+        attempt_functions.fails,
+        2,
+        args=(1, 1),
+        max_restarts=policy,
+        env=lambda worker: path if (worker.restart_count, worker.rank) == (1, 0) else {},
+    )
+    assert [attempt for attempt, *_ in result] == [2, 2]
+    kinds = [attempt.root_cause and attempt.root_cause.kind.name for attempt in result.attempts]
+    assert kinds == ["EXCEPTION", "START", None]
+    assert result.attempts[1].root_cause.rank == 0
+
+
+# --- exceptions at any bytecode
+
+ANYWHERE = """
+import mpwatch
+from watcher import exception_at_any_bytecode
+from watcher.restarts import attempt_functions
+def restarted():
+    policy = mpwatch.RestartPolicy(1, scope={scope!r}, retry_if=lambda failure: True)
+    mpwatch.run(attempt_functions.raises_by_itself, 1, args=(1,), max_restarts=policy, env=lambda worker: {{}}, on_event=id)
+exception_at_any_bytecode.main(restarted, 1, 401)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_an_exception_at_any_bytecode_leaves_nothing_of_any_attempt(scope):
+    done = python("-W", "ignore", "-c", ANYWHERE.format(scope=scope), timeout=None)
+    (line,) = done.stdout.splitlines()
+    thrown, of = (int(word) for word in line.split() if word.isdigit())
+    assert thrown > 0.5 * (of // 401), line  # a run that is done sooner than the first one has fewer bytecodes

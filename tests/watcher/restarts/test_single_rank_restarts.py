@@ -1,12 +1,10 @@
 """Restarts of single ranks (scope="worker"), with real processes. The other ranks go on."""
 
-import signal
-
 import pytest
 
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
-from mpwatch.events import Restarting, StateChanged, WorkerExited, WorkerReady, WorkerStarted
+from mpwatch.events import Restarting, StateChanged, WorkerExited, WorkerStarted
 from support.process_state import SPAWN
 from watcher.restarts import attempt_functions
 
@@ -33,15 +31,14 @@ def at_first(kind, do, **fields):
 
 
 @pytest.mark.parametrize("nprocs", [3])
-def test_only_the_failed_rank_is_restarted(nprocs, barrier):
+def test_only_the_failed_rank_is_restarted_and_the_group_is_unhealthy_until_then(nprocs, barrier):
     end = SPAWN.Event()
-    observe = at_first(WorkerReady, end.set, ranks=(1,), attempt=1)
     result = mpwatch.run(
         attempt_functions.runs_until_one_was_restarted,
         nprocs,
         args=(barrier, end),
         max_restarts=restart_single(),
-        on_event=observe,
+        on_event=at_first(StateChanged, end.set, before=WorkerState.UNHEALTHY, after=WorkerState.HEALTHY),
     )
     assert [attempt for attempt, *_ in result] == [0, 1, 0]
     assert len({port for _, port, *_ in result}) == 1
@@ -53,63 +50,45 @@ def test_only_the_failed_rank_is_restarted(nprocs, barrier):
     assert [pid for *_, pid in result] == [last[rank] for rank in range(nprocs)]
     ends = of_kind(WorkerExited, result.events)
     assert {event.ranks for event in ends if event.exit_code == 0} == {(0,), (1,), (2,)}
-    assert (result.state, result.restarts, result.failures, result.root_cause) == (WorkerState.SUCCEEDED, 1, {}, None)
+    states = [event.after.name for event in of_kind(StateChanged, result.events)]
+    assert states == ["INIT", "HEALTHY", "UNHEALTHY", "HEALTHY", "SUCCEEDED"]
+    assert (result.restarts, result.failures, result.root_cause) == (1, {}, None)
     first = result.attempts[0]
     assert (first.number, first.ranks, first.state, set(first.failures)) == (0, (1,), WorkerState.FAILED, {1})
     assert sorted((attempt.number, attempt.ranks) for attempt in result.attempts[1:]) == [(0, (0,)), (0, (2,)), (1, (1,))]
 
 
-@pytest.mark.parametrize("nprocs", [3])
-def test_while_a_rank_is_restarted_the_group_is_unhealthy(nprocs, barrier):
-    end = SPAWN.Event()
-    observe = at_first(StateChanged, end.set, before=WorkerState.UNHEALTHY, after=WorkerState.HEALTHY)
-    result = mpwatch.run(
-        attempt_functions.runs_until_one_was_restarted,
-        nprocs,
-        args=(barrier, end),
-        max_restarts=restart_single(),
-        on_event=observe,
-    )
-    states = [event.after.name for event in of_kind(StateChanged, result.events)]
-    assert states == ["INIT", "HEALTHY", "UNHEALTHY", "HEALTHY", "SUCCEEDED"]
-
-
 def test_each_rank_has_its_own_restarts():
-    result = mpwatch.run(attempt_functions.raises_by_itself, 4, args=(1,), max_restarts=restart_single(4))
-    assert list(result) == [1, 2, 3, 4]
-    assert (result.restarts, len(result.attempts)) == (10, 14)
-    left = {(event.ranks[0], event.attempt): event.restarts_left for event in of_kind(Restarting, result.events)}
-    assert left == {(rank, attempt): 3 - attempt for rank in range(4) for attempt in range(rank + 1)}
-
-
-def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(attempt_functions.fails, 3, args=(99, 1), max_restarts=restart_single(2))
-    error, result = caught.value, caught.value.result
-    assert str(error).startswith("rank 1 failed first: ValueError: attempt 2 ")
-    assert "  restarted 2 times" in str(error)
-    assert "  not restarted again: all restarts are used up (max_restarts=2)" in str(error)
-    assert repr(error.__cause__) == "ValueError('attempt 2')"
-    assert (set(error.result.failures), result.return_values, result.state) == ({1}, {}, WorkerState.FAILED)
-    assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}
-    assert sorted((attempt.ranks, attempt.number, attempt.state.name) for attempt in result.attempts) == [
-        ((0,), 0, "STOPPED"),
-        ((1,), 0, "FAILED"),
-        ((1,), 1, "FAILED"),
-        ((1,), 2, "FAILED"),
-        ((2,), 0, "STOPPED"),
-    ]
-
-
-def test_env_is_called_for_the_restarted_rank_only():
     calls = []
 
     def env(worker):
         calls.append((worker.rank, worker.restart_count))
         return {}
 
-    mpwatch.run(attempt_functions.raises_by_itself, 2, args=(0,), max_restarts=restart_single(), env=env)
-    assert calls == [(0, 0), (1, 0), (1, 1)]
+    result = mpwatch.run(attempt_functions.raises_by_itself, 3, args=(0,), max_restarts=restart_single(), env=env)
+    assert list(result) == [0, 1, 2]
+    assert (result.restarts, len(result.attempts)) == (3, 6)
+    left = {(event.ranks[0], event.attempt): event.restarts_left for event in of_kind(Restarting, result.events)}
+    assert left == {(1, 0): 2, (2, 0): 2, (2, 1): 1}
+    assert sorted(calls) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+
+
+def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(attempt_functions.fails, 2, args=(99, 1), max_restarts=restart_single(2))
+    error, result = caught.value, caught.value.result
+    lines = str(error).splitlines()
+    assert lines[0].startswith("rank 1 failed first: ValueError: attempt 2 ")
+    assert "  restarted 2 times" in lines
+    assert "  not restarted again: all restarts are used up (max_restarts=2)" in lines
+    attempts = [line for line in lines if line.startswith("    ")]  # not that of the other rank, which was stopped
+    assert len(attempts) == 3
+    assert all("rank 1 failed first: ValueError: attempt " in line for line in attempts)
+    assert repr(error.__cause__) == "ValueError('attempt 2')"
+    assert (set(result.failures), result.return_values, result.state) == ({1}, {}, WorkerState.FAILED)
+    assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED}
+    states = sorted((attempt.ranks, attempt.number, attempt.state.name) for attempt in result.attempts)
+    assert states == [((0,), 0, "STOPPED"), *(((1,), number, "FAILED") for number in range(3))]
 
 
 def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_restart():
@@ -125,52 +104,6 @@ def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_rest
     error, result = caught.value, caught.value.result
     assert str(error).startswith("rank 1 failed first: KeyError: 'no restart'")
     assert type(error.__cause__) is KeyError
-    assert set(error.result.failures) == {0, 1}
+    assert set(result.failures) == {0, 1}
     assert (result.restarts, result.worker_states[2]) == (0, WorkerState.STOPPED)
     assert result.notes == ("not restarted: `retry_if` does not allow a restart after this failure",)
-
-
-def test_restarts_do_not_extend_the_timeout():
-    with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 2, timeout=4.0, max_restarts=restart_single())
-    error = caught.value
-    assert str(error).startswith("the run did not end within timeout=4 s: ranks 0-1 had not returned")
-    assert (error.root_cause, set(error.result.failures), error.exit_code) == (None, {0, 1}, 124)
-    assert error.result.restarts == 1
-
-
-def test_ctrl_c_while_one_rank_awaits_its_restart_and_others_run():
-    with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(
-            attempt_functions.fails,
-            3,
-            args=(1, 1),
-            max_restarts=restart_single(delay=LONG, max_delay=LONG),
-            on_event=at_first(Restarting, lambda: signal.raise_signal(signal.SIGINT)),
-        )
-    failed = caught.value.__cause__
-    assert repr(failed.root_cause.exception) == "ValueError('attempt 0')"
-    assert failed.result.notes == ("not restarted: this process received a signal",)
-    assert failed.result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}
-
-
-def test_ctrl_c_after_a_rank_was_restarted_stops_all_ranks():
-    def observe(event):
-        if isinstance(event, WorkerReady) and event.attempt == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(attempt_functions.raises_once_on_rank_1_then_waits, 3, max_restarts=restart_single(), on_event=observe)
-    assert caught.value.__cause__ is None
-
-
-def test_a_group_of_one_gets_a_new_port():
-    ports = []
-    mpwatch.run(
-        attempt_functions.fails,
-        1,
-        args=(2, 0),
-        max_restarts=restart_single(),
-        env=lambda worker: ports.append(worker.master_port) or {},
-    )
-    assert len(set(ports)) == 3

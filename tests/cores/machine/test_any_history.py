@@ -6,10 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mpwatch import WorkerState
+from mpwatch import Worker, WorkerState
 from mpwatch.results.state_transitions import check_transition
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
 from mpwatch.watcher.diagnosis.diagnose import diagnose
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import (
     ALIVE_PHASES,
@@ -17,6 +18,7 @@ from mpwatch.watcher.machine.transitions import (
     AbandonRank,
     Abort,
     CallRank,
+    CancelAttempt,
     CollectivesMismatched,
     DetailsReceived,
     DoNotRestart,
@@ -29,6 +31,7 @@ from mpwatch.watcher.machine.transitions import (
     RankPhase,
     ReadHeartbeat,
     Ready,
+    RequestCollectives,
     RequestExit,
     Restart,
     Resumed,
@@ -44,19 +47,30 @@ from mpwatch.watcher.machine.transitions import (
     StopRequested,
     SuspendLimits,
 )
-from mpwatch.wire.messages import Message
-from support.observations import CONNECTION_LOST_ERROR, make_observations, rank_that_raised, rank_that_returned
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+from mpwatch.wire.messages import Message, MessageKind
+from mpwatch.wire.pickling import return_values
 
 GRACE = 3.0
 START_TIMEOUT = 30.0
 LIMIT = 5.0
-REPORTS = {False: rank_that_raised(ValueError("the batch is bad"), 0.0), True: rank_that_raised(CONNECTION_LOST_ERROR, 0.0)}
-RETURNED = rank_that_returned(7)
-for report in (*REPORTS.values(), RETURNED):  # none of these ranks has exited
-    del report["died_at"], report["exit_code"]
+CONNECTION_LOST_ERROR = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+ENCODERS = {False: ExceptionEncoder(ValueError("the batch is bad")), True: ExceptionEncoder(CONNECTION_LOST_ERROR)}
+RETURNED = return_values.pack(7).body
 EXIT_CODES = st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, 0, 3])
 MAY_REPORT = (RankPhase.RUNNING, RankPhase.TERMINATING, RankPhase.KILLED)  # a rank in these phases may still report
 WAS_STOPPED = {RankPhase.EXITING, RankPhase.TERMINATING, RankPhase.KILLED}
+
+
+def make_observations(ranks, **more):
+    """Make what the event loop passes to the diagnosis, from what it has seen of each rank."""
+    seen = {}
+    for rank, observed in ranks.items():
+        world = {"world_size": len(ranks), "local_world_size": len(ranks), "role_world_size": len(ranks)}
+        ids = {"rank": rank, "local_rank": rank, "role_rank": rank}
+        worker = Worker(**ids, **world, run_id="test", master_addr="localhost", master_port=1)
+        seen[rank] = RankObservations(worker, pid=100 + rank, **observed)
+    return AttemptObservations(ranks=seen, hostname="here", run_started_at=0.0, **more)
 
 
 class History(RuleBasedStateMachine):
@@ -175,6 +189,10 @@ class History(RuleBasedStateMachine):
         self.have_others_failed = True
         self.send(Abort())
 
+    @rule()
+    def cancel_by_another_node(self):
+        self.send(CancelAttempt())
+
     @precondition(lambda self: self.machine.generation)
     @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, StackDumped, HeartbeatRead, Exited]))
     def send_event_of_earlier_generation(self, data, kind):
@@ -204,7 +222,7 @@ class History(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, SendSignal):
                 self.observed[action.rank]["signals_sent"].add(action.signum)
-            elif isinstance(action, DumpStacks):
+            elif isinstance(action, DumpStacks | RequestCollectives):
                 self.asked_for_stacks.add(action.rank)
         for action in actions:
             if isinstance(action, ReadHeartbeat):
@@ -224,9 +242,8 @@ class History(RuleBasedStateMachine):
             rank for rank in self.ranks_in(*MAY_REPORT) if CallRank(rank) in self.actions and rank not in self.has_answered
         ]
 
-    def answer(self, rank, observed):
-        message = observed["answer"]
-        self.observed[rank] |= {**observed, "answer": Message(message.kind, self.now, message.body)}
+    def answer(self, rank, kind, body):
+        self.observed[rank]["answer"] = Message(kind, self.now, body)
         self.has_answered.add(rank)
 
     @precondition(lambda self: self.ranks_in(RankPhase.STARTING))
@@ -240,7 +257,8 @@ class History(RuleBasedStateMachine):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
         if announced:
             self.send(self.make_event(Failing, rank))
-        self.answer(rank, REPORTS[is_secondary])
+        self.answer(rank, MessageKind.RAISED, ENCODERS[is_secondary].plain())
+        self.observed[rank]["details"] = ENCODERS[is_secondary].details()
         self.send(self.make_event(Failed, rank, is_secondary=is_secondary))
 
     @precondition(lambda self: self.ranks_that_may_send_details())
@@ -258,7 +276,7 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def return_value(self, data):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
-        self.answer(rank, RETURNED)
+        self.answer(rank, MessageKind.RETURNED, RETURNED)
         self.send(self.make_event(Returned, rank))
 
     @precondition(lambda self: self.exits and self.ranks_in(*ALIVE_PHASES - WAS_STOPPED))
@@ -398,7 +416,7 @@ class History(RuleBasedStateMachine):
             return
         self.is_diagnosed = True
         observed = make_observations(
-            *self.observed.values(),
+            self.observed,
             stop_reason=self.machine.stop_reason,
             stopped_at=self.machine.stopped_at,
             silent_ranks=self.machine.heartbeats.silent_ranks,
@@ -412,7 +430,7 @@ class History(RuleBasedStateMachine):
         reported_in_time = {
             rank for rank, it in self.observed.items() if "answer" in it and it["answer"].stamp <= stopped_at
         }
-        raised_in_time = {rank for rank in reported_in_time if self.observed[rank]["answer"].body != RETURNED["answer"].body}
+        raised_in_time = {rank for rank in reported_in_time if self.observed[rank]["answer"].body != RETURNED}
         assert raised_in_time <= set(result.failures)
         if result.state is WorkerState.SUCCEEDED:
             assert dict(result.return_values) == dict.fromkeys(self.observed, 7)

@@ -1,0 +1,174 @@
+"""Decisions about restarts: a RestartPolicy applied to given failures. No clock, no random numbers."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpwatch import FailureKind, ProcessFailure, RestartPolicy
+from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
+
+NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
+USED_UP = "all restarts are used up (max_restarts=2)"
+BEFORE_THE_CALL = "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"
+
+
+def failure(kind=FailureKind.EXCEPTION, exception=None):
+    where = {"rank": 1, "local_rank": 1, "pid": 101, "hostname": "here"}
+    return ProcessFailure(**where, kind=kind, exit_code=3, exception=exception)
+
+
+def raised(error):
+    return failure(exception=error)
+
+
+EXIT, START = failure(FailureKind.EXIT), failure(FailureKind.START)
+VALUE_ERROR = raised(ValueError("boom"))
+
+
+def decide(policy, *attempts, rng_value=0.5):
+    """Return the decisions after these failed attempts. Each has the fields of FailedAttempt."""
+    budget = RestartBudget(policy, rng=lambda: rng_value)
+    return [budget.decide(FailedAttempt(**{"cause": VALUE_ERROR, **attempt})) for attempt in attempts]
+
+
+def decide_delays(policy, *attempts, **more):
+    return [decision.delay for decision in decide(policy, *attempts, **more)]
+
+
+@pytest.mark.parametrize(
+    ("options", "rng_value", "delays"),
+    [
+        ({"delay": 1.5, "max_delay": 20.0, "jitter": 0.0}, 0.5, [1.5, 3.0, 6.0, 12.0, 20.0, 20.0]),
+        ({"delay": 100.0, "max_delay": 2.0, "jitter": 0.0}, 0.5, [2.0, 2.0]),
+        ({"delay": 0.0, "jitter": 1.0}, 1.0, [0.0, 0.0]),
+        ({"delay": 10.0, "jitter": 0.25}, 0.0, [7.5, 15.0]),
+        ({"delay": 10.0, "jitter": 0.25}, 1.0, [12.5, 25.0]),
+        ({"delay": 10.0, "max_delay": 10.0, "jitter": 0.5}, 1.0, [10.0, 10.0]),
+    ],
+)
+def test_the_delay_doubles_with_a_jitter_up_to_a_limit(options, rng_value, delays):
+    assert decide_delays(RestartPolicy(9, **options), *[{}] * len(delays), rng_value=rng_value) == delays
+
+
+def test_without_an_rng_the_jitter_is_random():
+    budgets = [RestartBudget(RestartPolicy(1, delay=10.0)) for _ in range(20)]
+    delays = {budget.decide(FailedAttempt(cause=VALUE_ERROR)).delay for budget in budgets}
+    assert len(delays) > 1
+    assert all(9.0 <= delay <= 11.0 for delay in delays)
+
+
+@given(
+    st.integers(0, 30),
+    st.floats(0, 1e308),
+    st.floats(0, 1e308),
+    st.floats(0, 1),
+    st.lists(st.floats(0, 1), min_size=40, max_size=40),
+)
+def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, random_numbers):
+    source = iter(random_numbers)
+    policy = RestartPolicy(max_restarts, delay=delay, max_delay=max_delay, jitter=jitter)
+    budget = RestartBudget(policy, rng=lambda: next(source))
+    decisions = [budget.decide(FailedAttempt(cause=VALUE_ERROR)) for _ in range(40)]
+    restarts = [decision for decision in decisions if decision.delay is not None]
+    assert len(restarts) == max_restarts
+    assert all(0.0 <= decision.delay <= max_delay for decision in restarts)
+    assert [decision.restarts_left for decision in restarts] == list(range(max_restarts))[::-1]
+    assert decisions[: len(restarts)] == restarts
+
+
+def test_a_failure_that_is_not_restarted_uses_up_no_restart():
+    policy = RestartPolicy(2, retry_if=ValueError)
+    wrong, right = {"cause": EXIT}, {}
+    reasons = [decision.no_restart_reason for decision in decide(policy, wrong, right, wrong, right, right, wrong)]
+    assert reasons == [NOT_IN_RETRY_IF, "", NOT_IN_RETRY_IF, "", USED_UP, USED_UP]
+    assert decide(RestartPolicy(0), {})[0].no_restart_reason == ""
+
+
+def test_reset_after_resets_restarts_and_delay_but_not_the_attempts_without_progress():
+    healthy, unhealthy = {"healthy_seconds": 60.0}, {"healthy_seconds": 59.9}
+    options = {"delay": 1.0, "jitter": 0.0}
+    attempts = unhealthy, unhealthy, healthy, unhealthy, unhealthy, healthy
+    assert decide_delays(RestartPolicy(2, reset_after=60.0, **options), *attempts) == [1.0, 2.0, 1.0, 2.0, None, 1.0]
+    assert decide_delays(RestartPolicy(1, **options), healthy, healthy) == [1.0, None]
+    stalled = RestartPolicy(9, reset_after=60.0, max_no_progress=2)
+    assert decide_delays(stalled, healthy, healthy, healthy) == [0.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "reason"),
+    [
+        (1, (None, None), "no step was reported after the last restart (max_no_progress=1)"),
+        (2, (None, None, None), "no step was reported after 2 restarts in a row (max_no_progress=2)"),
+        (1, (5, 5), "no step beyond 5 was reported after the last restart (max_no_progress=1)"),
+        (1, (5, None), "no step beyond 5 was reported after the last restart (max_no_progress=1)"),
+        (2, (5, 9, 7, 9), "no step beyond 9 was reported after 2 restarts in a row (max_no_progress=2)"),
+        (2, (5, 5, 6, 6, 6), "no step beyond 6 was reported after 2 restarts in a row (max_no_progress=2)"),
+        (1, (None, 0, 0), "no step beyond 0 was reported after the last restart (max_no_progress=1)"),
+        (3, (5, 1, 2, 3), "no step beyond 5 was reported after 3 restarts in a row (max_no_progress=3)"),
+        (2, (None, 0, 1, 2), ""),
+        (2, (0, 1, 1, 2, 2, 3), ""),
+        (2, (7, 6, 8, 8, 9), ""),
+        (None, [None] * 50, ""),
+    ],
+)
+def test_too_many_attempts_without_progress_end_the_run(limit, steps, reason):
+    decisions = decide(RestartPolicy(99, max_no_progress=limit), *({"step": step} for step in steps))
+    assert [decision.no_restart_reason for decision in decisions] == [""] * (len(steps) - 1) + [reason]
+
+
+@pytest.mark.parametrize(
+    ("retry_if", "cause", "is_wanted"),
+    [
+        (OSError, raised(OSError()), True),
+        (OSError, raised(ConnectionError()), True),
+        (ConnectionError, raised(OSError()), False),
+        (ConnectionError, EXIT, False),
+        (Exception, raised(KeyboardInterrupt()), False),
+        (SystemExit, failure(FailureKind.EXIT, SystemExit(3)), True),
+        (FailureKind.EXIT, EXIT, True),
+        (FailureKind.EXIT, VALUE_ERROR, False),
+        (FailureKind.START, START, True),
+        ((OSError, ValueError), VALUE_ERROR, True),
+        ([FailureKind.OOM, FailureKind.EXIT], EXIT, True),
+        ({FailureKind.OOM, FailureKind.SIGNAL}, EXIT, False),
+        ({ValueError, FailureKind.OOM}, VALUE_ERROR, True),
+        ({KeyError, FailureKind.EXCEPTION}, VALUE_ERROR, True),
+        (TypeError, raised(TypeError()), True),
+        (lambda failure: failure.exit_code == 3, EXIT, True),
+        (lambda failure: failure.exit_code == 4, EXIT, False),
+        (lambda failure: False, None, True),  # there is no root cause to ask about
+    ],
+)
+def test_retry_if_says_which_failures_are_restarted(retry_if, cause, is_wanted):
+    (decision,) = decide(RestartPolicy(3, retry_if=retry_if), {"cause": cause})
+    assert (decision.delay, decision.no_restart_reason) == ((0.0, "") if is_wanted else (None, NOT_IN_RETRY_IF))
+
+
+@pytest.mark.parametrize("cause", [VALUE_ERROR, EXIT, raised(KeyError()), failure(FailureKind.HANG), None])
+@pytest.mark.parametrize("had_heartbeat", [False, True])
+def test_by_default_failures_are_restarted(cause, had_heartbeat):
+    assert decide_delays(RestartPolicy(1), {"cause": cause, "had_heartbeat": had_heartbeat}) == [0.0]
+
+
+@pytest.mark.parametrize("error", [TypeError, UnboundLocalError, AttributeError, ModuleNotFoundError, IndentationError])
+def test_by_default_programming_errors_are_restarted_only_after_a_heartbeat(error):
+    wrong = {"cause": raised(error("x"))}
+    first, second = decide(RestartPolicy(3), wrong, {**wrong, "had_heartbeat": True})
+    text = f"{error.__name__} before the first heartbeat or report counts as an error in the code"
+    assert first.no_restart_reason.startswith(text)
+    assert second.delay == 0.0
+
+
+@pytest.mark.parametrize("cause", [START, failure(FailureKind.START, OSError())])
+def test_by_default_failed_starts_are_not_restarted(cause):
+    assert decide(RestartPolicy(1), {"cause": cause})[0].no_restart_reason == BEFORE_THE_CALL
+
+
+@pytest.mark.parametrize(("left", "text"), [(4.0, "4.0"), (3.94, "3.9"), (-2.0, "0.0"), (4.1, None)])
+def test_there_is_no_restart_if_the_timeout_ends_during_the_delay(left, text):
+    policy = RestartPolicy(1, delay=4.0, jitter=0.0)
+    first, second = decide(policy, {"seconds_left": lambda: left}, {"seconds_left": lambda: math.inf})
+    assert first.no_restart_reason == (f"`timeout` leaves {text} s, and the delay is 4.0 s" if text else "")
+    assert second.delay == (4.0 if text else None)  # a restart that was refused is not used up
