@@ -1,4 +1,4 @@
-"""A program for a terminal: it runs a function whose ranks come to breakpoints. `python debugged_program.py FUNCTION OPTIONS`."""
+"""A program for a terminal: it runs a function whose ranks come to breakpoints. `python debugged_program.py FUNCTION RANKS OPTIONS`."""
 
 import json
 import multiprocessing
@@ -8,13 +8,10 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mpwatch
-
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def rank():
@@ -25,7 +22,6 @@ def loop(ranks):
     """Come to a breakpoint in these ranks, at step 1 of 3."""
     values = {"rank": rank()}
     for step in range(3):
-        mpwatch.report(step=step, total=3)
         if rank() in ranks and step == 1:
             breakpoint()
         values["step"] = step
@@ -35,7 +31,8 @@ def loop(ranks):
 def print_lines(ranks):
     """Rank 0 comes to a breakpoint; the other ranks print until it goes on."""
     for number in range(20):
-        print(f"line {number} of rank {rank()}\n", end="", flush=True)  # in one write: the ranks share the terminal
+        print(f"line {number} of rank {rank()}")
+        mpwatch.report(step=number, total=20)
         if rank() in ranks and number == 10:
             breakpoint()
     return number
@@ -49,14 +46,6 @@ def call_set_trace(_):
 def read_terminal(_):
     with open("/dev/tty") as terminal:
         return terminal.readline()
-
-
-def debug_an_exception(_):
-    try:
-        return 1 / rank()
-    except ZeroDivisionError as error:
-        pdb.post_mortem(error.__traceback__)
-        return 2
 
 
 def stop_in_a_thread(_):
@@ -81,8 +70,8 @@ def stop_in_a_fork(_):
 def fail_while_others_stop(ranks):
     if rank() in ranks:
         breakpoint()
-        return 1
-    time.sleep(1.0)
+    while not os.path.exists(os.environ["GATE"]):
+        os.sched_yield()
     raise ValueError("of another rank")
 
 
@@ -92,18 +81,16 @@ def wait_for_stopped_ranks(ranks):
     wait_for_peer("")
 
 
-def loop_without_end(ranks):
-    if rank() in ranks:
-        breakpoint()
-    while True:
-        pass
-
-
 def raise_in_one(ranks):
     secret = f"secret of rank {rank()}"
     if rank() in ranks:
         raise ValueError(secret)
     wait_for_peer(secret)
+
+
+def wait_for_peer(text):
+    threading.Event().wait()
+    return text
 
 
 def raise_one_after_another(ranks):
@@ -114,54 +101,13 @@ def raise_one_after_another(ranks):
     while not mark.exists():
         os.sched_yield()
     mark.unlink()
-    time.sleep(0.2)  # so that the order is certain
+    threading.Event().wait(0.2)  # so that the order is certain
     raise KeyError("the consequence")
 
 
-def exit_while_another_has_raised(ranks):
-    mark = Path(tempfile.gettempdir(), os.environ["TORCHELASTIC_RUN_ID"])
-    if rank() in ranks:
-        mark.touch()
-        raise ValueError("the cause")
-    while not mark.exists():
-        os.sched_yield()
-    mark.unlink()
-    time.sleep(1.5)  # the prompt is open by then
-    os._exit(9)
-
-
-def ignore_sigterm(_):
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    if rank() == 0:
-        breakpoint()
-    wait_for_peer("")
-
-
-def stop_in_a_thread_at_the_end(_):
-    main_thread = threading.main_thread()
-
-    def stop():
-        main_thread.join()
-        try:
-            breakpoint()
-        except RuntimeError as error:
-            print(error, flush=True)
-
-    threading.Thread(target=stop).start()
-
-
-def stop_once(_):
+def stop_once(_=None):
     breakpoint()
     return 1
-
-
-def call_from_threads():
-    with mpwatch.WorkerGroup(1) as group:
-        print(f"first: {list(group.run(stop_once, args=(0,)))}", flush=True)
-        with ThreadPoolExecutor(1) as pool:
-            error = pool.submit(group.run, stop_once, (0,)).exception()
-        print(f"second: {error.__cause__}", flush=True)
-        print(f"third: {list(group.run(stop_once, args=(0,)))}", flush=True)
 
 
 def wait_for_event(barrier, event):
@@ -169,30 +115,28 @@ def wait_for_event(barrier, event):
     event.wait()
 
 
-def call_beside_another():
-    """Call a function with a breakpoint in the main thread, while a call in the background runs."""
-    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
+def call_from_threads():
+    """Come to a breakpoint in a call from a thread, and in a call from the main thread beside a call in the background."""
+    spawn = multiprocessing.get_context("spawn")
+    barrier, event = spawn.Barrier(2), spawn.Event()
     with mpwatch.WorkerGroup(2) as group:
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(group.run, stop_once).exception()
+        print(f"from a thread: {error.__cause__}", flush=True)
         waiting = group.submit(wait_for_event, (barrier, event), ranks=1)
         barrier.wait()
-        print(f"values: {list(group.run(stop_once, args=(0,), ranks=0).values())}", flush=True)
+        print(f"values: {list(group.run(stop_once, ranks=0).values())}", flush=True)
         event.set()
         waiting.result()
 
 
-def wait_for_peer(text):
-    threading.Event().wait()
-    return text
-
-
 def main(name, ranks, options):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with these signals ignored
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with this signal ignored
     options = json.loads(options)
     if options.pop("logs", False):
         options["logs"] = mpwatch.LogSpec(prefix="<{rank}> ")
     function, ranks = globals()[name], json.loads(ranks)
-    if name in ("call_from_threads", "call_beside_another"):
+    if ranks is None:
         function()
         return
     try:
