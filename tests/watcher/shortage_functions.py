@@ -1,38 +1,9 @@
-"""Functions for ranks while the host lacks a resource."""
+"""Functions for ranks while the host lacks a resource. It imports little, since ranks import it."""
 
 import os
 import resource
 
-from support.failing import (
-    calls_os_exit_with_7,
-    crashes,
-    exits_with_3,
-    interrupts_its_watcher,
-    is_killed,
-    is_terminated,
-    raises_keyword_only_error,
-    rank,
-    returns_1_mib,
-    wait_to_be_stopped,
-)
-
-__all__ = [
-    "call_on_rank_0",
-    "calls_os_exit_with_7",
-    "crashes",
-    "ends_after_the_host_acted",
-    "exits_with_3",
-    "interrupts_its_watcher",
-    "is_killed",
-    "is_killed_beside_a_helper",
-    "is_terminated",
-    "keeps_waiting",
-    "raises_keyword_only_error",
-    "rank",
-    "returns_1_mib",
-    "returns_1_mib_under_a_file_size_limit",
-    "wait_to_be_stopped",
-]  # tests choose one by its name
+from support.failing import is_killed, rank, returns_1_mib, wait_to_be_stopped
 
 
 def ends_after_the_host_acted(at_work, go, end):
@@ -47,10 +18,6 @@ def ends_after_the_host_acted(at_work, go, end):
     if rank() == 1 or end in (rank, returns_1_mib):
         return end()
     return wait_to_be_stopped()
-
-
-def keeps_waiting():
-    wait_to_be_stopped()
 
 
 def is_killed_beside_a_helper():
