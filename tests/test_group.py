@@ -1,7 +1,6 @@
-"""WorkerGroup: what its ranks keep between calls, when they are restarted, and what is left at the end."""
+"""WorkerGroup: what its ranks keep between calls, and when they are restarted."""
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -13,7 +12,6 @@ import pytest
 
 import mpwatch
 from mpwatch import WorkerGroup, WorkerState
-from mpwatch.watcher.direct_calls import IDLE_SECONDS
 from support import failing, functions
 from support.process_state import SPAWN, children, is_alive
 from support.programs import python
@@ -30,43 +28,21 @@ def identify():
 
 
 def pids_of(group):
-    return [pid for pid, *_ in group.run(identify)]
-
-
-def raise_in(ranks, text="bad"):
-    if functions.rank() in ranks:
-        error = ValueError(text)
-        error.detail = {"rank": functions.rank()}
-        raise error
-    return functions.rank()
-
-
-def raise_in_1_while_others_wait(barrier):
-    barrier.wait()
-    if functions.rank() == 1:
-        raise ValueError("bad")
-    failing.wait_to_be_stopped()
-
-
-def kill_1_while_others_wait(barrier):
-    barrier.wait()
-    if functions.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    failing.wait_to_be_stopped()
+    return list(group.run(os.getpid))
 
 
 def test_ranks_and_their_state_stay_between_calls():
-    with WorkerGroup(3) as group:
+    with WorkerGroup(2) as group:
         group.run(put, args=(5,))
         first, second = list(group.run(identify)), list(group.run(identify))
         assert first == second
-        assert [(rank, count, value) for _, rank, count, value in first] == [(0, 0, 5), (1, 0, 5), (2, 0, 5)]
-        assert list(group.run(functions.double, (3,), {"plus": 1})) == [7, 7, 7]
-        assert [worker.rank for worker in group.workers] == [0, 1, 2]
+        assert [(rank, count, value) for _, rank, count, value in first] == [(0, 0, 5), (1, 0, 5)]
+        assert list(group.run(functions.double, (3,), {"plus": 1})) == [7, 7]
+        assert [worker.rank for worker in group.workers] == [0, 1]
         assert {worker.run_id for worker in group.workers} == {worker.run_id for worker in group.run(functions.rank).workers}
         assert group.state is WorkerState.HEALTHY
-        assert repr(group) == "<WorkerGroup HEALTHY: 3 ranks>"
-        assert "<b>WorkerGroup of ranks 0-2</b>" in group._repr_html_()
+        assert repr(group) == "<WorkerGroup HEALTHY: 2 ranks>"
+        assert "<b>WorkerGroup of ranks 0-1</b>" in group._repr_html_()
     assert group.state is WorkerState.STOPPED
     assert not any(is_alive(pid) for pid, *_ in first)
     with pytest.raises(RuntimeError, match="this WorkerGroup is closed; make another one"):
@@ -81,40 +57,31 @@ def wait_until(at):
         raise ValueError("x")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1, -math.inf], ids=["in the caller's thread", "in the watcher thread", "raises"])
-def test_a_result_has_the_seconds_of_its_call(seconds):
-    with WorkerGroup(2, check=False) as group:
+def test_a_result_has_the_seconds_of_its_call():
+    with WorkerGroup(1, check=False) as group:
         group.run(functions.rank)
-        started_at = time.monotonic()
-        result = group.run(wait_until, args=(started_at + seconds,))
-        assert max(seconds, 0.0) < result.elapsed < time.monotonic() - started_at
+        for seconds in (0.0, 0.1, -1e9):  # a quick call, a slower one, and one that raises
+            started_at = time.monotonic()
+            result = group.run(wait_until, args=(started_at + seconds,))
+            assert max(seconds, 0.0) < result.elapsed < time.monotonic() - started_at
 
 
-def test_modules_are_imported_before_the_first_call(tmp_path, monkeypatch):
+def test_modules_are_imported_before_the_first_call(tmp_path, monkeypatch, eventually):
     (tmp_path / "slow_module.py").write_text("import os\nopen(os.environ['DONE'], 'a').close()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     done = tmp_path / "done"
     with WorkerGroup(1, preload=["json", "slow_module"], env={"DONE": str(done)}) as group:
-        while not done.exists():
-            assert group.state in (WorkerState.INIT, WorkerState.HEALTHY)
-            time.sleep(0.01)
+        eventually(done.exists)
         assert "slow_module" in group.run(functions.list_modules)[0]
 
 
 def test_an_import_that_fails_is_told_at_the_first_call():
-    with WorkerGroup(2, preload=["json", "no_such_module", "decimal"]) as group:
-        with pytest.raises(mpwatch.RunFailedError) as failed:
+    with WorkerGroup(1, preload=["json", "no_such_module", "decimal"]) as group:
+        with pytest.raises(mpwatch.RunFailedError, match="no_such_module") as failed:
             group.run(functions.rank)
         assert isinstance(failed.value.__cause__, ModuleNotFoundError)
-        assert "no_such_module" in str(failed.value)
-        assert list(group.run(functions.rank)) == [0, 1]
+        assert list(group.run(functions.rank)) == [0]
         assert {worker.restart_count for worker in group.workers} == {0}
-
-
-@pytest.mark.parametrize("bad", ["torch", 3, [""], [3], None])
-def test_bad_names_of_modules(bad):
-    with pytest.raises(TypeError, match="preload must be a sequence of names of modules"):
-        WorkerGroup(1, preload=bad)
 
 
 def test_a_group_that_is_never_called():
@@ -124,31 +91,82 @@ def test_a_group_that_is_never_called():
     group.close()
 
 
-@pytest.mark.parametrize("ranks", [{1}, {0, 1, 2}], ids=["one", "all"])
-def test_ranks_stay_if_some_raise_and_the_others_return(ranks, caplog):
-    with WorkerGroup(3) as group:
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"nprocs": 0}, ValueError, "nprocs"),
+        ({"check": 1}, TypeError, "check must be True or False, not 1"),
+        ({"preload": "torch"}, TypeError, "preload must be a sequence of names of modules"),
+        ({"preload": [""]}, TypeError, "preload must be a sequence of names of modules"),
+        ({"preload": [3]}, TypeError, "preload must be a sequence of names of modules"),
+        ({"preload": None}, TypeError, "preload must be a sequence of names of modules"),
+        ({"scope": "ranks"}, ValueError, "scope must be 'group' or 'worker', not 'ranks'"),
+        ({"scope": "worker", "backend": "gloo"}, ValueError, "scope='worker' is for ranks that do not communicate, but"),
+        ({"env": lambda worker: {"X": str(1 / worker.rank)}}, ZeroDivisionError, "division"),
+    ],
+)
+def test_a_bad_option_leaves_nothing(options, error, text):
+    with pytest.raises(error, match=text):
+        WorkerGroup(**{"nprocs": 2} | options)
+
+
+def test_a_bad_call_leaves_the_ranks_as_they_were():
+    with WorkerGroup(1) as group:
+        before = pids_of(group)
+        for arguments, error, text in (
+            (("train",), TypeError, "fn must be callable"),
+            ((print, 5), TypeError, "args must be a sequence"),
+            ((print, (), [1]), TypeError, "kwargs must be a mapping"),
+            ((functions.double, (threading.Lock(),)), mpwatch.LaunchError, r"args\[0\].*lock"),
+        ):
+            with pytest.raises(error, match=text):
+                group.run(*arguments)
+        for bad, error in ((0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)):
+            with pytest.raises(error, match="timeout must be a number of seconds"):
+                group.run(abs, (-1,), timeout=bad)
+        assert pids_of(group) == before
+
+
+# --- Failures
+
+
+def raise_in(ranks, text="bad"):
+    if functions.rank() in ranks:
+        error = ValueError(text)
+        error.detail = {"rank": functions.rank()}
+        raise error
+    return functions.rank()
+
+
+def test_ranks_stay_if_some_raise_and_the_others_return(caplog):
+    with WorkerGroup(2) as group:
         group.run(put, args=(5,))
         before = list(group.run(identify))
-        for text in ("first", "second"):
+        for ranks in ({1}, {0, 1}):
             with pytest.raises(mpwatch.RunFailedError) as caught:
-                group.run(raise_in, (ranks, text))
-            assert str(caught.value.__cause__) == text
-            assert caught.value.__cause__.detail == {
-                "rank": caught.value.root_cause.rank
-            }  # all of the exception has been received
+                group.run(raise_in, (ranks, f"{len(ranks)} are bad"))
+            assert str(caught.value.__cause__) == f"{len(ranks)} are bad"
+            assert caught.value.__cause__.detail == {"rank": caught.value.root_cause.rank}  # the exception is complete
             assert set(caught.value.result.failures) == ranks
         assert list(group.run(identify)) == before
         assert group.state is WorkerState.HEALTHY
     assert not caplog.records
 
 
-@pytest.mark.parametrize("fail", [raise_in_1_while_others_wait, kill_1_while_others_wait], ids=["raises", "dies"])
+def test_check_false_returns_a_failed_result():
+    with WorkerGroup(2, check=False) as group:
+        result = group.run(raise_in, ({1},))
+    assert result.state is WorkerState.FAILED
+    assert result.worker_states == {0: WorkerState.SUCCEEDED, 1: WorkerState.FAILED}
+
+
+@pytest.mark.parametrize("fail", [failing.raises_value_error, failing.is_killed])
 def test_ranks_are_restarted_if_one_has_to_be_stopped(fail, barrier, caplog):
     with WorkerGroup(3) as group:
         group.run(put, args=(5,))
         before = pids_of(group)
         with pytest.raises(mpwatch.RunFailedError) as caught:
-            group.run(fail, (barrier,))
+            group.run(failing.call_on_rank_1, (fail, barrier))
         assert caught.value.root_cause.rank == 1
         assert caught.value.result.worker_states[0] is WorkerState.STOPPED
         assert group.state is WorkerState.UNHEALTHY
@@ -159,6 +177,11 @@ def test_ranks_are_restarted_if_one_has_to_be_stopped(fail, barrier, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith("all ranks are restarted: not all of them survived the last call: rank 1 ")
+
+
+def wait_on_rank_1():
+    if functions.rank() == 1:
+        failing.wait_to_be_stopped()
 
 
 def test_the_report_says_that_the_next_call_starts_the_ranks_again():
@@ -172,7 +195,7 @@ def test_the_report_says_that_the_next_call_starts_the_ranks_again():
 
     with WorkerGroup(3, on_event=kill_the_last_one) as group:
         with pytest.raises(mpwatch.RunFailedError, match=r"ValueError(?s:.)*ranks 0, 2: had returned$") as caught:
-            group.run(raise_on_rank_1)
+            group.run(raise_in, ({1},))
         assert caught.value.result.notes == ()
         pids[:] = pids_of(group)
         text = r"\n  ranks 0, 2: had returned\n  the next call starts ranks 0-2 again; their state is lost$"
@@ -181,64 +204,26 @@ def test_the_report_says_that_the_next_call_starts_the_ranks_again():
         assert group.run(functions.rank).notes == ()
 
 
-def raise_on_rank_1():
-    if functions.rank() == 1:
-        raise ValueError
-
-
-def wait_on_rank_1():
-    if functions.rank() == 1:
-        failing.wait_to_be_stopped()
-
-
 def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
-    with WorkerGroup(3) as group:
+    with WorkerGroup(2) as group:
         before = pids_of(group)
-        os.kill(before[2], signal.SIGKILL)
+        os.kill(before[1], signal.SIGKILL)
         eventually(lambda: group.state is WorkerState.UNHEALTHY)
         eventually(lambda: not any(is_alive(pid) for pid in before))  # without a call
-        assert [count for _, _, count, _ in group.run(identify)] == [1, 1, 1]
+        assert [count for _, _, count, _ in group.run(identify)] == [1, 1]
     lost, restarted = (record.message for record in caplog.records)
-    assert lost.startswith(f"rank 2 (pid {before[2]}) was killed by SIGKILL")
+    assert lost.startswith(f"rank 1 (pid {before[1]}) was killed by SIGKILL")
     assert restarted == "all ranks are restarted: a rank was lost while it had no call"
 
 
 def test_a_rank_that_dies_as_a_call_is_made_does_not_block_the_call():
     """If the call comes before the death is seen, the call fails; else it restarts the ranks. The group goes on either way."""
     with WorkerGroup(2, check=False) as group:
-        for _ in range(5):
-            victim = pids_of(group)[1]
-            os.kill(victim, signal.SIGKILL)
+        for _ in range(3):
+            os.kill(pids_of(group)[1], signal.SIGKILL)
             result = group.run(functions.rank)
             assert result.state is WorkerState.SUCCEEDED or result.root_cause.signal == signal.SIGKILL
-            assert list(group.run(functions.rank)) == [0, 1]
-
-
-def test_a_call_that_cannot_be_sent_leaves_the_ranks_as_they_were():
-    with WorkerGroup(2) as group:
-        before = pids_of(group)
-        with pytest.raises(mpwatch.LaunchError, match=r"args\[0\].*lock"):
-            group.run(functions.double, (threading.Lock(),))
-        assert pids_of(group) == before
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="nprocs"):
-        WorkerGroup(0)
-    with pytest.raises(TypeError, match="check must be True or False, not 1"):
-        WorkerGroup(1, check=1)
-    with WorkerGroup(1) as group:
-        with pytest.raises(TypeError, match="fn must be callable"):
-            group.run("train")
-        with pytest.raises(TypeError, match="args must be a sequence"):
-            group.run(print, 5)
-        with pytest.raises(TypeError, match="kwargs must be a mapping"):
-            group.run(print, (), [1])
-
-
-def test_ranks_that_cannot_be_started_leave_nothing():
-    with pytest.raises(ZeroDivisionError):
-        WorkerGroup(2, env=lambda worker: {"X": str(1 / worker.rank)})
+        assert list(group.run(functions.rank)) == [0, 1]
 
 
 def test_a_call_reports_ranks_that_could_not_start(eventually):
@@ -246,33 +231,61 @@ def test_a_call_reports_ranks_that_could_not_start(eventually):
         eventually(lambda: group.state is WorkerState.UNHEALTHY)
         with pytest.raises(mpwatch.RunFailedError) as caught:
             group.run(functions.rank)
-        assert caught.value.root_cause.kind is mpwatch.FailureKind.START
-        assert "encodings" in caught.value.root_cause.stderr
+    assert caught.value.root_cause.kind is mpwatch.FailureKind.START
+    assert "encodings" in caught.value.root_cause.stderr
 
 
-def test_a_call_may_have_a_timeout_of_its_own():
-    with WorkerGroup(2, timeout=60.0, grace_period=0) as group:
-        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s: ranks 0-1"):
-            group.run(time.sleep, (60,), timeout=0.2)
-        assert list(group.run(abs, (-1,), timeout=30)) == [1, 1]
-    with WorkerGroup(1, timeout=0.2, grace_period=0) as group:
-        assert list(group.run(time.sleep, (0.3,), timeout=60)) == [None]
-        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s"):
-            group.run(time.sleep, (60,))
-        for bad, error in ((0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)):
-            with pytest.raises(error, match="timeout must be a number of seconds"):
-                group.run(abs, (-1,), timeout=bad)
+class DiesOnceItIsSent:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # takes effect when the return value has been sent
+        return int, ()
 
 
-def test_each_call_has_the_whole_timeout():
-    with WorkerGroup(2, timeout=3.0, grace_period=0) as group:
+def die_after_returning(pids):
+    if functions.rank() == 1:
+        return DiesOnceItIsSent()
+    while os.path.exists(f"/proc/{pids[1]}"):  # until the watcher has reaped it: it saw the death during this call
+        os.sched_yield()
+    return 0
+
+
+def test_the_log_gives_the_reason_for_a_restart(caplog):
+    with WorkerGroup(2) as group:
+        assert list(group.run(die_after_returning, (pids_of(group),))) == [0, 0]
+        assert list(group.run(functions.rank)) == [0, 1]
+    reason = "not all of them survived the last call: a rank ended after it had returned"
+    assert caplog.messages[-1] == f"all ranks are restarted: {reason}"
+
+
+def close_descriptors_on_rank_0():
+    if functions.rank() == 0:
+        os.closerange(3, 1000)
+    return functions.rank()
+
+
+def test_a_rank_that_has_closed_its_descriptors_returns_and_is_lost_after_the_call():
+    with WorkerGroup(2) as group:
+        for restarts in range(2):
+            assert list(group.run(close_descriptors_on_rank_0)) == [0, 1]
+            assert [worker.restart_count for worker in group.run(mpwatch.current_worker)] == [restarts + 1] * 2
+
+
+# --- Limits
+
+
+def test_each_call_has_the_whole_timeout_or_one_of_its_own():
+    with WorkerGroup(1, timeout=1.0, grace_period=0) as group:
         for _ in range(2):
-            with pytest.raises(mpwatch.RunTimeoutError):
-                group.run(failing.wait_to_be_stopped)
-            assert list(group.run(functions.rank)) == [0, 1]
+            assert list(group.run(time.sleep, (0.6,))) == [None]
+        assert list(group.run(time.sleep, (1.1,), timeout=60)) == [None]
+        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s: rank 0"):
+            group.run(time.sleep, (60,), timeout=0.2)
+        assert list(group.run(abs, (-1,), timeout=30)) == [1]
+        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=1 s"):
+            group.run(time.sleep, (60,))
 
 
-def beat_and_report(step):
+def report(step):
     mpwatch.report(step=step)
 
 
@@ -281,17 +294,40 @@ def wait_longer_than_a_heartbeat_may_be_away(event):
 
 
 def test_heartbeats_and_reports_belong_to_one_call():
-    with WorkerGroup(2, heartbeat_timeout=0.3) as group:
-        assert [progress.step for progress in group.run(beat_and_report, (7,)).progress.values()] == [7, 7]
-        result = group.run(wait_longer_than_a_heartbeat_may_be_away, (SPAWN.Event(),))
-        assert result.progress == {}
+    with WorkerGroup(1, heartbeat_timeout=0.3) as group:
+        assert [progress.step for progress in group.run(report, (7,)).progress.values()] == [7]
+        assert group.run(wait_longer_than_a_heartbeat_may_be_away, (SPAWN.Event(),)).progress == {}
 
 
-def test_check_false_returns_a_failed_result():
-    with WorkerGroup(2, check=False) as group:
-        result = group.run(raise_in, ({1},))
-        assert result.state is WorkerState.FAILED
-        assert result.worker_states == {0: WorkerState.SUCCEEDED, 1: WorkerState.FAILED}
+def leave_a_thread(event):
+    threading.Thread(target=event.wait).start()
+
+
+def test_a_rank_that_does_not_exit_is_logged_and_stopped(caplog):
+    with WorkerGroup(1, grace_period=0) as group:
+        group.run(leave_a_thread, (SPAWN.Event(),))
+    (message,) = caplog.messages
+    assert "was still running" in message
+    assert "non-daemon threads: Thread-" in message
+
+
+def test_an_idle_group_uses_no_cpu_time(eventually):
+    """The watcher thread waits, and nothing wakes it up."""
+    with WorkerGroup(2) as group:
+        group.run(functions.rank)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
+
+        def count_switches(seconds):
+            threading.Event().wait(seconds)
+            lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+            return next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+        # it may wake up once more, when the caller's own thread has made no call for a while
+        eventually(lambda: count_switches(0) == count_switches(0.2))
+        assert count_switches(0) == count_switches(0.5)
+
+
+# --- Threads
 
 
 def test_a_group_may_be_made_in_one_thread_and_used_in_others():
@@ -323,77 +359,3 @@ def test_a_call_from_within_a_call_is_refused():
 def test_the_example():
     output = python(str(Path(__file__).parent.parent / "examples" / "warm_group.py")).stdout
     assert output == "points by rank: [1000, 1000, 1000, 1000]\ny = 3.0 x + 2.0\n"
-
-
-def leave_a_thread(event):
-    threading.Thread(target=event.wait).start()
-
-
-def test_a_rank_that_does_not_exit_is_logged_and_stopped(caplog):
-    with WorkerGroup(2, grace_period=0) as group:
-        group.run(leave_a_thread, (SPAWN.Event(),))
-    messages = [record.message for record in caplog.records]
-    assert len(messages) == 2
-    assert all("was still running" in text and "non-daemon threads: Thread-" in text for text in messages)
-
-
-def test_an_idle_group_uses_no_cpu_time(eventually):
-    """The watcher thread waits, and nothing wakes it up."""
-    with WorkerGroup(2) as group:
-        group.run(functions.rank)
-        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
-        switches = f"/proc/self/task/{thread.native_id}/status"
-
-        def voluntary():
-            with open(switches) as status:
-                return next(line for line in status if line.startswith("voluntary_ctxt_switches"))
-
-        # once more, since the caller's own thread made no call for a while (IDLE_SECONDS of direct_calls.py)
-        eventually(lambda: voluntary() == (time.sleep(4 * IDLE_SECONDS), voluntary())[1])
-        before = voluntary()
-        threading.Event().wait(0.5)
-        assert voluntary() == before
-
-
-class DiesOnceItIsSent:
-    def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGTERM)  # takes effect when the return value has been sent
-        return int, ()
-
-
-def die_after_returning(pids):
-    if functions.rank() == 1:
-        return DiesOnceItIsSent()
-    while os.path.exists(f"/proc/{pids[1]}"):  # until the watcher has reaped it: it saw the death during this call
-        os.sched_yield()
-    return 0
-
-
-def raise_os_error(*_):
-    raise OSError("no room")
-
-
-def test_the_log_gives_the_reason_for_a_restart(caplog, monkeypatch):
-    with WorkerGroup(2) as group:
-        assert list(group.run(die_after_returning, (pids_of(group),))) == [0, 0]
-        with monkeypatch.context() as patch, pytest.raises(mpwatch.LaunchError, match="no room"):
-            patch.setattr("mpwatch.watcher.processes.process_pool.ProcessPool._start", raise_os_error)
-            group.run(functions.rank)
-        group.run(functions.rank)
-    assert [text for text in caplog.messages if text.startswith("all ranks")] == [
-        "all ranks are restarted: not all of them survived the last call: a rank ended after it had returned",
-        "all ranks are restarted: the last call was aborted",
-    ]
-
-
-def close_descriptors_on_rank_0():
-    if functions.rank() == 0:
-        os.closerange(3, 1000)
-    return functions.rank()
-
-
-def test_a_rank_that_has_closed_its_channel_returns_and_is_lost_after_the_call():
-    with WorkerGroup(2) as group:
-        for restarts in range(3):
-            assert list(group.run(close_descriptors_on_rank_0)) == [0, 1]
-            assert [worker.restart_count for worker in group.run(mpwatch.current_worker)] == [restarts + 1] * 2
