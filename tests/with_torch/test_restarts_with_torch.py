@@ -5,16 +5,19 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import mpwatch
-from mpwatch import FailureKind, RestartPolicy, RunFailedError, WorkerState
+from mpwatch import FailureKind, RestartPolicy
 
 
-def fails_twice(folder):
+def fails_twice(folder, *, makes_group):
     """Kill rank 1 in a collective in attempt 0, raise on rank 0 in attempt 1, and return in attempt 2."""
+    import torch
+    import torch.distributed as dist
+
     me = mpwatch.current_worker()
+    if makes_group:
+        dist.init_process_group("gloo", init_method="env://")
     Path(folder, f"{me.restart_count}-{me.rank}").write_text(str(me.master_port))
     pids = [None] * me.world_size
     dist.all_gather_object(pids, os.getpid())
@@ -22,29 +25,23 @@ def fails_twice(folder):
         os.kill(pids[1], 9)
     if (me.restart_count, me.rank) == (1, 0):
         raise ValueError("the batch is bad")
-    total = torch.full((1000,), float(me.rank + 1))
+    total = torch.tensor(float(me.rank + 1))
     dist.all_reduce(total)
-    return me.restart_count, float(total.sum())
-
-
-def fails_twice_with_its_own_group(folder):
-    dist.init_process_group("gloo", init_method="env://")
-    try:
-        return fails_twice(folder)
-    finally:
-        if mpwatch.current_worker().restart_count == 2:  # after a failure the group is left open
-            dist.destroy_process_group()
+    if makes_group:  # after a failure the group is left open
+        dist.destroy_process_group()
+    return me.restart_count, float(total)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fn", "backend"), [(fails_twice, "gloo"), (fails_twice_with_its_own_group, None)])
-def test_collectives_work_after_restarts(fn, backend, tmp_path):
-    result = mpwatch.run(fn, 2, args=(str(tmp_path),), backend=backend, max_restarts=2)
-    assert list(result) == [(2, 3000.0)] * 2
-    assert [attempt.state for attempt in result.attempts] == [WorkerState.FAILED, WorkerState.FAILED, WorkerState.SUCCEEDED]
-    killed, raised = (attempt.root_cause for attempt in result.attempts[:2])
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_collectives_work_after_restarts(backend, tmp_path):
+    options = {"backend": backend, "kwargs": {"makes_group": backend is None}, "max_restarts": 2}
+    result = mpwatch.run(fails_twice, 2, args=(str(tmp_path),), **options)
+    assert list(result) == [(2, 3.0)] * 2
+    killed, raised, last = (attempt.root_cause for attempt in result.attempts)
     assert (killed.rank, killed.kind, killed.signal) == (1, FailureKind.SIGNAL, 9)
     assert (raised.rank, raised.summary) == (0, "ValueError: the batch is bad")
+    assert last is None
     ports = [{(tmp_path / f"{attempt}-{rank}").read_text() for rank in range(2)} for attempt in range(3)]
     assert [len(of_attempt) for of_attempt in ports] == [1, 1, 1]
     assert all(before != after for before, after in pairwise(ports))
@@ -58,12 +55,11 @@ def test_a_rank_that_is_killed_before_it_joins_is_the_root_cause_in_each_attempt
 
         torch.distributed.init_process_group("gloo")  # waits for rank 1 in the store
 
-    with pytest.raises(RunFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
+    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
         mpwatch.run(join_without_rank_1, 2, max_restarts=1)
     assert [attempt.root_cause.rank for attempt in caught.value.result.attempts] == [1, 1]
 
 
 def test_scope_worker_is_refused_with_a_process_group():
-    policy = RestartPolicy(2, scope="worker")
     with pytest.raises(ValueError, match=r"backend='gloo' makes a process group.* a restarted rank cannot join"):
-        mpwatch.run(dist.get_rank, 2, backend="gloo", max_restarts=policy)
+        mpwatch.run(print, 2, backend="gloo", max_restarts=RestartPolicy(2, scope="worker"))
