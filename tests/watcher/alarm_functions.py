@@ -5,9 +5,9 @@ import os
 import signal
 
 
-def alarm(result=None, signum=signal.SIGALRM):
+def alarm(result=None):
     if "RANK" not in os.environ:
-        signal.raise_signal(signum)
+        signal.raise_signal(signal.SIGALRM)
     return result
 
 
@@ -36,17 +36,6 @@ def rebuild_error():
 
 def raises_alarms_error():
     raise AlarmsError
-
-
-class Endless:
-    def __reduce__(self):
-        return interrupt_host_and_wait, ()
-
-
-def interrupt_host_and_wait():
-    alarm(signum=signal.SIGINT)
-    while "RANK" not in os.environ:
-        signal.pause()
 
 
 def send_sigusr1_to_watcher():
