@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from contextlib import contextmanager
 
@@ -13,32 +12,30 @@ def rank():
     return mpwatch.current_worker().rank
 
 
-def report_one_step_and_wait(event, **metrics):
-    """Report step 1 in rank 0, step 2 in rank 1, and so on. Then wait."""
-    mpwatch.report(step=rank() + 1, total=10, **metrics)
-    event.wait()
-    mpwatch.report(step=10, total=10, **metrics)
-    return rank()
+def report_steps(total):
+    for step in range(1, total + 1):
+        mpwatch.report(step=step, total=total, loss=0.5)
 
 
-def raise_after_event(event):
+def report_and_raise():
     mpwatch.report(step=1)
-    event.wait()
     if rank() == 1:
         raise ValueError("seen")
-    threading.Event().wait()
+    signal.pause()
 
 
-def die_once_after_event(event):
-    mpwatch.report(step=5 + mpwatch.current_worker().restart_count)
-    event.wait()
-    if not mpwatch.current_worker().restart_count:
+def report_and_die_once():
+    attempt = mpwatch.current_worker().restart_count
+    mpwatch.report(step=5 + attempt)
+    if not attempt:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_silent_until_event(event):
+def be_silent_until_closed(fifo):
     mpwatch.heartbeat()
-    event.wait()
+    with open_fifo(fifo) as fd:
+        os.set_blocking(fd, True)
+        os.read(fd, 1)
 
 
 def print_and_report(fifo, width):

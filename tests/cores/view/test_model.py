@@ -1,0 +1,275 @@
+"""What the live view shows for statuses of ranks."""
+
+import itertools
+import math
+import re
+
+import pytest
+
+pytest.importorskip("rich")
+
+from mpwatch import WorkerState
+from mpwatch.live_view import formatting
+from mpwatch.live_view.live import LiveView
+from mpwatch.live_view.model import SnapshotBuilder
+from mpwatch.live_view.notebook import render_html
+from mpwatch.live_view.rich_rows import RichRenderer
+from mpwatch.results.rank_status import RankReport, RankStatus
+
+MB = 1_000_000
+
+
+def status(rank=0, step=None, at=0.0, now=None, **more):
+    """Return the status at time `now` of a rank that reported this step at time `at`."""
+    total, metrics = more.pop("total", 100), more.pop("metrics", {})
+    report = None if step is None else RankReport(at=at, step=step, total=total, metrics=metrics)
+    fields = {"state": WorkerState.HEALTHY, "pid": 100 + rank, "seen_at": at if now is None else now, **more}
+    return RankStatus(rank=rank, report=report, **{"local_rank": rank, **fields})
+
+
+def statuses_with_steps(*steps, **more):
+    return [status(rank, step, **more) for rank, step in enumerate(steps)]
+
+
+def snapshot_of(*statuses):
+    return SnapshotBuilder().update(statuses)
+
+
+def overall_line(*statuses):
+    return formatting.format_overall(snapshot_of(*statuses))
+
+
+def row_cells(*statuses):
+    """Return the texts for one rank with these statuses, one after another."""
+    builder = SnapshotBuilder()
+    return [formatting.format_row(builder.update([seen]).rows[0]) for seen in statuses][-1]
+
+
+@pytest.mark.parametrize(
+    ("reports", "now", "expected"),  # step by time
+    [
+        ({second: 2 * second if second <= 20 else 40 + 8 * (second - 20) for second in range(31)}, 30.9, 8.0),
+        ({second: second // 20 for second in range(0, 101, 20)}, 100, 1 / 20),  # steps of more than ten seconds
+        ({0: 0, 5: 10}, 6, 2.0),
+        ({0: 0, 5: 10}, 105, 0.1),  # it falls when no report comes
+        ({0: 5, 1: 6, 2: 1}, 2, None),  # the count begins again
+        ({0: 5, 1: 6, 2: 1, 3: 4}, 3, 3.0),
+    ],
+)
+def test_a_rate_is_the_mean_of_ten_seconds_by_the_times_of_the_reports(reports, now, expected):
+    builder = SnapshotBuilder()
+    for at, step in reports.items():
+        builder.update([status(step=step, at=at)])
+    (row,) = builder.update([status(step=step, at=at, now=now)]).rows
+    assert row.rate == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "cells"),
+    [
+        ([status()], ("0", "running", "–", "–", "", "–", "–", "–")),  # noqa: RUF001  dashes
+        (
+            [
+                status(now=0.0, cpu_seconds=10.0),
+                status(
+                    step=7,
+                    total=None,
+                    now=2.0,
+                    cpu_seconds=13.0,
+                    memory=1500 * MB,
+                    heartbeat_at=1.0,
+                    state=WorkerState.UNHEALTHY,
+                    restart_count=2,
+                ),
+            ],
+            ("0", "late, restart 2", "7", "–", "", "1.5 GB", "150 %", "1.0 s ago"),  # noqa: RUF001
+        ),
+        (
+            [status(memory=5000, heartbeat_at=0.0), status(now=3.0, heartbeat_at=0.0, state=WorkerState.SUCCEEDED)],
+            ("0", "returned", "–", "–", "", "5 kB", "–", "–"),  # noqa: RUF001
+        ),
+    ],
+)
+def test_the_row_of_a_rank(statuses, cells):
+    assert row_cells(*statuses) == cells
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.31, "0.31"),
+        (1e-5, "1e-05"),
+        (99.96, "100"),
+        (999.6, "1,000"),
+        (123456.7, "123,457"),
+        (3e9, "3e+09"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)
+def test_numbers(value, text):
+    assert row_cells(status(step=1, metrics={"x": value}))[4] == f"x {text}"
+
+
+def test_names_of_metrics_are_escaped():
+    names = {"\x1b[2Jloss\n": 1.0, "[red]": 2.0, "<b>": 3.0, "\ud800": 4.0, "x" * 100: 5.0, "sixth": 6.0, "seventh": 7.0}
+    seen = status(step=1, metrics=names)
+    assert row_cells(seen)[4] == f"?[2Jloss? 1, [red] 2, <b> 3, \\ud800 4, {'x' * 39}… 5, sixth 6, …"
+    assert "&lt;b&gt; 3" in render_html(snapshot_of(seen))
+    assert "<b> 3" not in render_html(snapshot_of(seen))
+
+
+DONE = {"state": WorkerState.SUCCEEDED}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "line"),
+    [
+        ([], "no ranks yet: waiting for the other nodes"),
+        ([status()], "1 rank running"),
+        (
+            [status(0, state=WorkerState.INIT), status(1, state=WorkerState.FAILED), status(2, state=WorkerState.STOPPED)],
+            "3 ranks: 1 starting, 1 stopped, 1 failed",
+        ),
+        # the slowest running rank: no rank waits for one that has returned
+        (
+            [*statuses_with_steps(30, 20, 25), status(3, 5, **DONE), status(4)],
+            "step 20 of 100 (20 %); 5 ranks: 4 running, 1 returned",
+        ),
+        # ranks with different totals are compared by the part that they have done
+        (
+            [status(0, 30), status(1, 20, total=40), status(2, 40, total=None)],
+            "step 30 of 100 (30 %); 3 ranks running",
+        ),
+        ([status(0, 30, total=None)], "step 30; 1 rank running"),
+        ([status(0, 30, total=0)], "step 30 of 0; 1 rank running"),
+        ([status(0, 10**9 - 1, total=10**9)], "step 999999999 of 1000000000 (99 %); 1 rank running"),
+        (
+            [status(rank, 1, metrics={"loss": loss, "lr": 0.1}) for rank, loss in enumerate((1.0, 2.0, 6.0))],
+            "step 1 of 100 (1 %); loss 3, lr 0.1; 3 ranks running",
+        ),
+        ([status(0, 1, metrics={"loss": math.nan})], "step 1 of 100 (1 %); loss nan; 1 rank running"),
+    ],
+)
+def test_the_overall_line(statuses, line):
+    assert overall_line(*statuses) == line
+
+
+@pytest.mark.parametrize("total", [100, 1000, 7])
+def test_percentages_are_rounded_down_without_binary_errors(total):
+    """100 * (29 / 100) is 28.999999999999996."""
+    for step in range(total + 1):
+        expected = f"step {step} of {total} ({100 * step // total} %)"
+        assert overall_line(status(0, step, total=total)).partition(";")[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "text"),
+    [
+        (10 + 7, "0.7 s"),
+        (10 + 99, "9.9 s"),
+        (10 + 594, "59 s"),
+        (10 + 600, "1 min"),
+        (10 + 1070, "1 min 47 s"),
+        (10 + 36_000, "1 h"),
+        (10 + 900_000, "1 d 1 h"),
+    ],
+)
+def test_time_left(total, text):
+    builder = SnapshotBuilder()
+    builder.update([status(step=0, at=0.0, total=total)])
+    snapshot = builder.update([status(step=10, at=1.0, total=total)])
+    assert f", 10 steps/s, {text} left; 1 rank running" in formatting.format_overall(snapshot)
+
+
+def test_progress_after_a_restart_is_unknown_until_the_rank_reports():
+    builder = SnapshotBuilder()
+    done = status(0, 100, **DONE)
+    builder.update([done, status(1, 60)])
+    for state in (WorkerState.INIT, WorkerState.HEALTHY):
+        assert builder.update([done, status(1, pid=7, state=state)]).overall.step is None
+    assert builder.update([done, status(1, 40, pid=7)]).overall.step == 40
+    assert builder.update([done, status(1, pid=8, state=WorkerState.FAILED)]).overall.step == 100
+
+
+def test_progress_of_a_node_whose_ranks_get_other_numbers():
+    """After a new rendezvous, the processes of a node may have other global ranks."""
+    builder = SnapshotBuilder()
+    builder.update([status(4, 60, local_rank=0), status(5, 60, local_rank=1)])
+    again = [status(2, 40, local_rank=0, pid=7), status(3, local_rank=1, pid=8, state=WorkerState.INIT)]
+    assert builder.update(again).overall.step is None
+    again[1] = status(3, 30, local_rank=1, pid=8)
+    assert builder.update(again).overall.step == 30
+
+
+def test_more_than_sixteen_ranks_are_summarized():
+    assert not formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(16))))
+    assert formatting.is_summarized(snapshot_of(*statuses_with_steps(*range(17))))
+    builder = SnapshotBuilder()
+    usage = {"memory": 2000 * MB, "heartbeat_at": 9.0}
+    builder.update(statuses_with_steps(*range(64), at=8.0, cpu_seconds=1.0, **usage))
+    ranks = statuses_with_steps(*range(100, 160), at=10.0, cpu_seconds=3.0, **usage)
+    ranks += [status(rank, 500, at=10.0, **DONE, **usage) for rank in (60, 61)]
+    ranks += [status(62, now=10.0, state=WorkerState.FAILED), status(63, now=10.0, **usage | {"heartbeat_at": 2.0})]
+    assert formatting.format_summary(builder.update(ranks)) == [
+        ("ranks", "64 ranks: 61 running, 2 returned, 1 failed"),
+        ("steps", "minimum 100, median 131, maximum 500"),
+        ("slowest", "rank 0 (100 of 100), rank 1 (101 of 100), rank 2 (102 of 100)"),
+        ("all ranks", "memory 128 GB in total, 2 GB at most in one rank, CPU 6000 %"),
+        ("heartbeat", "of every rank in the last 8.0 s"),
+    ]
+    assert "slowest" not in dict(formatting.format_summary(snapshot_of(*statuses_with_steps(*[7] * 20))))
+
+
+def test_a_table_for_a_notebook():
+    html = render_html(snapshot_of(*statuses_with_steps(25, 50)))
+    assert '<progress value="0.2500" max="1"></progress> <b>step 25 of 100 (25 %); 2 ranks running</b>' in html
+    assert html.count("<tr>") == 3
+    summary = render_html(snapshot_of(*statuses_with_steps(*range(20))))
+    assert "maximum 19" in summary
+    assert "heartbeat" not in summary
+    assert "<th" not in render_html(snapshot_of())
+
+
+def render_lines(*statuses, columns=100, rows=40, encoding="utf-8"):
+    lines = RichRenderer(encoding).render(snapshot_of(*statuses), columns, rows)
+    return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in lines]
+
+
+def test_rows_for_a_terminal():
+    overall, head, *ranks = render_lines(*statuses_with_steps(25, 50, metrics={"loss": 0.5, "[b]x": 1.0}))
+    assert re.fullmatch(r"[━╸╺ ]{20} step 25 of 100 \(25 %\); loss 0.5, \[b\]x 1; 2 ranks running", overall)
+    assert head.split("  ")[0] == "rank"
+    assert " ".join(ranks[1].split()) == "1 running 50 of 100 – loss 0.5, [b]x 1 – – –"  # noqa: RUF001  dashes
+
+
+def test_columns_and_rows_without_room_are_left_out():
+    ranks = statuses_with_steps(*range(10), metrics={"a metric of a long name": 0.5})
+    assert len(render_lines(*ranks, rows=24)) == 12
+    assert all(len(line) <= 60 for line in render_lines(*ranks, columns=60))
+    assert "memory" not in render_lines(*ranks, columns=60)[1]
+    assert render_lines(*ranks, rows=22)[1].split()[0] == "ranks"
+    assert len(render_lines(*ranks, rows=4)) == 1
+    assert render_lines(*ranks, rows=3) == render_lines(*ranks, columns=19) == []
+    many = render_lines(*statuses_with_steps(*range(1, 18)))
+    assert [line.split()[0] for line in many[1:]] == ["ranks", "steps", "slowest"]
+
+
+def test_a_terminal_without_unicode():
+    line, *_ = render_lines(status(step=50), encoding="ascii")
+    assert line.isascii()
+    assert "step 50" in line
+
+
+class SlowDisplay:
+    period = 0.25
+
+    def show(self, snapshot):
+        pass
+
+
+def test_drawing_uses_five_percent_of_the_time_at_most():
+    view = LiveView(SlowDisplay, starts_at_once=True, clock=itertools.count(0.0, 0.2).__next__)
+    view.show([status()])
+    assert view.period == pytest.approx(4.0)

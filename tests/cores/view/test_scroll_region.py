@@ -1,0 +1,134 @@
+"""The escape sequences that reserve the last rows of a terminal, as a terminal emulator understands them."""
+
+import pytest
+
+pytest.importorskip("pyte")
+
+from pyte.modes import DECAWM
+
+from mpwatch.live_view.scroll_region import ScrollRegion, go_to_line_start
+from support.screens import Emulator
+
+COLUMNS, ROWS = 40, 10
+VIEW = ["== one ==", "== two =="]
+
+
+@pytest.fixture
+def emulator():
+    return Emulator(COLUMNS, ROWS)
+
+
+def send(emulator, text):
+    emulator.feed(text.replace("\n", "\r\n").encode())
+
+
+def draw(emulator, region, lines, **more):
+    emulator.feed(region.draw(emulator.screen.columns, emulator.screen.lines, lines, **more).encode())
+
+
+def numbered(first, last):
+    return [f"line {n}" for n in range(first, last + 1)]
+
+
+def text_rows(emulator):
+    return [row for row in emulator.all_rows() if row]
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, 8, 9, 10, 30], ids=lambda n: f"{n} lines before")
+@pytest.mark.parametrize("rest", ["", "half a line"])
+def test_printed_lines_scroll_above_the_view(emulator, before, rest):
+    region = ScrollRegion()
+    send(emulator, "".join(f"line {n}\n" for n in range(before)) + rest)
+    for n in range(before, before + 20):
+        draw(emulator, region, [*VIEW, f"drawing {n}"])
+        assert emulator.rows()[-3:] == [*VIEW, f"drawing {n}"]
+        send(emulator, (" goes on" if rest and n == before else f"line {n}") + "\n")
+    draw(emulator, region, [*VIEW, "last"])
+    send(emulator, region.release())
+    assert not any(mark in row for row in emulator.all_rows() for mark in ("==", "drawing", "last"))
+    first_line = "half a line goes on" if rest else f"line {before}"
+    assert text_rows(emulator) == [*numbered(0, before - 1), first_line, *numbered(before + 1, before + 19)]
+    assert emulator.screen.margins is None
+
+
+def test_the_cursor_and_the_colours_stay(emulator):
+    region = ScrollRegion()
+    send(emulator, "one\ntwo\n\x1b[31mred")
+    for text in (VIEW, ["\x1b[32mgreen", "x" * 70]):
+        draw(emulator, region, text)
+        assert emulator.cursor == (2, 3)
+    assert emulator.rows()[-2:] == ["green", "x" * COLUMNS]
+    send(emulator, region.release() + "more")
+    assert emulator.rows()[:4] == ["one", "two", "redmore", ""]
+    assert {emulator.screen.buffer[2][n].fg for n in range(7)} == {"red"}
+
+
+def test_a_view_that_grows_and_shrinks(emulator):
+    region, heights = ScrollRegion(), (1, 5, 2, 4, 0, 3)
+    send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
+    for height in heights:
+        draw(emulator, region, [f"v{n} of {height}" for n in range(height)])
+        send(emulator, f"after {height}\n")
+        rows = emulator.rows()
+        assert rows[ROWS - height :] == [f"v{n} of {height}" for n in range(height)]
+        assert not any("of" in row for row in rows[: ROWS - height])
+    send(emulator, region.release())
+    assert text_rows(emulator) == [*numbered(1, 8), *[f"after {height}" for height in heights]]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(40, 14), (60, 10), (60, 20)])
+def test_a_terminal_that_grows(emulator, columns, rows):
+    region = ScrollRegion()
+    send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
+    draw(emulator, region, VIEW)
+    emulator.screen.resize(rows, columns)
+    draw(emulator, region, VIEW)
+    send(emulator, "more\n")
+    assert emulator.rows()[-2:] == VIEW
+    assert sum("==" in row for row in emulator.all_rows()) == 2
+
+
+def test_another_program_may_have_reset_the_terminal(emulator):
+    """As when `reset` is run while this program is stopped."""
+    region = ScrollRegion()
+    draw(emulator, region, VIEW)
+    emulator.feed(b"\x1bc")
+    send(emulator, "".join(f"{line}\n" for line in numbered(1, 12)))
+    draw(emulator, region, VIEW, is_state_known=False)
+    send(emulator, "more\n")
+    assert emulator.rows() == [*numbered(7, 12), "more", "", *VIEW]
+
+
+def test_the_view_is_removed_wherever_a_drawing_has_ended():
+    """At Ctrl-Z the kernel discards what the terminal has not shown yet."""
+    region = ScrollRegion()
+    region.draw(COLUMNS, ROWS, VIEW)
+    for cut in range(len(region.draw(COLUMNS, ROWS, VIEW)) + 1):
+        emulator, region = Emulator(COLUMNS, ROWS), ScrollRegion()
+        send(emulator, "one\ntwo\n")
+        draw(emulator, region, VIEW)
+        send(emulator, region.draw(COLUMNS, ROWS, VIEW)[:cut])
+        send(emulator, region.recover() + "next\n")
+        assert [row.strip() for row in text_rows(emulator)] == ["one", "two", "next"], cut
+        assert emulator.screen.margins is None
+        assert DECAWM in emulator.screen.mode
+
+
+@pytest.mark.parametrize("line", ["hal", "50 %\r"])
+def test_an_unfinished_line_stays_when_the_view_is_removed(emulator, line):
+    region = ScrollRegion()
+    send(emulator, "one\n" + line)
+    draw(emulator, region, VIEW)
+    send(emulator, region.recover())
+    assert text_rows(emulator) == ["one", line.strip()]
+
+
+def test_nothing_is_released_before_rows_are_reserved():
+    region = ScrollRegion()
+    assert region.release() == region.recover() == region.draw(COLUMNS, ROWS, []) == ""
+
+
+@pytest.mark.parametrize("column", [0, 1, 20, COLUMNS - 1, COLUMNS])
+def test_go_to_line_start(emulator, column):
+    send(emulator, "x" * column + go_to_line_start(COLUMNS) + "mine")
+    assert text_rows(emulator) == [*(["x" * column] if column else []), "mine"]
