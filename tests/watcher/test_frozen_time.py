@@ -7,10 +7,9 @@ import pytest
 from freezegun import freeze_time
 
 import mpwatch
+from mpwatch import FailureKind, RestartPolicy
 from support.failing import wait_to_be_stopped
-from watcher.frozen_functions import is_deaf_to_sigterm, raises_at_first, sends_a_heartbeat_in_frozen_time
-
-with_changed_time = pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
+from watcher.frozen_functions import is_deaf_to_sigterm, is_silent_in_frozen_time_in_the_first_attempt
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,29 +19,19 @@ def _load_lazy_modules():
         pass
 
 
-@with_changed_time
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        (is_deaf_to_sigterm, {"timeout": 0.5}, "within timeout=0.5 s"),  # and `grace_period` has to expire
-        (sends_a_heartbeat_in_frozen_time, {"heartbeat_timeout": 0.2}, r"was silent for 0\.[2-9]"),
-    ],
-)
-def test_a_limit_expires(function, options, message, is_ticking):
-    with freeze_time("2020-01-01", tick=is_ticking), pytest.raises(mpwatch.RunFailedError, match=message):
-        mpwatch.run(function, 1, grace_period=0.2, **options)
+with_changed_time = pytest.mark.parametrize("is_ticking", [False, True], ids=["frozen", "ticking"])
 
 
 @with_changed_time
-def test_a_restart_is_not_delayed_for_ever(is_ticking):
-    policy = mpwatch.RestartPolicy(max_restarts=1, delay=0.05)
+def test_timeouts_and_grace_periods_expire(is_ticking):
     with freeze_time("2020-01-01", tick=is_ticking):
-        assert list(mpwatch.run(raises_at_first, 1, max_restarts=policy)) == [None]
-
-
-@with_changed_time
-def test_waiting_for_a_result_has_a_limit(is_ticking):
-    with freeze_time("2020-01-01", tick=is_ticking):
+        with pytest.raises(mpwatch.RunTimeoutError, match=r"within timeout=0\.5 s"):
+            mpwatch.run(is_deaf_to_sigterm, 1, grace_period=0.2, timeout=0.5)
+        with (
+            mpwatch.WorkerGroup(1, grace_period=0.1) as group,
+            pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s"),
+        ):
+            group.run(wait_to_be_stopped, timeout=0.2)
         handle = mpwatch.submit(wait_to_be_stopped, 1, grace_period=0.1)
         with pytest.raises(TimeoutError):
             handle.result(0.1)
@@ -50,16 +39,15 @@ def test_waiting_for_a_result_has_a_limit(is_ticking):
 
 
 @with_changed_time
-def test_a_call_of_a_group_has_a_limit(is_ticking):
-    with (
-        freeze_time("2020-01-01", tick=is_ticking),
-        mpwatch.WorkerGroup(1, grace_period=0.1) as group,
-        pytest.raises(mpwatch.RunFailedError, match=r"timeout=0\.2 s"),
-    ):
-        group.run(wait_to_be_stopped, timeout=0.2)
+def test_silent_ranks_are_noticed_and_restarted_after_a_delay(is_ticking):
+    policy = RestartPolicy(1, delay=0.05, retry_if=FailureKind.HANG)
+    fn = is_silent_in_frozen_time_in_the_first_attempt
+    with freeze_time("2020-01-01", tick=is_ticking):
+        result = mpwatch.run(fn, 1, grace_period=0.2, heartbeat_timeout=0.2, max_restarts=policy)
+    assert re.search(r"was silent for 0\.[2-9]", str(result.attempts[0]))
 
 
-def test_no_module_but_the_clock_reads_a_clock_that_such_tools_replace():
+def test_only_one_module_reads_a_clock_that_such_tools_replace():
     package = Path(mpwatch.__file__).parent
     pattern = re.compile(r"\btime\.(monotonic|perf_counter)|from time import")
     assert [path.name for path in package.rglob("*.py") if pattern.search(path.read_text())] == ["clock.py"]
