@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
 
 import pytest
@@ -86,8 +87,8 @@ def loggers():
     return [logging.getLogger(), *(logging.getLogger(name) for name in ("mpwatch", "multiprocessing", "asyncio"))]
 
 
-def is_unchanged(before, after):
-    return {name: difference(before[name], after[name]) for name in before if before[name] != after[name]} == {}
+def assert_unchanged(before, after):
+    assert not {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
 
 
 def succeeds():
@@ -141,50 +142,27 @@ def is_terminated():
     assert received == [signal.SIGTERM]
 
 
-OUTCOMES = (
-    succeeds,
-    fails,
-    dies,
-    times_out,
-    cannot_be_sent,
-    cannot_be_started,
-    is_refused,
-    is_interrupted,
-    is_terminated,
-)
+OFF_THE_MAIN_THREAD = (succeeds, fails, dies, times_out, cannot_be_sent, cannot_be_started, is_refused)
 
 
 def name(outcome):
     return outcome.__name__
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES, ids=name)
+@pytest.mark.parametrize("outcome", [*OFF_THE_MAIN_THREAD, is_interrupted, is_terminated], ids=name)
 def test_a_run_leaves_the_host_unchanged(outcome):
     before = everything()
     outcome()
-    after = everything()
-    assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    assert_unchanged(before, everything())
 
 
-@pytest.mark.parametrize(
-    "outcome", [outcome for outcome in OUTCOMES if outcome not in (is_interrupted, is_terminated)], ids=name
-)
+@pytest.mark.parametrize("outcome", OFF_THE_MAIN_THREAD, ids=name)
 def test_a_run_in_a_thread_leaves_the_host_unchanged(outcome):
     """Off the main thread, where Python delivers no signals."""
-    before, errors = everything(), []
-
-    def run():
-        try:
-            outcome()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    after = everything()
-    assert errors == []
-    assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    before = everything()
+    with ThreadPoolExecutor() as threads:
+        threads.submit(outcome).result()
+    assert_unchanged(before, everything())
 
 
 @pytest.fixture
@@ -215,16 +193,14 @@ def _unusual_settings(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_unusual_settings")
-@pytest.mark.parametrize("outcome", [succeeds, fails, times_out, cannot_be_started], ids=name)
+@pytest.mark.parametrize("outcome", [succeeds, fails, cannot_be_started], ids=name)
 def test_settings_of_the_host_stay(outcome):
     before = everything()
     outcome()
     after = everything()
-    timers = before.pop("timers"), after.pop("timers")
-    assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
-    for was, now in zip(*(list(timer.values()) for timer in timers), strict=True):
-        assert now[1] == was[1]
-        assert now[0] == pytest.approx(was[0], abs=60)
+    timers = zip(before.pop("timers").values(), after.pop("timers").values(), strict=True)
+    assert_unchanged(before, after)
+    assert all(now == (pytest.approx(left, abs=60), interval) for (left, interval), now in timers)
 
 
 def fork():
@@ -251,15 +227,15 @@ def fork():
     sys.exit(0)  # as any program, exit hooks of multiprocessing and all
 
 
-def fork_after_a_run(name):
-    mpwatch.run(getattr(failing, name), 2, check=False)
+def fork_after_runs():
+    for fn in (functions.rank, failing.raises_value_error, failing.is_killed):
+        mpwatch.run(fn, 2, check=False)
     assert fork() == 0
     print(list(mpwatch.run(functions.rank, 2)))
 
 
-@pytest.mark.parametrize("after", ["rank", "raises_value_error", "is_killed"])
-def test_a_fork_after_a_run_works(after):
-    assert call(fork_after_a_run, after).stdout == "the child is done\n[0, 1]\n"
+def test_a_fork_after_runs_works():
+    assert call(fork_after_runs).stdout == "the child is done\n[0, 1]\n"
 
 
 def fork_during_a_run():
