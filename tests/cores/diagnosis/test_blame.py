@@ -281,6 +281,8 @@ def test_a_rank_that_ends_by_a_signal_to_all_processes_has_not_failed_but_one_th
         (died(0), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
         (died(None), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
         (died(-11), FailureKind.SIGNAL, 139, "rank 0 was killed by SIGSEGV (an invalid memory access"),
+        (died(-8), FailureKind.SIGNAL, 136, "rank 0 was killed by SIGFPE (an arithmetic error"),
+        (died(-4), FailureKind.SIGNAL, 132, "rank 0 was killed by SIGILL (an instruction"),
         (died(-40), FailureKind.SIGNAL, 168, "rank 0 was killed by signal 40"),
         (
             died(-9, oom_proof="proof"),

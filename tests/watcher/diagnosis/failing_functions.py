@@ -1,9 +1,10 @@
-"""Functions for ranks that fail in every way, and that misuse their process."""
+"""Functions for ranks that fail in every way. A rank imports this module, so it imports little."""
 
-import atexit
 import dataclasses
+import importlib
 import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,19 +14,16 @@ import time
 
 from support.failing import (
     ExitsInStrError,
-    HidesItsArgumentsError,
-    KeywordOnlyError,
     RefusesAttributesError,
     call_on_rank_1,
     is_killed,
-    nested_group,
     rank,
     state_of,
     wait_to_be_stopped,
 )
 
 
-def call_on_rank_1_when_others_sleep(action, pids):
+def call_on_rank_1_when_others_sleep(action, pids, *args):
     """Call `action` on rank 1 once the other ranks have stored their pids and sleep."""
     me = rank()
     if me != 1:
@@ -33,35 +31,14 @@ def call_on_rank_1_when_others_sleep(action, pids):
         wait_to_be_stopped()
     while not all(state_of(pids[other]) == "S" for other in range(len(pids)) if other != 1):
         os.sched_yield()
-    return action()
+    return action(*args)
 
 
-def raises_from_cause():
-    try:
-        {}["lost key"]
-    except KeyError as error:
-        consequence = RuntimeError("while loading")
-        consequence.add_note("shard 17")
-        raise consequence from error
-
-
-def raises_group():
-    raise ExceptionGroup("two things", [ValueError("first"), ExceptionGroup("inner", [OSError(2, "second", "file")])])
-
-
-def raises_with_a_lock():
-    error = ValueError("holds a lock")
-    error.lock = threading.Lock()
-    error.code = 3
-    raise error
+# --- saboteurs
 
 
 def raises_keyboard_interrupt():
     raise KeyboardInterrupt("from the rank itself")
-
-
-def exits_with_256():
-    sys.exit(256)
 
 
 def exits_with_text():
@@ -84,54 +61,8 @@ def reads_beyond_the_end_of_a_file():
         return memory[0]
 
 
-def divides_by_zero_in_c():
-    signal.raise_signal(signal.SIGFPE)
-
-
-def executes_an_illegal_instruction():
-    signal.raise_signal(signal.SIGILL)
-
-
-def returns_a_lock():
-    return {"model": [1, threading.Lock()]}
-
-
-def returns_a_value_that_cannot_be_unpickled():
-    return CannotBeUnpickled()
-
-
-def _refuse():
-    raise LookupError("not here")
-
-
-class CannotBeUnpickled:
-    def __reduce__(self):
-        return _refuse, ()
-
-
 def execs_a_program_that_exits_with_9():
-    os.execv(sys.executable, [sys.executable, "-c", "raise SystemExit(9)"])
-
-
-def closes_descriptors_and_raises():
-    os.closerange(3, 4096)
-    raise ValueError("the batch is bad")
-
-
-def replaces_descriptors_and_returns():
-    """Close all descriptors and open files with the same numbers. mpwatch must not write into these files."""
-    os.closerange(3, 4096)
-    for number in range(60):
-        os.memfd_create(f"unrelated-{number}")
-    atexit.register(_check_that_files_are_empty)
-    return rank()
-
-
-def _check_that_files_are_empty():
-    for fd in os.listdir("/proc/self/fd"):
-        path = f"/proc/self/fd/{fd}"
-        if "unrelated" in os.readlink(path) and os.stat(path).st_size:
-            os.kill(os.getpid(), signal.SIGKILL)  # the watcher logs a warning that the rank was killed
+    os.execv(sys.executable, [sys.executable, "-S", "-c", "raise SystemExit(9)"])
 
 
 def leaves_a_thread_and_raises():
@@ -139,12 +70,174 @@ def leaves_a_thread_and_raises():
     raise ValueError("the batch is bad")
 
 
-def ignores_sigterm(barrier):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    barrier.wait()
-    if rank() == 1:
-        raise ValueError("the batch is bad")
-    wait_to_be_stopped()
+def opens_all_descriptors_and_raises():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    files = []
+    while True:
+        files.append(open(os.devnull))
+
+
+def returns_a_lock():
+    return {"model": [1, threading.Lock()]}
+
+
+class ExitsWhenPickledError(Exception):
+    def __reduce__(self):
+        sys.exit(0)
+
+
+def returns_a_value_that_exits_when_pickled():
+    return ExitsWhenPickledError("x")
+
+
+class OsExitsInStrError(Exception):
+    def __str__(self):
+        return str(os._exit(5))
+
+
+def raises_exception_that_exits_in_str():
+    raise OsExitsInStrError
+
+
+class InterruptedWhenPickledError(Exception):
+    """An exception that sends signals to its process when it is pickled."""
+
+    def __reduce__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return type(self), self.args
+
+
+def raises_exception_that_is_interrupted_when_pickled():
+    # this thread receives the signals if the main thread has blocked them
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    raise InterruptedWhenPickledError("the batch is bad")
+
+
+class TimerError(Exception):
+    pass
+
+
+def raise_timer_error(*_):
+    raise TimerError
+
+
+class TimerFiresInStrError(Exception):
+    """An exception whose text raises SIGALRM, which has a handler that raises."""
+
+    def __str__(self):
+        signal.raise_signal(signal.SIGALRM)
+        return "the batch is bad"
+
+
+def raises_exception_whose_timer_fires_in_str():
+    signal.signal(signal.SIGALRM, raise_timer_error)
+    raise TimerFiresInStrError
+
+
+class ExitsWhenUnpickledError(Exception):
+    def __reduce__(self):
+        return os._exit, (5,)
+
+
+def raises_exception_that_exits_when_unpickled():
+    raise ExitsWhenUnpickledError("the batch is bad")
+
+
+class HangsWhenUnpickledError(Exception):
+    def __reduce__(self):
+        return wait_to_be_stopped, ()
+
+
+def raises_exception_that_hangs_when_unpickled():
+    raise HangsWhenUnpickledError("the batch is bad")
+
+
+# --- ranks that each fail in another way
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class OwnEverythingError(Exception):
+    def __getattribute__(self, name):
+        raise LookupError(name)
+
+
+class RaisesInStrError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+STRANGE_ERRORS = [
+    FrozenError(3),
+    OwnEverythingError(),
+    RaisesInStrError(),
+    ExitsInStrError(),
+    RefusesAttributesError("x"),
+    ExitsWhenPickledError("x"),
+]
+
+
+def raises_strange_error():
+    raise STRANGE_ERRORS[rank()]
+
+
+class TruthlessCode:
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
+
+EXIT_CODES = ["", [], 0.0, "text", 256, -1, TruthlessCode()]
+
+
+def exits_with_strange_code():
+    sys.exit(EXIT_CODES[rank()])
+
+
+class CallsWhenRebuilt:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+class NeedsState:
+    def __getstate__(self):
+        return {"x": 1}
+
+    def __setstate__(self, _):
+        raise LookupError("not here\nbut there")
+
+
+class NeedsArgument:
+    def __new__(cls, _):
+        return object.__new__(cls)
+
+
+def returns_what_cannot_be_rebuilt():
+    values = [
+        [NeedsState()],
+        NeedsArgument(1),
+        CallsWhenRebuilt(sys.exit, 3),
+        CallsWhenRebuilt(importlib.import_module, "a.b"),
+        CallsWhenRebuilt(raise_error, OSError(24, "Too many open files")),
+    ]
+    return values[rank()]
+
+
+def raise_error(error):
+    raise error
+
+
+def returns_what_interrupts_the_caller():
+    return CallsWhenRebuilt(raise_error, KeyboardInterrupt("while it is rebuilt"))
+
+
+# --- ranks and what is around them
 
 
 def starts_a_helper(barrier, pids):
@@ -172,116 +265,16 @@ def forks_a_child_that_waits(pid_of_child, barrier):
     return call_on_rank_1(is_killed, barrier)
 
 
-def reports_a_lost_peer_before_the_peer_fails(barrier, has_reported):
-    """Raise on rank 0 as gloo does, before the root cause, rank 1, raises."""
-    barrier.wait()
-    if rank() == 1:
-        has_reported.wait()
+def forks_a_child_that_raises():
+    pid = os.fork()
+    if pid == 0:
         raise ValueError("the batch is bad")
-    if rank() == 0:
-        has_reported.set()
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
-    wait_to_be_stopped()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def raises_connection_closed_by_peer():
-    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
-
-
-def records_time_of_failure(barrier, failed_at):
-    barrier.wait()
-    if rank() == 1:
-        failed_at.value = time.monotonic()
-        raise ValueError("the batch is bad")
-    wait_to_be_stopped()
-
-
-def only_rank_1_returns():
-    if rank() != 1:
-        wait_to_be_stopped()
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
-
-
-class RaisesInStrError(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-class ExitsWhenPickledError(Exception):
-    def __reduce__(self):
-        sys.exit(0)
-
-
-class TruthlessCode:
-    def __repr__(self):
-        return "TruthlessCode()"
-
-    def __bool__(self):
-        raise ValueError("ambiguous")
-
-
-def with_invalid_notes(error):
-    error.__notes__ = 5
-    return error
-
-
-class OwnTracebackError(Exception):
-    def with_traceback(self, _):
-        raise RuntimeError("no traceback")
-
-    __traceback__ = property(lambda self: 1 / 0)
-
-
-class OwnEverythingError(Exception):
-    def __getattribute__(self, name):
-        raise LookupError(name)
-
-
-class ExitsWhenUnpickledText(str):
-    __slots__ = ()
-
-    def __reduce_ex__(self, _):
-        return os._exit, (3,)
-
-
-def with_a_note_that_exits():
-    error = ValueError("x")
-    error.add_note(ExitsWhenUnpickledText("note"))
-    return error
-
-
-STRANGE_EXCEPTIONS = {
-    "own traceback": lambda: OwnTracebackError("x"),
-    "own everything": lambda: OwnEverythingError("x"),
-    "own note": with_a_note_that_exits,
-    "frozen": lambda: FrozenError(3),
-    "refuses attributes": lambda: RefusesAttributesError("x"),
-    "exits as text": lambda: ExitsInStrError("x"),
-    "raises as text": lambda: RaisesInStrError("x"),
-    "exits when pickled": lambda: ExitsWhenPickledError("x"),
-    "hides its arguments": lambda: HidesItsArgumentsError("x"),
-    "odd notes": lambda: with_invalid_notes(ValueError("x")),
-    "deep group": lambda: nested_group(2200),
-    "wide group": lambda: ExceptionGroup("many", [ExceptionGroup("one", [ValueError(n)]) for n in range(1500)]),
-}
-
-
-def raises_strange_exception(name):
-    error = STRANGE_EXCEPTIONS[name]()
-    raise error
-
-
-def raises_without_line_numbers():
-    code = compile("raise ValueError('no line')", "generated", "exec").replace(co_linetable=b"")
-    exec(code)
-
-
-def exits_with(code):
-    sys.exit(code)
+def closes_descriptors_and_raises():
+    os.closerange(3, 4096)
+    raise ValueError("the batch is bad")
 
 
 def breaks_stdout_and_returns():
@@ -296,29 +289,64 @@ def breaks_stdout_and_returns():
     return rank()
 
 
-def returns_a_value_that_exits_when_pickled():
-    return ExitsWhenPickledError("x")
+def ends_at_sigterm(pids, failing):
+    """End at SIGTERM, as a training loop that saves a checkpoint when a scheduler stops it: each rank in its own way.
 
-
-def closes_descriptors_and_returns_2_mib():
-    os.closerange(3, 4096)
-    return bytes(2 << 20)
-
-
-def exits_or_raises_at_sigterm(ending, barrier=None):
-    """End at SIGTERM, as a training loop does that saves a checkpoint when a scheduler stops it."""
+    If `failing`, rank 1 fails when the others wait. Else rank 1 returns.
+    """
 
     def end(*_):
         os.write(1, b"received SIGTERM\n")
-        if ending == "raise":
+        if rank() == 0:
             raise InterruptedError("received SIGTERM")
-        sys.exit(int(ending.split()[1]))
+        sys.exit(rank() - 2)
 
     signal.signal(signal.SIGTERM, end)
-    if barrier is not None:
-        barrier.wait()
-        if rank() == 1:
-            raise ValueError("the batch is bad")
+    return call_on_rank_1_when_others_sleep(raise_error if failing else rank, pids, *([ValueError("x")] if failing else []))
+
+
+def raises_in_a_handler_again_and_again():
+    """A thread sends the signal until the process ends."""
+
+    def send():
+        while True:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def raise_in_handler(*_):
+        raise RuntimeError("from the handler")
+
+    signal.signal(signal.SIGUSR1, raise_in_handler)
+    threading.Thread(target=send, daemon=True).start()
+    wait_to_be_stopped()
+
+
+class HangsInStrError(Exception):
+    def __str__(self):
+        return str(wait_to_be_stopped())
+
+
+def raises_exception_that_hangs_in_str():
+    raise HangsInStrError
+
+
+# --- who failed first
+
+
+def reports_a_lost_peer_before_the_peer_fails(barrier, has_reported):
+    """Raise on rank 0 as gloo does, before the root cause, rank 1, raises."""
+    barrier.wait()
+    if rank() == 1:
+        has_reported.wait()
+        raise ValueError("the batch is bad")
+    has_reported.set()
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+def records_time_of_failure(barrier, failed_at):
+    barrier.wait()
+    if rank() == 1:
+        failed_at.value = time.monotonic()
+        raise ValueError("the batch is bad")
     wait_to_be_stopped()
 
 
@@ -339,131 +367,19 @@ class SetsEventWhenPickledError(Exception):
         return SetsEventWhenPickledError, ()
 
 
-def fails_first_but_reports_late(barrier, has_failed, other_was_reported):
+def fails_first_but_reports_late(has_failed, other_was_reported):
     global _has_failed, _other_was_reported
     _has_failed, _other_was_reported = has_failed, other_was_reported
-    barrier.wait()
     if rank() == 0:
         raise SlowTextError
-    if rank() == 1:
-        has_failed.wait()
-        raise SetsEventWhenPickledError
-    wait_to_be_stopped()
-
-
-class HangsInStrError(Exception):
-    def __str__(self):
-        return str(wait_to_be_stopped())
-
-
-class OsExitsInStrError(Exception):
-    def __str__(self):
-        return str(os._exit(5))
-
-
-class ExitsWhenUnpickledError(Exception):
-    def __init__(self, code, *, detail):
-        super().__init__(f"code {code}: {detail}")
-
-    def __reduce__(self):
-        return os._exit, (5,)
-
-
-class HangsWhenUnpickledError(Exception):
-    def __reduce__(self):
-        return wait_to_be_stopped, ()
-
-
-def raises_exception_that_hangs_in_str():
-    raise HangsInStrError
-
-
-def raises_exception_that_exits_in_str():
-    raise OsExitsInStrError
-
-
-def raises_exception_that_exits_when_unpickled():
-    raise ExitsWhenUnpickledError(7, detail="two arguments")
-
-
-def raises_exception_that_hangs_when_unpickled():
-    raise HangsWhenUnpickledError("the batch is bad")
-
-
-class InterruptedWhenPickledError(Exception):
-    """An exception that sends signals to its process when it is pickled."""
-
-    def __reduce__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(os.getpid(), number)
-        return type(self), self.args
-
-
-def raises_in_a_handler_again_and_again(number):
-    """A thread sends the signal until the process ends."""
-
-    def send():
-        while True:
-            os.kill(os.getpid(), number)
-
-    def raise_in_handler(*_):
-        raise RuntimeError("from the handler")
-
-    signal.signal(number, raise_in_handler)
-    threading.Thread(target=send, daemon=True).start()
-    wait_to_be_stopped()
-
-
-def raises_exception_that_is_interrupted_when_pickled():
-    # this thread receives the signals if the main thread has blocked them
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    raise InterruptedWhenPickledError("the batch is bad")
-
-
-def forks_a_child_that_raises():
-    pid = os.fork()
-    if pid == 0:
-        raise ValueError("the batch is bad")
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def opens_all_descriptors_and_raises():
-    files = []
-    while True:
-        files.append(open(os.devnull))
-
-
-def rank_0_raises_keyword_only_error():
-    if rank() == 0:
-        raise KeywordOnlyError(7, detail="two arguments")
-    wait_to_be_stopped()
-
-
-class TimerError(Exception):
-    pass
-
-
-def raise_timer_error(*_):
-    raise TimerError
-
-
-class TimerFiresInStrError(Exception):
-    """An exception whose text raises SIGALRM, which has a handler that raises."""
-
-    def __str__(self):
-        signal.raise_signal(signal.SIGALRM)
-        return "the batch is bad"
-
-
-def raises_exception_whose_timer_fires_in_str():
-    signal.signal(signal.SIGALRM, raise_timer_error)
-    raise TimerFiresInStrError
+    has_failed.wait()
+    raise SetsEventWhenPickledError
 
 
 def raises_own_error_when_its_peer_dies(barrier, die):
     """Let rank 1 die. The other ranks raise an error of their own as soon as their connection to rank 1 is closed."""
+    path = f"\0mpwatch-test-{os.getppid()}"
     if rank() == 1:
-        path = f"\0mpwatch-test-{os.getppid()}"
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path)
             server.listen()
@@ -474,26 +390,70 @@ def raises_own_error_when_its_peer_dies(barrier, die):
             die()
     barrier.wait()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"\0mpwatch-test-{os.getppid()}")
+        connection.connect(path)
         connection.recv(1)
         connection.recv(1)
     raise RuntimeError("lost my peer")
 
 
-class ReportedBrokenPipeError(BrokenPipeError):
-    def __str__(self):
-        _has_failed.set()
-        return "broken"
+class ResumesTheWatcherError(Exception):
+    """An exception that resumes the watcher when it is pickled, which is after its failure was reported."""
+
+    def __reduce__(self):
+        os.kill(os.getppid(), signal.SIGCONT)
+        return type(self), self.args
 
 
-def loses_a_connection(barrier, has_failed, *, other_raises):
-    """Raise BrokenPipeError on rank 0. Then rank 1 raises, too, or waits to be stopped."""
-    global _has_failed
-    _has_failed = has_failed
-    barrier.wait()
-    if rank() == 0:
-        raise ReportedBrokenPipeError
-    has_failed.wait()
-    if other_raises:
-        raise KeyError("lr")
-    wait_to_be_stopped()
+class LetsRank2DieWhenPickledError(Exception):
+    def __init__(self, turn):
+        super().__init__("first")
+        self.turn = turn
+
+    def __reduce__(self):
+        self.turn.value = 2
+        return ValueError, ()
+
+
+def wait_until(condition):
+    while not condition():
+        os.sched_yield()
+
+
+def suspend_the_watcher():
+    os.kill(os.getppid(), signal.SIGSTOP)
+    wait_until(lambda: state_of(os.getppid()) == "T")
+
+
+def two_fail_while_the_watcher_is_suspended(order, pids, turn):
+    """Fail on ranks 0 and 2 while the watcher is suspended. The last event resumes the watcher."""
+    me, is_death_first = rank(), order == "death first"
+    pids[me] = os.getpid()
+    wait_until(lambda: all(pids))
+    if me == 1:
+        suspend_the_watcher()
+        turn.value = 1
+        if not is_death_first:
+            wait_until(lambda: state_of(pids[2]) == "Z")
+            os.kill(os.getppid(), signal.SIGCONT)
+        wait_to_be_stopped()
+    wait_until(lambda: turn.value)
+    if me == 2:
+        wait_until(lambda: is_death_first or turn.value == 2)
+        is_killed()
+    wait_until(lambda: not is_death_first or state_of(pids[2]) == "Z")
+    raise (ResumesTheWatcherError if is_death_first else LetsRank2DieWhenPickledError(turn))
+
+
+def three_fail_while_the_watcher_is_suspended(pids):
+    """End rank 2, then rank 1, then raise on rank 0, while the watcher is suspended. Then resume the watcher."""
+    me = rank()
+    pids[me] = os.getpid()
+    wait_until(lambda: all(pids))
+    if me == 2:
+        suspend_the_watcher()
+        os._exit(3)
+    wait_until(lambda: state_of(pids[2]) == "Z")
+    if me == 1:
+        os._exit(4)
+    wait_until(lambda: state_of(pids[1]) == "Z")
+    raise ResumesTheWatcherError

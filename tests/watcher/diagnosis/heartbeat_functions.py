@@ -1,4 +1,4 @@
-"""Functions for ranks that send heartbeats, and stop sending them."""
+"""Functions for ranks that report, send heartbeats, and stop sending them. A rank imports this module, so it imports little."""
 
 import ctypes
 import os
@@ -6,53 +6,90 @@ import signal
 import time
 
 import mpwatch
-from support.failing import rank, wait_to_be_stopped
+from support.failing import is_killed, rank, wait_to_be_stopped
 
 
-def sends_heartbeats_except_rank_1(saboteur, barrier):
-    """Send a heartbeat from each rank. Then rank 1 calls `saboteur`, and the others go on with heartbeats."""
-    mpwatch.heartbeat()
-    barrier.wait()
+def report_steps():
+    for step in range(3):
+        mpwatch.report(step=step, total=3, loss=1 / (step + 1), ready=True)
     if rank() == 1:
-        saboteur()
-    while True:
+        mpwatch.report(step=7)
+        is_killed()
+    wait_to_be_stopped()
+
+
+def report_wrong_values():
+    errors = []
+    too_many = {f"metric {n}": 0.5 for n in range(300)}
+    for wrong in ({"loss": "low"}, {"loss": None}, {"loss": "3"}, {"step": 1.5}, {"total": "many"}, too_many):
+        try:
+            mpwatch.report(**wrong)
+        except (TypeError, ValueError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def beat_until(condition):
+    while not condition():
         mpwatch.heartbeat()
         time.sleep(0.01)
 
 
-def sends_one_heartbeat(barrier):
+def stop_heartbeats_in_three_ways(barrier):
+    """Send a heartbeat from each rank. Then only rank 0 goes on with heartbeats."""
     mpwatch.heartbeat()
     barrier.wait()
-    wait_to_be_stopped()
+    {0: beat_forever, 1: wait_to_be_stopped, 2: hold_the_gil, 3: suspend_myself}[rank()]()
 
 
-def stops_its_heartbeats():
-    wait_to_be_stopped()
+def beat_forever():
+    beat_until(lambda: False)
 
 
-def stops_its_heartbeats_and_holds_the_gil():
+def hold_the_gil():
     ctypes.PyDLL(None).usleep(60_000_000)
 
 
-def suspends_itself():
+def suspend_myself():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def sends_heartbeats_from_a_fork():
+class SlowToPickle:
+    def __reduce__(self):
+        signal.sigtimedwait([], 0.6)  # longer than the limit; no heartbeat is sent here
+        return str, ("at last",)
+
+
+def have_no_limit():
+    """Rank 0 has returned when it is silent, and rank 1 has never sent a heartbeat."""
+    if rank() == 0:
+        mpwatch.heartbeat()
+        return SlowToPickle()
+    signal.sigtimedwait([], 0.6)
+    return "never"
+
+
+def beat_in_a_fork():
     mpwatch.heartbeat()
     if os.fork() == 0:
-        while True:
-            mpwatch.heartbeat()
-            time.sleep(0.01)
+        beat_forever()
     wait_to_be_stopped()
 
 
-def sends_heartbeats_until_sigusr1():
+def beat_until_sigusr1():
     received = []
     signal.signal(signal.SIGUSR1, lambda *_: received.append(True))
     mpwatch.heartbeat()
     os.write(1, f"{os.getpid()}\n".encode())
-    while not received:
-        mpwatch.heartbeat()
-        time.sleep(0.01)
+    beat_until(lambda: received)
     return True
+
+
+def beat_once(barrier):
+    mpwatch.heartbeat()
+    barrier.wait()
+    wait_to_be_stopped()
+
+
+def run_until_sigusr1():
+    print(list(mpwatch.run(beat_until_sigusr1, 2, heartbeat_timeout=1.0)))

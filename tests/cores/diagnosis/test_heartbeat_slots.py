@@ -1,0 +1,39 @@
+"""The shared memory in which a rank leaves its heartbeats and reports: a half-written report is no report."""
+
+import os
+
+import pytest
+
+from mpwatch.wire.shared_memory import (
+    HEARTBEAT_AT,
+    HEARTBEAT_SIZE,
+    SLOT_SIZE,
+    HeartbeatWriter,
+    open_slot,
+    read_heartbeat,
+)
+
+
+@pytest.fixture
+def memory():
+    fd = os.memfd_create("mpwatch-test")
+    os.ftruncate(fd, 2 * SLOT_SIZE)
+    yield fd
+    os.close(fd)
+
+
+def test_a_slot_has_the_last_heartbeat_and_the_last_report(memory):
+    rank_1 = HeartbeatWriter(open_slot(os.dup(memory), 1))
+    assert read_heartbeat(memory, 1).beat_at is None
+    rank_1.write_report(3, None, {"loss": 0.1})
+    rank_1.write_heartbeat()
+    last = read_heartbeat(memory, 1)
+    assert (last.report[1:], last.report[0] <= last.beat_at) == ((3, None, {"loss": 0.1}), True)
+    assert (read_heartbeat(memory, 0).beat_at, read_heartbeat(memory, 0).report) == (None, None)
+
+
+@pytest.mark.parametrize(("text", "at"), [(b"x", HEARTBEAT_AT + 20), (b"\xff" * HEARTBEAT_SIZE, HEARTBEAT_AT)])
+def test_a_report_that_is_half_written_or_overwritten_is_ignored(memory, text, at):
+    HeartbeatWriter(open_slot(os.dup(memory), 0)).write_report(3, 4, {"loss": 0.1})
+    os.pwrite(memory, text, at)
+    assert read_heartbeat(memory, 0).report is None
