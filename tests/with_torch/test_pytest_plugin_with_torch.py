@@ -9,18 +9,13 @@ pytestmark = pytest.mark.slow
 pytest_plugins = "pytester"
 
 ROOT = Path(__file__).parents[2]
-PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
-
-
-def test_the_process_group_works_after_a_failure_on_one_rank(pytester, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    pytester.makepyfile(
-        """
+TESTS = """
 import pytest
 import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.mpwatch(nprocs=2, backend="gloo")
+counter = 0
 
 def sum_over_ranks():
     tensor = torch.tensor([dist.get_rank() + 1])
@@ -30,8 +25,6 @@ def sum_over_ranks():
 @pytest.fixture(scope="module")
 def group():
     return dist.new_group()
-
-counter = 0
 
 @pytest.fixture(autouse=True)
 def count():
@@ -60,27 +53,28 @@ def test_new_ranks(group):
     dist.barrier(group)
     assert sum_over_ranks() == 3
 """
-    )
-    result = pytester.runpytest_subprocess(*PLUGIN)
-    result.assert_outcomes(passed=3, failed=2)
-    result.stdout.fnmatch_lines(
-        [
-            "E * ValueError: bad",
-            "E * in rank 1 of 2",
-            "E * rank 0: had returned",
-            "E * ValueError: bad",
-            "E * rank 0: stopped by the watcher in all_reduce (*",
-        ]
-    )
 
 
-def test_the_page_shows_the_output_of_the_example(pytester, monkeypatch):
+@pytest.fixture
+def run(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    return lambda: pytester.runpytest_subprocess("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
+
+
+def test_the_process_group_works_after_a_failure_on_one_rank(pytester, run):
+    pytester.makepyfile(TESTS)
+    result = run()
+    result.assert_outcomes(passed=3, failed=2)
+    first = ["E * ValueError: bad", "E * in rank 1 of 2", "E * rank 0: had returned"]
+    second = ["E * ValueError: bad", "E * rank 0: stopped by the watcher in all_reduce (*"]
+    result.stdout.fnmatch_lines(first + second)
+
+
+def test_the_page_shows_the_output_of_the_example(pytester, run, monkeypatch):
     monkeypatch.delenv("CI", raising=False)  # with it, pytest does not shorten texts
     pytester.copy_example(str(ROOT / "examples" / "test_shards.py"))
-    result = pytester.runpytest_subprocess(*PLUGIN)
+    result = run()
     result.assert_outcomes(passed=2, failed=1)
     shown = re.search(r"= FAILURES =+\n(.*\n)=+ short test summary", result.stdout.str(), re.DOTALL)[1]
     page = (ROOT / "docs" / "how-to" / "pytest.md").read_text()
-    blocks = re.findall(r"```text.*?\n(.*?)```", page, re.DOTALL)
-    assert shown in blocks
+    assert shown in re.findall(r"```text.*?\n(.*?)```", page, re.DOTALL)
