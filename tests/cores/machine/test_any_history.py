@@ -11,42 +11,8 @@ from mpwatch.results.state_transitions import check_transition
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.machine.transitions import (
-    ALIVE_PHASES,
-    CONFIRM_SECONDS,
-    AbandonRank,
-    Abort,
-    CallRank,
-    CancelAttempt,
-    CollectivesMismatched,
-    DetailsReceived,
-    DoNotRestart,
-    DumpStacks,
-    Exited,
-    Failed,
-    Failing,
-    HeartbeatRead,
-    Interrupted,
-    RankPhase,
-    ReadHeartbeat,
-    Ready,
-    RequestCollectives,
-    RequestExit,
-    Restart,
-    Resumed,
-    ResumeLimits,
-    Returned,
-    RunStage,
-    SendSignal,
-    Shutdown,
-    StackDumped,
-    StartCall,
-    StartRank,
-    StopReason,
-    StopRequested,
-    SuspendLimits,
-)
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.pickling import return_values
@@ -58,8 +24,8 @@ CONNECTION_LOST_ERROR = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connectio
 ENCODERS = {False: ExceptionEncoder(ValueError("the batch is bad")), True: ExceptionEncoder(CONNECTION_LOST_ERROR)}
 RETURNED = return_values.pack(7).body
 EXIT_CODES = st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, 0, 3])
-MAY_REPORT = (RankPhase.RUNNING, RankPhase.TERMINATING, RankPhase.KILLED)  # a rank in these phases may still report
-WAS_STOPPED = {RankPhase.EXITING, RankPhase.TERMINATING, RankPhase.KILLED}
+MAY_REPORT = (m.RankPhase.RUNNING, m.RankPhase.TERMINATING, m.RankPhase.KILLED)  # a rank in these phases may still report
+WAS_STOPPED = {m.RankPhase.EXITING, m.RankPhase.TERMINATING, m.RankPhase.KILLED}
 
 
 def make_observations(ranks, **more):
@@ -96,7 +62,7 @@ class History(RuleBasedStateMachine):
             "grace_period": GRACE,
             "start_timeout": START_TIMEOUT,
             "keep_ranks": keep,
-            "decide_after": (StopReason.FAILED,) if may_restart else (),
+            "decide_after": (m.StopReason.FAILED,) if may_restart else (),
         }
         self.machine = StateMachine(range(n), now=self.now, **more, heartbeat_timeout=limit, stop_timeout=stop_timeout)
         self.state = WorkerState.INIT
@@ -104,7 +70,7 @@ class History(RuleBasedStateMachine):
         self.restarts = 3
         self.signals, self.exits = signals, exits  # how many may still come; without a limit most histories are soon over
         self.begin_generation(n)
-        self.send(StartCall(self.now, timeout))
+        self.send(m.StartCall(self.now, timeout))
         self.make_some_ready(ready)
 
     def begin_generation(self, n):
@@ -125,38 +91,38 @@ class History(RuleBasedStateMachine):
         self.heartbeats = dict.fromkeys(self.observed)
         self.asked_for_stacks = set()
 
-    @precondition(lambda self: self.machine.stage is RunStage.IDLE)
+    @precondition(lambda self: self.machine.stage is m.RunStage.IDLE)
     @rule(timeout=st.none() | st.floats(0.5, 30))
     def call_again(self, timeout):
         assert self.keep
-        assert set(self.machine.phase_table.phases.values()) == {RankPhase.READY}
+        assert set(self.machine.phase_table.phases.values()) == {m.RankPhase.READY}
         self.limits["timeout"] = timeout
         self.begin_call()
-        self.send(StartCall(self.now, timeout))
+        self.send(m.StartCall(self.now, timeout))
 
     @precondition(lambda self: self.keep)
     @rule()
     def shut_down(self):
-        self.send(Shutdown())
+        self.send(m.Shutdown())
 
-    @precondition(lambda self: self.machine.stage is RunStage.AWAITING_DECISION)
+    @precondition(lambda self: self.machine.stage is m.RunStage.AWAITING_DECISION)
     @rule(exits=st.integers(0, 2))
     def decide_about_restart(self, exits):
-        assert set(self.machine.phase_table.phases.values()) == {RankPhase.EXITED}
+        assert set(self.machine.phase_table.phases.values()) == {m.RankPhase.EXITED}
         assert self.machine.signum is None
         self.diagnose()
         self.exits = exits
         self.restarts -= 1
-        event = Restart(0, generation=self.machine.generation) if self.restarts else self.make_event(DoNotRestart, 0)
+        event = m.Restart(0, generation=self.machine.generation) if self.restarts else self.make_event(m.DoNotRestart, 0)
         self.send(event)
         assert self.machine.stage is (
-            RunStage.RUNNING if self.restarts and not self.have_others_failed else RunStage.FINISHED
+            m.RunStage.RUNNING if self.restarts and not self.have_others_failed else m.RunStage.FINISHED
         )
 
     @rule()
     def suspend_or_resume_limits(self):
         self.are_limits_suspended = not self.are_limits_suspended
-        self.send(SuspendLimits() if self.are_limits_suspended else ResumeLimits())
+        self.send(m.SuspendLimits() if self.are_limits_suspended else m.ResumeLimits())
         self.resumed_at = self.now
 
     @rule(seconds=st.floats(0.001, 1000.0))
@@ -164,8 +130,8 @@ class History(RuleBasedStateMachine):
         left = self.seconds_to_deadline()
         self.now += seconds
         self.resumed_at = self.now
-        self.send(Resumed(self.now - seconds))
-        assert self.machine.stage in (RunStage.RUNNING, RunStage.IDLE) or abs(self.seconds_to_deadline() - left) < 1e-6
+        self.send(m.Resumed(self.now - seconds))
+        assert self.machine.stage in (m.RunStage.RUNNING, m.RunStage.IDLE) or abs(self.seconds_to_deadline() - left) < 1e-6
 
     def seconds_to_deadline(self):
         return (self.machine.deadline if self.machine.deadline is not None else self.now) - self.now
@@ -176,25 +142,28 @@ class History(RuleBasedStateMachine):
             self.verdict = CollectiveVerdict(
                 VerdictKind.MISMATCH, (0,), "x", {0: "called something else"}, ("default", "gloo", ()), 1
             )
-        self.send(CollectivesMismatched())
+        self.send(m.CollectivesMismatched())
 
     @rule(signum=st.none() | st.sampled_from([signal.SIGINT, signal.SIGUSR1]), is_from_job=st.booleans())
     def request_stop(self, signum, is_from_job):
         was_running = self.machine.is_call_running()
-        self.send(StopRequested("a reason", signum, is_from_job=is_from_job))
+        self.send(m.StopRequested("a reason", signum, is_from_job=is_from_job))
         assert not was_running or self.machine.stop_request is not None
 
     @rule()
     def abort(self):
         self.have_others_failed = True
-        self.send(Abort())
+        self.send(m.Abort())
 
     @rule()
     def cancel_by_another_node(self):
-        self.send(CancelAttempt())
+        self.send(m.CancelAttempt())
 
     @precondition(lambda self: self.machine.generation)
-    @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, StackDumped, HeartbeatRead, Exited]))
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from([m.Ready, m.Returned, m.Failing, m.Failed, m.StackDumped, m.HeartbeatRead, m.Exited]),
+    )
     def send_event_of_earlier_generation(self, data, kind):
         rank = data.draw(st.sampled_from(sorted(self.observed)))
         before = dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline
@@ -203,7 +172,7 @@ class History(RuleBasedStateMachine):
 
     def make_ready(self, rank):
         self.observed[rank]["was_ready"] = True
-        self.send(self.make_event(Ready, rank))
+        self.send(self.make_event(m.Ready, rank))
 
     def make_event(self, kind, rank, **more):
         return kind(rank, generation=self.machine.generation, **more)
@@ -211,22 +180,22 @@ class History(RuleBasedStateMachine):
     def send(self, event):
         self.execute(self.machine.handle(event, self.now))
         self.check_state()
-        if self.machine.stage is RunStage.IDLE:
+        if self.machine.stage is m.RunStage.IDLE:
             self.diagnose()
 
     def execute(self, actions):
-        if any(isinstance(action, StartRank) for action in actions):
-            assert actions == [StartRank(rank) for rank in self.observed]
+        if any(isinstance(action, m.StartRank) for action in actions):
+            assert actions == [m.StartRank(rank) for rank in self.observed]
             self.begin_generation(len(self.observed))
         self.actions += actions
         for action in actions:
-            if isinstance(action, SendSignal):
+            if isinstance(action, m.SendSignal):
                 self.observed[action.rank]["signals_sent"].add(action.signum)
-            elif isinstance(action, DumpStacks | RequestCollectives):
+            elif isinstance(action, m.DumpStacks | m.RequestCollectives):
                 self.asked_for_stacks.add(action.rank)
         for action in actions:
-            if isinstance(action, ReadHeartbeat):
-                self.send(self.make_event(HeartbeatRead, action.rank, beat_at=self.heartbeats[action.rank]))
+            if isinstance(action, m.ReadHeartbeat):
+                self.send(self.make_event(m.HeartbeatRead, action.rank, beat_at=self.heartbeats[action.rank]))
 
     def check_state(self):
         """Check that the new state may follow the last one, as EventBus.change_state does."""
@@ -239,51 +208,51 @@ class History(RuleBasedStateMachine):
 
     def ranks_that_may_report(self):
         return [
-            rank for rank in self.ranks_in(*MAY_REPORT) if CallRank(rank) in self.actions and rank not in self.has_answered
+            rank for rank in self.ranks_in(*MAY_REPORT) if m.CallRank(rank) in self.actions and rank not in self.has_answered
         ]
 
     def answer(self, rank, kind, body):
         self.observed[rank]["answer"] = Message(kind, self.now, body)
         self.has_answered.add(rank)
 
-    @precondition(lambda self: self.ranks_in(RankPhase.STARTING))
+    @precondition(lambda self: self.ranks_in(m.RankPhase.STARTING))
     @rule(data=st.data())
     def become_ready(self, data):
-        self.make_ready(data.draw(st.sampled_from(self.ranks_in(RankPhase.STARTING))))
+        self.make_ready(data.draw(st.sampled_from(self.ranks_in(m.RankPhase.STARTING))))
 
     @precondition(lambda self: self.ranks_that_may_report())
     @rule(data=st.data(), is_secondary=st.booleans(), announced=st.booleans())
     def raise_error(self, data, is_secondary, announced):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
         if announced:
-            self.send(self.make_event(Failing, rank))
+            self.send(self.make_event(m.Failing, rank))
         self.answer(rank, MessageKind.RAISED, ENCODERS[is_secondary].plain())
         self.observed[rank]["details"] = ENCODERS[is_secondary].details()
-        self.send(self.make_event(Failed, rank, is_secondary=is_secondary))
+        self.send(self.make_event(m.Failed, rank, is_secondary=is_secondary))
 
     @precondition(lambda self: self.ranks_that_may_send_details())
     @rule(data=st.data())
     def send_details(self, data):
         rank = data.draw(st.sampled_from(self.ranks_that_may_send_details()))
         self.has_sent_details.add(rank)
-        self.send(self.make_event(DetailsReceived, rank))
+        self.send(self.make_event(m.DetailsReceived, rank))
 
     def ranks_that_may_send_details(self):
         failed = [rank for rank in self.has_answered - self.has_sent_details if "details" in self.observed[rank]]
-        return sorted(set(failed) & set(self.ranks_in(RankPhase.FAILED, RankPhase.TERMINATING, RankPhase.KILLED)))
+        return sorted(set(failed) & set(self.ranks_in(m.RankPhase.FAILED, m.RankPhase.TERMINATING, m.RankPhase.KILLED)))
 
     @precondition(lambda self: self.ranks_that_may_report())
     @rule(data=st.data())
     def return_value(self, data):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
         self.answer(rank, MessageKind.RETURNED, RETURNED)
-        self.send(self.make_event(Returned, rank))
+        self.send(self.make_event(m.Returned, rank))
 
-    @precondition(lambda self: self.exits and self.ranks_in(*ALIVE_PHASES - WAS_STOPPED))
+    @precondition(lambda self: self.exits and self.ranks_in(*m.ALIVE_PHASES - WAS_STOPPED))
     @rule(data=st.data(), code=EXIT_CODES)
     def exit_unasked(self, data, code):
         self.exits -= 1
-        self.exit(data.draw(st.sampled_from(self.ranks_in(*ALIVE_PHASES - WAS_STOPPED))), code)
+        self.exit(data.draw(st.sampled_from(self.ranks_in(*m.ALIVE_PHASES - WAS_STOPPED))), code)
 
     @precondition(lambda self: self.ranks_in(*WAS_STOPPED))
     @rule(data=st.data())
@@ -292,27 +261,27 @@ class History(RuleBasedStateMachine):
 
     def exit(self, rank, code):
         self.observed[rank] |= {"died_at": self.now, "exit_code": code}
-        self.send(self.make_event(Exited, rank))
+        self.send(self.make_event(m.Exited, rank))
 
-    @precondition(lambda self: self.ranks_in(RankPhase.RUNNING))
+    @precondition(lambda self: self.ranks_in(m.RankPhase.RUNNING))
     @rule(data=st.data())
     def send_heartbeat(self, data):
-        self.heartbeats[data.draw(st.sampled_from(self.ranks_in(RankPhase.RUNNING)))] = self.now
+        self.heartbeats[data.draw(st.sampled_from(self.ranks_in(m.RankPhase.RUNNING)))] = self.now
 
-    @precondition(lambda self: self.asked_for_stacks & set(self.ranks_in(*ALIVE_PHASES - {RankPhase.EXITING})))
+    @precondition(lambda self: self.asked_for_stacks & set(self.ranks_in(*m.ALIVE_PHASES - {m.RankPhase.EXITING})))
     @rule(data=st.data())
     def dump_stacks(self, data):
         rank = data.draw(
-            st.sampled_from(sorted(self.asked_for_stacks & set(self.ranks_in(*ALIVE_PHASES - {RankPhase.EXITING}))))
+            st.sampled_from(sorted(self.asked_for_stacks & set(self.ranks_in(*m.ALIVE_PHASES - {m.RankPhase.EXITING}))))
         )
         self.asked_for_stacks.remove(rank)
-        self.send(self.make_event(StackDumped, rank))
+        self.send(self.make_event(m.StackDumped, rank))
 
     @precondition(lambda self: self.signals)
     @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
     def signal_host(self, signum):
         self.signals -= 1
-        self.send(Interrupted(signum))
+        self.send(m.Interrupted(signum))
 
     @rule(seconds=st.floats(0.001, 2.0))
     def let_time_pass(self, seconds):
@@ -331,80 +300,77 @@ class History(RuleBasedStateMachine):
     @invariant()
     def every_wait_has_a_deadline(self):
         machine = getattr(self, "machine", None)
-        if machine is None or machine.stage is RunStage.FINISHED:
+        if machine is None or machine.stage is m.RunStage.FINISHED:
             return
         if self.are_limits_suspended and machine.is_call_running():  # the user may take any time
             assert machine.deadline is None
             return
-        if machine.stage not in (RunStage.RUNNING, RunStage.IDLE, RunStage.AWAITING_DECISION):
+        if machine.stage not in (m.RunStage.RUNNING, m.RunStage.IDLE, m.RunStage.AWAITING_DECISION):
             assert machine.deadline is not None
         elif machine.deadline is None:
             assert (
-                machine.stage in (RunStage.IDLE, RunStage.AWAITING_DECISION)
-                or RankPhase.RUNNING in machine.phase_table.phases.values()
+                machine.stage in (m.RunStage.IDLE, m.RunStage.AWAITING_DECISION)
+                or m.RankPhase.RUNNING in machine.phase_table.phases.values()
             )
-            assert RankPhase.STARTING not in machine.phase_table.phases.values()
+            assert m.RankPhase.STARTING not in machine.phase_table.phases.values()
 
     @invariant()
     def every_silence_is_noticed(self):
         machine = getattr(self, "machine", None)
         if machine is None or self.are_limits_suspended:
             return
-        if machine.stage is RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
+        if machine.stage is m.RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
             heartbeats = [
                 max(beat, self.resumed_at)
                 for rank, beat in self.heartbeats.items()
-                if machine.phase_table.phases[rank] is RankPhase.RUNNING and beat is not None
+                if machine.phase_table.phases[rank] is m.RankPhase.RUNNING and beat is not None
             ]
             late = [beat for beat in heartbeats if self.now >= beat + LIMIT]
-            assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + CONFIRM_SECONDS)
+            assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + m.CONFIRM_SECONDS)
 
     @invariant()
     def no_action_is_repeated(self):
         sent = getattr(self, "actions", [])
         # a rank that is asked to exit, and does not, is stopped; a stopped rank that then answers is asked to exit
-        goes_on = SendSignal, signal.SIGCONT  # which follows each of the other signals
         once = [
-            a
-            for a in sent
-            if not isinstance(a, ReadHeartbeat | RequestExit) and (type(a), getattr(a, "signum", 0)) != goes_on
+            action
+            for action in sent
+            if not isinstance(action, m.ReadHeartbeat | m.RequestExit) and getattr(action, "signum", 0) != signal.SIGCONT
         ]
         assert len(once) == len(set(once)), once
-        assert all(sent.count(action) <= 2 for action in sent if isinstance(action, RequestExit))
+        assert all(sent.count(action) <= 2 for action in sent if isinstance(action, m.RequestExit))
         for rank in getattr(self, "observed", ()):
-            stop_signals = [
-                a
-                for a in once
-                if isinstance(a, SendSignal) and a.rank == rank and a.signum in (signal.SIGINT, signal.SIGTERM)
+            stops = [
+                action
+                for action in once
+                if action in (m.SendSignal(rank, signal.SIGINT), m.SendSignal(rank, signal.SIGTERM))
             ]
-            assert (
-                len(stop_signals) <= 1 + self.keep
-            )  # a rank that may stay after an interrupt gets SIGTERM if it does not answer
+            assert len(stops) <= 1 + self.keep  # a rank that may stay after an interrupt gets SIGTERM if it does not answer
 
     @invariant()
     def no_stopped_rank_is_called(self):
         stopped = set()
         for action in getattr(self, "actions", []):
-            if isinstance(action, SendSignal):
+            if isinstance(action, m.SendSignal):
                 stopped.add(action.rank)
-            assert not (isinstance(action, CallRank) and action.rank in stopped)
+            assert not (isinstance(action, m.CallRank) and action.rank in stopped)
 
     def teardown(self):
         if not hasattr(self, "machine"):
             return
-        self.send(ResumeLimits())
+        self.send(m.ResumeLimits())
         for attempt in range(10):  # no rank does anything any more
-            if attempt == 5 and self.machine.stage is RunStage.RUNNING:
-                self.send(Interrupted(signal.SIGINT))
-            if self.machine.stage is RunStage.IDLE:
-                self.send(Shutdown())
-            if self.machine.stage is RunStage.AWAITING_DECISION:
-                self.send(self.make_event(DoNotRestart, 0))
+            if attempt == 5 and self.machine.stage is m.RunStage.RUNNING:
+                self.send(m.Interrupted(signal.SIGINT))
+            if self.machine.stage is m.RunStage.IDLE:
+                self.send(m.Shutdown())
+            if self.machine.stage is m.RunStage.AWAITING_DECISION:
+                self.send(self.make_event(m.DoNotRestart, 0))
             self.reach_deadline()
-        assert self.machine.stage is RunStage.FINISHED
-        assert set(self.machine.phase_table.phases.values()) <= {RankPhase.EXITED, RankPhase.ABANDONED}
+        assert self.machine.stage is m.RunStage.FINISHED
+        assert set(self.machine.phase_table.phases.values()) <= {m.RankPhase.EXITED, m.RankPhase.ABANDONED}
         assert self.machine.stop_reason is not None
-        assert sum(isinstance(action, AbandonRank) for action in self.actions) <= len(self.observed)
+        assert sum(isinstance(action, m.AbandonRank) for action in self.actions) <= len(self.observed)
         self.diagnose()
 
     def diagnose(self):
@@ -434,7 +400,7 @@ class History(RuleBasedStateMachine):
         assert raised_in_time <= set(result.failures)
         if result.state is WorkerState.SUCCEEDED:
             assert dict(result.return_values) == dict.fromkeys(self.observed, 7)
-        elif self.machine.stop_reason is StopReason.FAILED:
+        elif self.machine.stop_reason is m.StopReason.FAILED:
             assert result.failures
             assert result.root_cause is not None
         primaries = [

@@ -138,15 +138,6 @@ def ignores_sigterm_in_the_first_attempt(barrier):
     return attempt()
 
 
-def interrupts_its_parent_when_stopped(barrier):
-    """Raise on rank 1. Rank 0 handles the SIGTERM that follows: it sends SIGINT to its parent."""
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
-    barrier.wait()
-    if rank() == 1:
-        raise ValueError("the first")
-    wait_to_be_stopped()  # SIGINT makes the watcher kill all ranks
-
-
 def reports(*steps):
     mpwatch.report(step=steps[attempt()])
     raise ValueError(f"after step {steps[attempt()]}")

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import mpwatch
-from mpwatch import RestartPolicy, WorkerState
+from mpwatch import WorkerState
 from mpwatch.events import Restarting, WorkerFailed, WorkerSucceeded
 from support import failing
 from support.functions import rank as get_rank
@@ -99,18 +99,11 @@ def test_a_failure_without_keep_going_keeps_the_values_that_were_returned_before
             result[1]
 
 
-@pytest.mark.parametrize("scope", ["a call of a group", "worker"])
-def test_ranks_that_are_supervised_one_by_one_keep_their_values_too(scope):
+def test_a_call_of_a_group_keeps_the_values_too():
     end = SPAWN.Event()
-    fn, observe = attempt_functions.fails_when_the_others_have_returned, set_after(3, WorkerSucceeded, end)
-    if scope == "worker":
-        policy = RestartPolicy(0, scope="worker")
-        result = mpwatch.run(fn, 4, args=(end,), on_event=observe, max_restarts=policy, check=False)
-    else:
-        with mpwatch.WorkerGroup(4, on_event=observe, check=False) as group:
-            result = group.run(fn, [end])
-    assert (result[0], result[2:3], list(result.return_values)) == (None, [result[2]], [0, 2])
-    assert result.failures[3].kind is mpwatch.FailureKind.EXCEPTION
+    with mpwatch.WorkerGroup(4, on_event=set_after(3, WorkerSucceeded, end), check=False) as group:
+        result = group.run(attempt_functions.fails_when_the_others_have_returned, [end])
+    assert (result[0], result[2](), list(result.return_values)) == (None, 1, [0, 2])
 
 
 def test_keep_going_does_not_fit_ranks_that_communicate():
