@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from contextlib import ExitStack, suppress
 from multiprocessing import connection
@@ -41,8 +40,11 @@ def get_worker_info():
 
 
 def get_cpus():
-    """Return the CPUs on which this rank may run."""
     return sorted(os.sched_getaffinity(0))
+
+
+def get_argument(value):
+    return value
 
 
 def follow_order():
@@ -55,11 +57,21 @@ def follow_order():
         return ORDERS[order](*args)
 
 
+def another_function():
+    """For a node that calls another function than the others."""
+    return follow_order()
+
+
 def ignore_sigterm(*ranks):
     """Follow an order. These ranks ignore SIGTERM, like a rank that writes a long checkpoint when it comes."""
     if mpwatch.current_worker().rank in ranks:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return follow_order()
+
+
+def report_step():
+    """Report a step as large as time.time_ns()."""
+    mpwatch.report(step=1 << 60)
 
 
 def connect_to_rank_0(of=None):
@@ -70,8 +82,8 @@ def connect_to_rank_0(of=None):
         with socket.create_server(("", worker.master_port)) as server:
             for _ in range(1, of or worker.world_size):
                 server.accept()[0].close()
-        return address
-    connect_to(address).close()
+    else:
+        connect_to(address).close()
     return address
 
 
@@ -121,10 +133,6 @@ def lose_connection():
             peer.sendall(b"more of it")
 
 
-def report_step(step):
-    mpwatch.report(step=step)
-
-
 def slow_env(worker):
     """For `env`: sleep at the first start, while ranks of another node ignore SIGTERM."""
     if not worker.restart_count:
@@ -132,26 +140,9 @@ def slow_env(worker):
     return {}
 
 
-def slow_env_at_restart(worker):
-    """For `env`: sleep at the second start."""
-    if worker.restart_count:
-        time.sleep(1.0)
-    return {}
-
-
-def failing_env_at_restart(worker):
-    """For `env`: raise at the second start."""
-    return failing_env(worker) if worker.restart_count else {}
-
-
 def failing_env(worker):
     """For `env`: raise."""
     raise RankError(f"rank {worker.rank} cannot be")
-
-
-def exiting_env(worker):
-    """For `env`: exit."""
-    raise SystemExit(f"rank {worker.rank} cannot be")
 
 
 def fail_in_first_attempt():
@@ -168,40 +159,15 @@ def fail_in_first_attempt():
         signal.pause()
 
 
-def another_function():
-    """For a node that calls another function than the others."""
-    return follow_order()
-
-
-def leave_daemon():
-    """Start a process in a session of its own, which no watcher ends. Return its pid."""
-    lasting = [sys.executable, "-c", "import signal; signal.pause()"]
-    return os.posix_spawn(sys.executable, lasting, os.environ, setsid=True)
-
-
-def leave_thread():
-    """Start a thread in the node's own process that does not end."""
-    threading.Thread(target=signal.pause, name="forgotten", daemon=True).start()
-
-
-def get_argument(value):
-    return value
-
-
-def count_steps(seconds=0.001):
-    """Do steps until all ranks stop together. Return the next step."""
-    return stop_functions.count_steps(seconds=seconds)
-
-
 def request_stop():
     """Request a stop from a rank, and stop with the others."""
     assert mpwatch.request_stop()
     return count_steps()
 
 
-def return_after_steps(steps):
-    """Do so many steps, and return."""
-    return stop_functions.count_steps(steps)
+def count_steps(seconds=0.001):
+    """Do steps until all ranks stop together. Return the next step."""
+    return stop_functions.count_steps(seconds=seconds)
 
 
 def ignore_stop():
@@ -214,15 +180,8 @@ def raise_error(text):
     raise RankError(text)
 
 
-def be_killed(number=signal.SIGKILL):
-    os.kill(os.getpid(), number)
-
-
-def return_at_signal(number):
-    """Wait for a signal, and return its number."""
-    read_end, write_end = os.pipe()
-    signal.signal(number, lambda received, _: os.write(write_end, bytes([received])))
-    return os.read(read_end, 1)[0]
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 ORDERS = {
@@ -230,9 +189,8 @@ ORDERS = {
     "raise": raise_error,
     "count_steps": count_steps,
     "request_stop": request_stop,
-    "return_after_steps": return_after_steps,
+    "return_after_steps": stop_functions.count_steps,
     "ignore_stop": ignore_stop,
-    "return_at_signal": return_at_signal,
     "exit": sys.exit,
     "wait_for_rank_0": wait_for_rank_0,
     "fail_while_connected": lambda: wait_for_rank_0(until=fail_when_all_have_lost_it),

@@ -1,41 +1,42 @@
 """Nodes that are lost, leave or join during a job, and the node that serves the store."""
 
+import os
 import re
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
-from nodes.harness import AT_ONCE, NODE_TIMEOUT
+import mpwatch
+from nodes import tasks
+from nodes.harness import AT_ONCE, DETECTION_SECONDS, NODE_TIMEOUT
 
-DETECTION_SECONDS = NODE_TIMEOUT + 1.0  # from the loss of a node until the others have stopped their ranks
-
-
-def node_of(job, process):
-    return next(node for node in job.nodes if node.name == process.node)
-
-
-def counts(world):
-    return {process.worker["restart_count"] for process in world}
+SLOW = pytest.mark.slow
+PATIENT = {"options": {"last_call_timeout": 20}}  # of nodes that should not wait for others: they know that none can come
+GRACE = 60.0  # seconds; no test waits so long
+MINUTES = 60  # seconds
 
 
-def assert_success(*nodes):
-    for node in nodes:
-        outcome = node.outcome()
-        assert (outcome.error, outcome.text, outcome.state) == ("", "", "SUCCEEDED")
+def states(result):
+    return [attempt.state.name for attempt in result.attempts]
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 2), (2, 3)])
-def test_the_job_goes_on_without_a_node_that_was_killed(job, least, most):
-    job.rendezvous["nnodes"] = least, most
-    nodes = job.start_several(most, nprocs=2)
-    first = job.await_world(2 * most)
-    killed_at = nodes[-1].kill()
+# --- lost nodes
+
+
+def test_the_job_goes_on_at_once_without_a_node_that_was_killed(job):
+    job.rendezvous |= {"nnodes": (2, 3), **PATIENT}
+    *kept, lost = job.start_several(3, nprocs=2)
+    first = job.await_world(6)
+    killed_at = lost.kill()
     assert job.await_end(first) - killed_at < DETECTION_SECONDS
-    second = job.await_world(2 * least)
-    assert counts(second) == {1}
-    assert second[0].worker["group_world_size"] == least
+    second = job.await_world(4)
+    assert time.monotonic() - killed_at < 2 * DETECTION_SECONDS
+    assert second.restart_counts == {1}
+    assert second[0].worker.group_world_size == 2
     second.order("return")
-    assert_success(*nodes[:-1])
+    assert [states(result) for result in job.results(kept)] == [["FAILED", "SUCCEEDED"]] * 2
 
 
 def test_without_enough_nodes_the_job_fails_and_names_the_one_that_was_lost(job):
@@ -43,211 +44,266 @@ def test_without_enough_nodes_the_job_fails_and_names_the_one_that_was_lost(job)
     world = job.await_world(4)
     killed_at = lost.kill()
     outcome = kept.outcome()
-    assert outcome.error == "RunFailedError"
+    assert type(outcome.error) is mpwatch.RunFailedError
     assert outcome.ended - killed_at < DETECTION_SECONDS
-    verdict, *others = outcome.text.splitlines()
+    verdict, *others = str(outcome.error).splitlines()
     loss = f"its program sent no sign of life for {NODE_TIMEOUT} s (node_timeout)"
     assert re.fullmatch(rf"node \d \({lost.hostname}\) with ranks (0-1|2-3) was lost: {re.escape(loss)}", verdict)
     assert not any("lost" in line for line in others)
-    assert outcome.root_cause is None or outcome.root_cause["hostname"] == lost.hostname
+    assert outcome.result.root_cause.hostname == lost.hostname
     assert world.ended_at - killed_at < DETECTION_SECONDS
 
 
 def test_a_lost_node_is_replaced_if_restarts_are_left(job):
-    job.start_several(2, max_restarts=1)
+    kept, lost = job.start_several(2, max_restarts=1)
     first = job.await_world(2)
-    kept, lost = job.nodes
     lost.kill()
     job.await_end(first)
     substitute = job.start(max_restarts=1)
     second = job.await_world(2)
     assert {process.node for process in second} == {kept.name, substitute.name}
-    assert counts(second) == {1}
+    assert second.restart_counts == {1}
     second.order("return")
-    assert_success(kept, substitute)
+    job.results([kept, substitute])
 
 
-def test_a_newcomer_joins_and_costs_no_restart(job):
-    job.rendezvous["nnodes"] = 1, 2
-    first = job.start(max_restarts=0)
-    alone = job.await_world(1)
-    second = job.start(max_restarts=0)
-    world = job.await_world(2)
-    assert alone.ended_at is not None
-    assert counts(world) == {1}
-    world.order("return")
-    assert_success(first, second)
-    assert [attempt["state"] for attempt in first.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
+@SLOW
+def test_a_job_that_gets_no_replacement_reports_the_node_that_it_has_lost(job):
+    job.rendezvous["join_timeout"] = 4.0
+    kept, lost = job.start_several(2, max_restarts=1)
+    job.await_world(2)
+    lost.kill()
+    outcome = kept.outcome()
+    assert str(outcome.error).startswith(f"node 1 ({lost.hostname}) with rank 1 was lost: its program sent no sign of life")
+    assert "1 of 2 nodes had joined" in outcome.result.notes[-1]
+    assert states(outcome.result) == ["FAILED"]
+    assert [line for line in kept.log.splitlines() if "waiting" in line] == [
+        "waiting up to 4 s for another node (present: 1 of 2)"
+    ]
+
+
+@SLOW
+def test_the_node_of_rank_0_is_replaced(job):
+    job.start_store()
+    job.rendezvous["nnodes"] = 2, 3
+    job.start_several(3)
+    first = job.await_world(3)
+    lost = job.node_of(first[0])
+    lost.kill()
+    second = job.await_world(2)
+    assert second[0].worker.master_addr != first[0].worker.master_addr
+    assert second.restart_counts == {1}
+    second.order("return")
+    job.results([node for node in job.nodes if node is not lost])
+
+
+@pytest.mark.parametrize("is_node", [True, pytest.param(False, marks=SLOW)])
+def test_if_the_store_is_lost_all_nodes_end_and_name_it(job, is_node):
+    job.rendezvous["nnodes"] = 1, 3
+    store = None if is_node else job.start_store()
+    host, *others = job.start_several(3)
+    world = job.await_world(3)
+    killed_at = (store or host).kill()
+    assert job.await_end(world) - killed_at < NODE_TIMEOUT
+    for outcome in job.outcomes(others if is_node else job.nodes):
+        assert type(outcome.error) is mpwatch.RunFailedError
+        assert outcome.ended - killed_at < DETECTION_SECONDS
+        assert f"127.0.0.1:{job.port}" in str(outcome.error)
+
+
+# --- newcomers
 
 
 def test_a_newcomer_costs_no_restart_if_ranks_wait_for_ranks_of_other_nodes(job):
     """The nodes stop at different times. Ranks that still run then fail because they lose a connection."""
     job.rendezvous["nnodes"] = 2, 3
-    nodes = job.start_several(2, max_restarts=0)
+    job.start_several(2, max_restarts=1)
     job.await_world(2).order("wait_for_rank_0")
-    nodes.append(job.start(max_restarts=0))
-    world = job.await_world(3)
-    assert counts(world) == {1}
-    world.order("return")
-    assert_success(*nodes)
-    for node in nodes[:2]:
-        assert [attempt["state"] for attempt in node.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
-        assert not any(node.outcome().blamed.values())
-
-
-def test_after_a_newcomer_all_restarts_are_left(job):
-    job.rendezvous["nnodes"] = 1, 2
     job.start(max_restarts=1)
-    job.await_world(1)
-    job.start(max_restarts=1)
-    job.await_world(2)[0].order("raise", "once")
-    job.await_world(2).order("return")
-    assert_success(*job.nodes)
+    second = job.await_world(3)
+    assert second.restart_counts == {1}
+    second[0].order("raise", "once")
+    job.await_world(3).order("return")
+    first, _, newcomer = job.results()
+    assert (states(first), first.restarts) == (["STOPPED", "FAILED", "SUCCEEDED"], 1)
+    assert first.attempts[0].root_cause is None
+    assert states(newcomer)[-1] == "SUCCEEDED"
 
 
-def test_a_node_beyond_the_maximum_cannot_join(job):
-    first = job.start(rendezvous={"nnodes": 1})
-    world = job.await_world(1)
-    second = job.start(rendezvous={"nnodes": 1, "join_timeout": 3.0})
-    assert second.outcome().error == "LaunchError"
-    assert world.ended_at is None
-    world.order("return")
-    assert_success(first)
-
-
-def test_the_node_of_rank_0_is_replaced(job):
-    store = job.start_store()
+@pytest.mark.parametrize("minutes", [5, pytest.param(-5, marks=SLOW)])
+def test_a_wrong_clock_does_no_harm(job, minutes):
     job.rendezvous["nnodes"] = 2, 3
-    job.start_several(3)
+    job.start()
+    job.start(skew_seconds=minutes * MINUTES)
+    first = job.await_world(2)
+    job.watch_for(1.5 * NODE_TIMEOUT)
+    assert [process.ended_at for process in first] == [None, None]
+    job.start(skew_seconds=-minutes * MINUTES)
+    third = job.await_world(3)
+    assert third.restart_counts == {1}
+    third.order("return")
+    job.results()
+
+
+# --- silent nodes
+
+
+@SLOW
+@pytest.mark.parametrize("is_of_rank_0", [True, False])
+def test_a_watcher_that_was_stopped_for_too_long_rejoins_as_a_newcomer(job, is_of_rank_0):
+    """The others have gone on without it. It does not end their job, and does not count them as lost."""
+    job.start_store()
+    job.rendezvous["nnodes"] = 2, 3
+    job.start_several(3, max_restarts=0)
     first = job.await_world(3)
-    lost = node_of(job, first[0])
-    killed_at = lost.kill()
-    assert job.await_end(first) - killed_at < DETECTION_SECONDS
-    second = job.await_world(2)
-    assert second[0].worker["master_addr"] != first[0].worker["master_addr"]
-    assert counts(second) == {1}
-    second.order("return")
-    assert_success(*(node for node in job.nodes if node not in (store, lost)))
-    store.kill()
-    store.exit_status()
+    stopped = job.node_of(first[0 if is_of_rank_0 else 2])
+    stopped.send(signal.SIGSTOP)
+    job.await_world(2)
+    stopped.send(signal.SIGCONT)
+    job.await_world(3).order("return")
+    job.results()
+    assert first.ended_at is not None
 
 
-def test_if_the_store_is_lost_all_nodes_end_and_name_it(job):
-    store = job.start_store()
-    nodes = job.start_several(2, nprocs=2)
-    world = job.await_world(4)
-    killed_at = store.kill()
-    assert job.await_end(world) - killed_at < NODE_TIMEOUT
-    for outcome in job.outcomes(nodes):
-        assert outcome.error == "RunFailedError"
-        assert outcome.ended - killed_at < DETECTION_SECONDS
-        assert f"127.0.0.1:{job.port}" in outcome.text
+@pytest.fixture
+def suspend(eventually):
+    """Return a function that suspends a node with its rank, as Ctrl-Z does, and returns when both are stopped."""
+
+    def suspend(node, world):
+        pids = [node.pid, world.of(node)[0].pid]
+        node.send(signal.SIGTSTP)
+        eventually(lambda: all(") T " in Path(f"/proc/{pid}/stat").read_text() for pid in pids))
+
+    return suspend
 
 
-def test_if_the_node_that_serves_the_store_is_lost_all_nodes_end_and_name_the_store(job):
-    job.rendezvous["nnodes"] = 1, 3
-    host, *others = job.start_several(3)
-    world = job.await_world(3)
-    killed_at = host.kill()
-    assert job.await_end(world) - killed_at < NODE_TIMEOUT
-    for outcome in job.outcomes(others):
-        assert outcome.error == "RunFailedError"
-        assert outcome.ended - killed_at < DETECTION_SECONDS
-        assert f"127.0.0.1:{job.port}" in outcome.text
+def test_a_short_suspension_of_a_node_costs_no_restart(job, suspend):
+    job.start_several(2)
+    world = job.await_world(2)
+    suspend(job.nodes[1], world)
+    job.watch_for(NODE_TIMEOUT / 4)
+    job.nodes[1].send(signal.SIGCONT)
+    job.watch_for(NODE_TIMEOUT)
+    assert [process.ended_at for process in world] == [None] * 2
+    world.order("return")
+    job.results()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@SLOW
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_that_is_suspended_for_longer_is_lost(job, suspend, number):
+    """The others go on without it. When it is continued, it stops its rank and says why."""
+    job.start_store()
+    job.rendezvous["nnodes"] = 1, 2
+    job.start_several(2, max_restarts=1)
+    world = job.await_world(2)
+    suspended, other = job.node_of(world[number]), job.node_of(world[1 - number])
+    suspend(suspended, world)
+    job.await_world(1).order("return")
+    job.results([other])
+    suspended.send(signal.SIGCONT)
+    error = suspended.outcome().error
+    assert str(error).startswith(f"node {number} ({suspended.hostname}) with rank {number} was lost: its ")
+
+
+# --- nodes that leave because of a signal
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)])
 def test_the_job_goes_on_without_a_node_that_receives_a_signal(job, number):
     """The node reports that it leaves, so the others need not wait for `node_timeout`."""
-    job.rendezvous["nnodes"] = 1, 2
+    job.rendezvous |= {"nnodes": (1, 2), **PATIENT}
     kept, leaving = job.start_several(2)
     first = job.await_world(2)
     at = leaving.send(number)
     assert job.await_end(first) - at < AT_ONCE
     second = job.await_world(1)
-    assert counts(second) == {1}
+    assert second.restart_counts == {1}
     second.order("return")
-    assert_success(kept)
+    (result,) = job.results([kept])
+    assert (result.restarts, len(result.attempts)) == (0, 2)
     if number == signal.SIGINT:
-        assert leaving.outcome().error == "KeyboardInterrupt"
+        assert type(leaving.outcome().error) is KeyboardInterrupt
     else:
         assert leaving.exit_status() == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nodes_that_cannot_go_on_name_the_node_that_has_left(job, number):
-    kept, leaving = job.start_several(2)
-    job.await_world(2)
-    at = leaving.send(number)
-    outcome = kept.outcome()
-    leaving.exit_status()
-    assert outcome.error == "RunFailedError"
-    assert outcome.ended - at < AT_ONCE
-    assert leaving.hostname in outcome.text.splitlines()[0]
-    assert signal.Signals(number).name in outcome.text
-    assert "no sign of life" not in outcome.text
-
-
-def test_the_node_that_serves_the_store_may_leave(job):
-    """It stays until all other nodes know that it leaves."""
-    leaving, *others = job.start_several(3, rendezvous={"nnodes": 3})
+@pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=SLOW)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SLOW)])
+def test_nodes_that_cannot_go_on_name_the_node_that_has_left(job, number, leaver):
+    """A node that serves the store stays until all other nodes know that it leaves."""
+    job.rendezvous["nnodes"] = 3
+    job.start_several(3, grace_period=20.0)
     world = job.await_world(3)
-    at = leaving.send(signal.SIGINT)
+    leaving = job.nodes[leaver]
+    at = leaving.send(number)
     assert job.await_end(world) - at < AT_ONCE
-    for outcome in job.outcomes(others):
-        assert outcome.error == "RunFailedError"
-        assert "SIGINT" in outcome.text
-        assert f"({leaving.hostname}) served the store" in outcome.notes[-1]
-        assert "no sign of life" not in outcome.text
-    assert leaving.outcome().error == "KeyboardInterrupt"
+    for outcome in job.outcomes([node for node in job.nodes if node is not leaving]):
+        assert type(outcome.error) is mpwatch.RunFailedError
+        assert outcome.ended - at < AT_ONCE
+        assert leaving.hostname in str(outcome.error).splitlines()[0]
+        assert signal.Signals(number).name in str(outcome.error)
+        assert "no sign of life" not in str(outcome.error)
+        assert leaver or f"({leaving.hostname}) served the store" in outcome.result.notes[-1]
+    leaving.exit_status()
+    assert leaving.ended_at - at < AT_ONCE
 
 
-def test_a_watcher_that_was_stopped_for_too_long_rejoins_as_a_newcomer(job):
-    job.rendezvous["nnodes"] = 2, 3
-    nodes = job.start_several(3)
-    first = job.await_world(3)
-    stopped = nodes[-1]
-    stopped.send(signal.SIGSTOP)
-    job.await_world(2)
-    stopped.send(signal.SIGCONT)
-    third = job.await_world(3)
-    assert first.ended_at is not None
-    third.order("return")
-    assert_success(*nodes)
+def make_options(way, node):
+    """Return the options of a node that meets the others in this way."""
+    static = {"rendezvous": {"backend": "static", "options": {"rank": node}, "is_host": None}}
+    return static if way == "static" else {}
 
 
-def test_a_watcher_that_was_stopped_for_a_short_time_costs_no_restart(job):
-    job.start_several(2)
-    world = job.await_world(2)
-    job.nodes[1].send(signal.SIGSTOP)
-    job.watch_for(NODE_TIMEOUT / 4)
-    job.nodes[1].send(signal.SIGCONT)
-    job.watch_for(NODE_TIMEOUT)
-    assert [process.ended_at for process in world] == [None, None]
-    world.order("return")
-    assert_success(*job.nodes)
+@pytest.mark.parametrize("way", ["c10d", "static"])
+def test_a_node_alone_ends_with_its_ranks(job, way):
+    job.rendezvous["nnodes"] = 1
+    node = job.start(**make_options(way, 0))
+    world = job.await_world(1)
+    node.send(signal.SIGTERM)
+    assert node.exit_status() == -signal.SIGTERM
+    assert node.ended_at - job.await_end(world) < AT_ONCE
 
 
-@pytest.mark.parametrize("minutes", [pytest.param(-5, marks=pytest.mark.slow), 5])
-def test_a_wrong_clock_does_no_harm(job, minutes):
-    job.rendezvous["nnodes"] = 2, 3
-    job.start()
-    job.start(skew_seconds=60 * minutes)
-    first = job.await_world(2)
-    job.watch_for(NODE_TIMEOUT)
-    assert [process.ended_at for process in first] == [None, None]
-    job.start()
-    third = job.await_world(3)
-    assert counts(third) == {1}
-    third.order("return")
-    assert_success(*job.nodes)
+@SLOW
+@pytest.mark.parametrize("way", ["c10d", "static"])
+def test_each_node_ends_with_its_ranks_if_all_are_interrupted(job, way):
+    """Rank 2 takes long to end. It needs neither the other nodes nor the store, which a node serves."""
+    job.rendezvous["nnodes"] = 3
+    for node in range(3):
+        job.start(tasks.ignore_sigterm, args=(2,), grace_period=GRACE, **make_options(way, node))
+    *others, slow = job.await_world(3)
+    job.watch_for(NODE_TIMEOUT / 2)  # until each node knows that the round is complete
+    for node in job.nodes:
+        node.send(signal.SIGTERM)
+    left = [node for node in job.nodes if node.name != slow.node]
+    for node in left:
+        node.exit_status()
+        verdict, where = node.log.splitlines()
+        assert verdict == "the run was stopped: this process received SIGTERM"
+        assert "stopped by the watcher" in where
+    assert None not in [rank.ended_at for rank in others]
+    assert_grace_period(job, slow)
 
 
-@pytest.mark.parametrize("minutes", [-5, 5])
-def test_a_newcomer_with_a_wrong_clock_can_join(job, minutes):
+@SLOW
+def test_the_job_goes_on_when_the_ranks_of_a_node_that_leaves_have_ended(job):
+    job.start_store()
     job.rendezvous["nnodes"] = 1, 2
-    job.start()
-    job.await_world(1)
-    job.start(skew_seconds=60 * minutes)
-    job.await_world(2).order("return")
-    assert_success(*job.nodes)
+    job.start_several(2, tasks.ignore_sigterm, args=(0,), grace_period=GRACE)
+    world = job.await_world(2)
+    job.node_of(world[0]).send(signal.SIGTERM)
+    assert_grace_period(job, world[0])
+    job.await_world(1).order("return")
+    (result,) = job.results([job.node_of(world[1])])
+    assert (result.restarts, len(result.attempts)) == (0, 2)
+
+
+def assert_grace_period(job, slow):
+    """Assert that the rank lives on for longer than `node_timeout`. Then kill it, and wait for the end of its node."""
+    job.watch_for(2 * NODE_TIMEOUT)
+    assert slow.ended_at is None
+    os.kill(slow.pid, signal.SIGKILL)
+    node = job.node_of(slow)
+    node.exit_status()
+    assert node.ended_at - slow.ended_at < AT_ONCE

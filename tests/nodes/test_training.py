@@ -1,11 +1,13 @@
 """Collectives and training over gloo on several nodes: the result is the same as on one node, also after a node is lost."""
 
+from functools import partial
+
 import pytest
 
-from nodes.harness import NODE_TIMEOUT, Job
+import mpwatch
+from nodes.harness import DETECTION_SECONDS, Job
 from nodes.training import (
     HALF,
-    HEARTBEAT_SECONDS,
     STEPS,
     all_reduce_with_other_shape,
     all_reduce_without_one,
@@ -16,50 +18,55 @@ from nodes.training import (
     wait_in_barrier,
 )
 
+SLOW = pytest.mark.slow
 EXIT_SECONDS = 1.0  # seconds, from the death of a watcher until its ranks have exited
-DETECTION_SECONDS = NODE_TIMEOUT + 1.0  # from the loss of a node until the others have stopped their ranks
 TRAINING_SECONDS = 60.0  # seconds; each rank imports torch
-
-
-OVER_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-PATIENT_NODE_TIMEOUT = 15  # seconds: on a busy machine a node that imports torch may be silent for two seconds
+OVER_LOOPBACK = {"backend": "gloo", "env": {"GLOO_SOCKET_IFNAME": "lo"}}
+STALLING = {**OVER_LOOPBACK, "backend": mpwatch.Backend("gloo", stall_after=0.5)}
 
 
 def make_options(folder):
     """Return the options of a node that trains with this folder."""
     save_digits(folder)
-    env = {**OVER_LOOPBACK, "TORCHINDUCTOR_CACHE_DIR": str(folder)}  # else in /tmp, as soon as torch has an optimizer
+    # else torch writes into /tmp, as soon as it has an optimizer
+    env = {**OVER_LOOPBACK["env"], "TORCHINDUCTOR_CACHE_DIR": str(folder)}
     return {"args": [str(folder)], "backend": "gloo", "env": env}
 
 
-def get_common_value(outcomes):
+def get_common_value(results):
     """Return the value of all ranks, which must be the same."""
-    for outcome in outcomes:
-        assert (outcome.error, outcome.text, outcome.state) == ("", "", "SUCCEEDED")
-    first, *others = [value for outcome in outcomes for value in outcome.values.values()]
+    first, *others = [value for result in results for value in result.return_values.values()]
     assert others == [first] * len(others)
     return first
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fork_server, hostnames, tmp_path_factory):
+def undisturbed(fork_server, tmp_path_factory):
     """The value of the training on one node alone, with four ranks."""
-    job = Job(fork_server, hostnames=hostnames)
-    alone = job.start(train, 4, rendezvous=False, **make_options(tmp_path_factory.mktemp("undisturbed")))
-    yield get_common_value([alone.outcome(TRAINING_SECONDS)])
+    job = Job(fork_server)
+    job.start(train, 4, rendezvous=None, **make_options(tmp_path_factory.mktemp("undisturbed")))
+    yield get_common_value(job.results(within=TRAINING_SECONDS))
     job.close()
 
 
-@pytest.mark.slow
+@pytest.fixture
+def patient_job(job):
+    """A job whose nodes may be silent for a while: on a busy machine a node waits for ranks that import torch."""
+    job.rendezvous["node_timeout"] = 15
+    job.outcomes = partial(job.outcomes, within=TRAINING_SECONDS)
+    return job
+
+
+@SLOW
 def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, tmp_path):
-    nodes = job.start_several(2, train, 2, **make_options(tmp_path))
-    trained = get_common_value([node.outcome(TRAINING_SECONDS) for node in nodes])
+    job.start_several(2, train, 2, **make_options(tmp_path))
+    trained = get_common_value(job.results(within=TRAINING_SECONDS))
     assert trained == undisturbed
     assert len(trained["losses"]) == STEPS
     assert trained["losses"][-1] < 0.3 * trained["losses"][0]
 
 
-@pytest.mark.slow
+@SLOW
 def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undisturbed, tmp_path):
     job.rendezvous |= {"nnodes": (1, 2), "options": {"last_call_timeout": 10.0}}  # the nodes begin together, however busy
     kept, lost = job.start_several(2, train_with_order, 2, **make_options(tmp_path))
@@ -68,99 +75,89 @@ def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undistu
     killed_at = lost.kill()
     assert job.await_end(world.of(lost)) - killed_at < EXIT_SECONDS
     assert job.await_end(world) - killed_at < DETECTION_SECONDS
-    outcome = kept.outcome(TRAINING_SECONDS)
-    trained = get_common_value([outcome])
-    assert (outcome.restarts, [attempt["state"] for attempt in outcome.attempts]) == (0, ["FAILED", "SUCCEEDED"])
-    assert outcome.values.keys() == {0, 1}
+    (result,) = job.results([kept], TRAINING_SECONDS)
+    trained = get_common_value([result])
+    assert (result.restarts, [attempt.state.name for attempt in result.attempts]) == (0, ["FAILED", "SUCCEEDED"])
+    assert result.return_values.keys() == {0, 1}
     assert trained["first_step"] == HALF
     assert trained["losses"][:HALF] == undisturbed["losses"][:HALF]
     assert trained["losses"] == pytest.approx(undisturbed["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("missing", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_rank_that_others_wait_for_is_blamed_on_every_node(job, missing):
-    """The victims are on its own node and on the other one."""
-    job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
-    for node in job.start_several(2, all_reduce_without_one, 2, args=[missing], backend="gloo", env=OVER_LOOPBACK):
-        outcome = node.outcome(TRAINING_SECONDS)
-        assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
-        cause = outcome.root_cause
-        assert (cause["rank"], cause["kind"], cause["is_secondary"]) == (missing, "HANG", False)
-        assert "hang" in cause["stack"]
-        assert f"rank {missing}" in outcome.text.splitlines()[0]
-        assert outcome.worker_states[missing] == "FAILED"
-        victims = [failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != missing]
+def assert_blamed(outcome, rank, kind):
+    assert type(outcome.error) is mpwatch.RunFailedError
+    cause = outcome.result.root_cause
+    assert (cause.rank, cause.kind.name, cause.is_secondary) == (rank, kind, False)
+    assert str(outcome.error).startswith(f"rank {rank} ")
+    return cause
+
+
+@pytest.mark.parametrize(("nprocs", "missing"), [(1, 1), pytest.param(2, 0, marks=SLOW)])
+def test_a_rank_that_others_wait_for_is_blamed_on_every_node(patient_job, nprocs, missing):
+    """The victims are on the other node, and on its own if that has two ranks."""
+    patient_job.start_several(2, all_reduce_without_one, nprocs, args=[missing], **OVER_LOOPBACK)
+    for outcome in patient_job.outcomes():
+        assert "hang" in assert_blamed(outcome, missing, "HANG").stack
+        assert outcome.result.worker_states[missing].name == "FAILED"
+        victims = [failure.is_secondary for rank, failure in outcome.result.failures.items() if rank != missing]
         assert victims
         assert all(victims)
 
 
-@pytest.mark.parametrize("odd", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_called_another_collective_is_blamed_on_every_node(job, odd):
+def test_a_rank_that_called_another_collective_is_blamed_on_every_node(patient_job):
     """Only both nodes together have a majority: gloo's errors name other ranks."""
-    job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
-    options = {"args": [odd], "backend": "gloo", "env": OVER_LOOPBACK}
-    nodes = job.start_several(2, all_reduce_with_other_shape, 2, **options)
+    for nprocs in (1, 2):
+        patient_job.start(all_reduce_with_other_shape, nprocs, args=[1], **OVER_LOOPBACK)
     pids = set()
-    for node in nodes:
-        outcome = node.outcome(TRAINING_SECONDS)
-        assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
-        cause = outcome.root_cause
-        assert (cause["rank"], cause["kind"], cause["is_secondary"]) == (odd, "MISMATCH", False)
-        assert "all_reduce #2 with float32[17] (training.py:" in cause["evidence"]
-        assert "with float32[16]" in cause["evidence"]
-        assert f"rank {odd} " in outcome.text.splitlines()[0]
-        assert all(failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != odd)
-        pids.add(cause["pid"])
+    for outcome in patient_job.outcomes():
+        cause = assert_blamed(outcome, 1, "MISMATCH")
+        assert "all_reduce #2 with float32[17] (training.py:" in cause.evidence
+        assert "with float32[16]" in cause.evidence
+        assert all(failure.is_secondary for rank, failure in outcome.result.failures.items() if rank != 1)
+        pids.add(cause.pid)
     assert len(pids) == 1
 
 
-def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(job):
+@SLOW
+def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(patient_job):
     """Each node has one rank, so none can see alone that they do not fit."""
-    job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
-    options = {"args": [True], "backend": {"name": "gloo", "stall_after": 0.5}, "env": OVER_LOOPBACK}
-    for node in job.start_several(2, leave_others_waiting, 1, **options):
-        outcome = node.outcome(TRAINING_SECONDS)
-        assert outcome.root_cause["rank"] == 1, outcome.text
-        assert outcome.root_cause["summary"].startswith(
+    patient_job.start_several(2, leave_others_waiting, args=[True], **STALLING)
+    for outcome in patient_job.outcomes():
+        assert str(outcome.error).startswith("rank 1 ")
+        assert outcome.result.root_cause.summary.startswith(
             (
                 "has returned, but rank 0 waits for it in all_reduce #2 (float32[16]",
                 "has not joined all_reduce #2 (float32[16]",  # rank 0 had lost the connection a moment before
             )
         )
-        assert outcome.text.splitlines()[0].startswith("rank 1 ")
 
 
-@pytest.mark.slow
-def test_the_leader_warns_of_a_rank_that_others_wait_for(job):
-    options = {"args": [False], "backend": {"name": "gloo", "stall_after": 0.5}, "env": OVER_LOOPBACK, "timeout": 15.0}
-    first, second = job.start_several(2, leave_others_waiting, 1, **options)
+@SLOW
+def test_one_node_warns_of_a_rank_that_others_wait_for(patient_job):
+    patient_job.start_several(2, leave_others_waiting, args=[False], timeout=15.0, **STALLING)
     late = "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits (training.py:"
-    for node in (first, second):
-        outcome = node.outcome(TRAINING_SECONDS)
-        assert outcome.root_cause is None
-        assert late in outcome.text
-    assert first.log.count("in a collective: " + late) == 1
-    assert "in a collective: " not in second.log
+    for outcome in patient_job.outcomes():
+        assert outcome.result.root_cause is None
+        assert late in str(outcome.error)
+    assert sum(node.log.count("in a collective: " + late) for node in patient_job.nodes) == 1
 
 
-def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(job):
-    options = {"backend": "gloo", "env": OVER_LOOPBACK, "heartbeat_timeout": 20 * HEARTBEAT_SECONDS}
-    for node in job.start_several(2, wait_in_barrier, **options):
-        outcome = node.outcome(TRAINING_SECONDS)
-        assert (outcome.root_cause["rank"], outcome.root_cause["kind"]) == (1, "HANG")
-        assert "was silent" in outcome.failures[0]["evidence"]
-        assert "wait_in_barrier" in outcome.root_cause["stack"]
+@SLOW
+def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(patient_job):
+    patient_job.start_several(2, wait_in_barrier, heartbeat_timeout=2.0, **OVER_LOOPBACK)
+    for outcome in patient_job.outcomes():
+        assert "wait_in_barrier" in assert_blamed(outcome, 1, "HANG").stack
+        assert "was silent" in outcome.result.failures[0].evidence
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_node_whose_rank_others_wait_for_restarts_with_them(job):
     """The node has no other rank that could be a victim."""
-    options = {"args": [2], "backend": "gloo", "env": OVER_LOOPBACK, "max_restarts": 1}
-    nodes = [job.start(all_reduce_without_one, nprocs, **options) for nprocs in (2, 1)]
-    for node in nodes:
-        outcome = node.outcome(TRAINING_SECONDS)
-        assert (outcome.error, outcome.text, outcome.restarts) == ("", "", 1)
-        assert [attempt["cause"] for attempt in outcome.attempts] == [2, None]
-    assert nodes[0].outcome().blamed == {0: False, 1: False}
-    assert nodes[1].outcome().blamed == {2: True}
-    assert "worker_stopped" not in nodes[1].outcome().events
+    for nprocs in (2, 1):
+        job.start(all_reduce_without_one, nprocs, args=[2], max_restarts=1, **OVER_LOOPBACK)
+    blamed = []
+    for result in job.results(within=TRAINING_SECONDS):
+        assert [attempt.root_cause and attempt.root_cause.rank for attempt in result.attempts] == [2, None]
+        assert result.restarts == 1
+        blamed.append({event.ranks[0]: event.is_root_cause for event in result.events if event.name == "worker_failed"})
+    assert blamed == [{0: False, 1: False}, {2: True}]

@@ -3,16 +3,12 @@
 import dataclasses
 import hashlib
 import hmac
-import io
 import json
-import os
-import pickle
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from cores.nodes.samples import make_sample
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
@@ -28,7 +24,6 @@ from mpwatch.multinode.protocol.messages import (
     encode_message,
 )
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SecretMismatchError, SignedJson
-from mpwatch.multinode.rendezvous.torch_state import MAX_STATE_BYTES, Node, State, dump_state, load_state
 
 ENTRIES = [PublishedJobConfig, RefusedNode, RoundName]
 NODE_INFO = NodeInfo(1, "host", "10.0.0.1", 8, "trainer", False, 10.0, JobConfig((("nnodes", "2"),)), RestartHistory(3, 1))
@@ -176,38 +171,3 @@ def test_the_limit_is_the_same_on_both_sides(codec):
         codec.decode(NAME, entry.encode(), limit=999)
     with pytest.raises(ValueError, match=r"inbox/3/12' cannot be sent: too large: 1001 bytes"):
         codec.encode(NAME, {"a": "x" * (room + 1)}, limit=1000)
-
-
-# --- torch's rendezvous state, a pickle in a store that any program can write to
-
-
-class RunsCode:
-    def __reduce__(self):
-        return os.mkdir, ("created",)
-
-
-def make_state(**parts):
-    state = State()
-    vars(state).update(parts)
-    return dump_state(state)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param(b"no pickle", id="not a pickle"),
-        pytest.param(pickle.dumps(RunsCode()), id="a pickle that runs code"),
-        pytest.param(pickle.dumps(io.BytesIO()), id="another object"),
-        pytest.param(make_state(wait_list={1}), id="a set of numbers"),
-        pytest.param(make_state(wait_list={Node("address", "pid", 1)}), id="a node with parts of wrong types"),
-        pytest.param(make_state(round="1"), id="a round that is a text"),
-        pytest.param(make_state()[:-5], id="a cut state"),
-        pytest.param(bytes(MAX_STATE_BYTES + 1), id="too large"),
-    ],
-)
-def test_a_state_that_no_node_has_written_is_refused_and_runs_nothing(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert load_state(make_state(round=3)).round == 3
-    with pytest.raises(RendezvousStateError, match="the store does not hold a valid rendezvous state"):
-        load_state(data)
-    assert not list(tmp_path.iterdir())

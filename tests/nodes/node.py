@@ -1,0 +1,178 @@
+"""The process that forks the nodes. It imports torch once, so that a node starts in milliseconds.
+
+    python -m nodes.node FD        FD: a socket for requests, which are pickles with descriptors
+
+It has one thread, also of the kernel, and has called nothing of mpwatch or torch. So a node inherits no state. A node that has
+ended stays a zombie until `reap` is requested, so that no other process gets its pid.
+"""
+
+import ctypes
+import datetime
+import gc
+import os
+import pickle
+import platform
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import cloudpickle
+import torch.distributed
+
+import mpwatch
+from support.process_state import difference, state
+
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
+MAX_REQUEST = 65536  # bytes
+KERNEL_LAG_SECONDS = 1.0  # for which the kernel may still show a thread that has been joined
+SHARED = ("shared memory", "temporary files")  # which all nodes share; Job.close checks the folder of the job
+
+
+def main(fd):
+    gc.freeze()
+    with socket.socket(fileno=fd) as requests:
+        while True:
+            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 3)
+            if not data:  # the tests are over
+                return
+            request = pickle.loads(data)
+            answer = os.waitpid(request["reap"], 0)[1] if "reap" in request else fork(request, requests, fds)
+            for received in fds:
+                os.close(received)
+            requests.send(pickle.dumps(answer))
+
+
+def fork(request, requests, fds):
+    assert len(os.listdir("/proc/self/task")) == 1
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            requests.close()
+            be_node(request, *fds)
+            status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def be_node(request, pipe, log, network=None):
+    """Run the request in a process group of its own, and on a host of its own if the request says so.
+
+    As with a job of a shell, the forking process can continue the group. So SIGTSTP stops it.
+    """
+    os.setpgid(0, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if request["hostname"]:
+        check(LIBC.unshare(CLONE_NEWUTS))
+        socket.sethostname(request["hostname"])
+        platform._uname_cache = None  # torch has asked for it
+    if network is not None:
+        check(LIBC.setns(network, CLONE_NEWNET))
+        os.close(network)
+    os.environ.update(request["environment"])
+    if "call" in request:
+        with open(pipe, "wb") as output:
+            output.write(call(*pickle.loads(request["call"])))
+    else:
+        serve_store(request["store"], pipe)
+
+
+def check(returned):
+    if returned:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def serve_store(endpoint, pipe):
+    """Serve the store until this process is killed."""
+    store = torch.distributed.TCPStore(*endpoint, is_master=True, wait_for_workers=False)
+    os.write(pipe, b"serving")
+    os.close(pipe)
+    signal.pause()
+    del store
+
+
+def call(through, skew_seconds, function, options):
+    """Call `mpwatch.run` or `mpwatch.main`. Return its outcome, and what it has left in this process, as a pickle."""
+    resource_tracker.ensure_running()  # a helper of multiprocessing, which runs as long as the program
+    if skew_seconds:
+        skew_clock(skew_seconds)
+    # libuv, which torch's store uses, keeps a pipe from its first use on, and another in each fork.
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    before, started = take_inventory(), time.monotonic()
+    error = result = None
+    try:
+        result = getattr(mpwatch, through)(function, progress=False, **options)
+    except BaseException as raised:
+        traceback.print_exc()
+        error, result = raised, getattr(raised, "result", None)
+    ended = time.monotonic()
+    outcome = {"started": started, "ended": ended, "error": error, "cause": format_cause(error), "result": result}
+    pickled = cloudpickle.dumps(outcome)
+    del error, result, outcome
+    gc.collect()
+    after = take_late_inventory(before)
+    left = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
+    return pickle.dumps((pickled, left))
+
+
+def format_cause(error):
+    """Return the traceback of the cause as text: its type may be one of torch, which the test must not import."""
+    cause = getattr(error, "__cause__", None)
+    return "".join(traceback.format_exception(cause)) if cause else ""
+
+
+def skew_clock(seconds):
+    """Set Python's clock of this node wrong by so many seconds. The clock of its ranks stays right."""
+    right_time, right_datetime = time.time, datetime.datetime
+
+    class Skewed(right_datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromtimestamp(time.time(), tz)
+
+        @classmethod
+        def utcnow(cls):  # torch before 2.6 calls it
+            return cls.now(datetime.UTC).replace(tzinfo=None)
+
+    Skewed.__name__ = Skewed.__qualname__ = "datetime"  # for pickle
+    Skewed.__module__ = "datetime"
+    datetime.datetime, time.time = Skewed, lambda: right_time() + seconds
+    import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
+
+    assert abs(engine.datetime.now(datetime.UTC).timestamp() - right_time() - seconds) < 30
+
+
+def take_inventory():
+    """Return what this process holds. It includes threads of compiled code, such as those of the store."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended since
+            names.append((task / "comm").read_text().strip())
+    return {name: value for name, value in state().items() if name not in SHARED} | {"kernel threads": sorted(names)}
+
+
+def take_late_inventory(before):
+    deadline = time.monotonic() + KERNEL_LAG_SECONDS
+    while (now := take_inventory())["kernel threads"] != before["kernel threads"] and time.monotonic() < deadline:
+        os.sched_yield()
+    return now
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,132 @@
+"""A rank fails on one node: all nodes stop and report the same reason. With restarts left, all restart together."""
+
+import signal
+
+import pytest
+
+import mpwatch
+from nodes import tasks
+from nodes.harness import AT_ONCE, World
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def world(job):
+    """The ranks of two nodes, two on each."""
+    job.start_several(2, nprocs=2)
+    return job.await_world(4)
+
+
+def assert_all_blame(job, world, rank, **facts):
+    """Assert that every node reports this rank as the root cause, with these facts. Return their outcomes."""
+    outcomes = job.outcomes()
+    expected = {"rank": rank, "hostname": job.node_of(world[rank]).hostname, "pid": world[rank].pid, "is_secondary": False}
+    for outcome in outcomes:
+        assert type(outcome.error) is mpwatch.RunFailedError
+        cause = outcome.result.root_cause
+        assert {name: getattr(cause, name) for name in expected | facts} == expected | facts
+        assert str(outcome.error).startswith(f"rank {rank} ")
+    return outcomes
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_all_nodes_blame_the_rank_that_raised(job, world, rank):
+    at = world[rank].order("raise", "it is mine")
+    assert job.await_end(world) - at < AT_ONCE
+    outcomes = assert_all_blame(job, world, rank, kind=mpwatch.FailureKind.EXCEPTION, exit_code=1)
+    assert max(outcome.ended for outcome in outcomes) - at < 2 * AT_ONCE
+    for outcome in outcomes:
+        cause = outcome.result.root_cause
+        assert "RankError: it is mine" in cause.summary
+        assert "raise RankError(text)" in cause.traceback
+        assert "in raise_error" in outcome.cause
+        assert outcome.cause.endswith("RankError: it is mine\n")
+        assert outcome.error.result.failures.keys() == {rank}
+
+
+@pytest.mark.parametrize(
+    ("rank", "order", "facts"),
+    [
+        pytest.param(3, ["be_killed"], {"signal": signal.SIGKILL, "exit_code": 137}, id="killed"),
+        pytest.param(2, ["exit", 3], {"kind": mpwatch.FailureKind.EXIT, "exit_code": 3}, id="exited", marks=SLOW),
+    ],
+)
+def test_all_nodes_blame_the_rank_that_died(job, world, rank, order, facts):
+    at = world[rank].order(*order)
+    assert job.await_end(world) - at < AT_ONCE
+    assert_all_blame(job, world, rank, **facts)
+
+
+def test_ranks_that_lose_their_connection_are_victims_on_every_node(job, world):
+    world.order("fail_while_connected")
+    outcomes = assert_all_blame(job, world, 0, kind=mpwatch.FailureKind.EXCEPTION)
+    events = [event for outcome in outcomes for event in outcome.result.events if event.name == "worker_failed"]
+    assert {event.ranks[0] for event in events if event.is_root_cause} == {0}
+    assert {event.ranks[0] for event in events} & {2, 3}
+
+
+def test_a_connection_to_a_rank_that_was_killed_on_another_node_is_not_the_cause(job):
+    job.start_several(2, tasks.lose_connection)
+    for outcome in job.outcomes():
+        cause = outcome.result.root_cause
+        assert (cause.rank, cause.signal) == (1, signal.SIGKILL)
+
+
+def test_all_nodes_report_the_same_if_both_fail_at_once(job, world):
+    for process in world:
+        process.order("raise", f"rank {process.rank}")
+    first, second = [outcome.result for outcome in job.outcomes()]
+    assert first.root_cause.rank in first.failures
+    assert first.root_cause.summary == second.root_cause.summary
+    assert {rank: failure.summary for rank, failure in first.failures.items()} == {
+        rank: failure.summary for rank, failure in second.failures.items()
+    }
+
+
+def test_each_node_keeps_the_values_of_its_own_ranks_if_the_last_rank_of_the_job_raises(job, world):
+    others = World([world[2], world[3]])
+    others.order("return", "fine")
+    job.await_end(others)
+    world[1].order("raise", "last")
+    first, second = [outcome.result for outcome in assert_all_blame(job, world, 1)]
+    assert (first.return_values, second.return_values) == ({}, {2: "fine", 3: "fine"})
+    assert (len(first), len(second)) == (4, 4)
+    for result, reason in ((first, "stopped by the watcher"), (second, "it belongs to another node")):
+        with pytest.raises(LookupError, match=f"^rank 0 has no value: {reason}"):
+            list(result)
+
+
+def test_all_nodes_restart_together_and_share_one_budget(job):
+    """The budget holds even if ranks of different nodes fail."""
+    job.start_several(2, nprocs=2, max_restarts=1)
+    first = job.await_world(4)
+    first[3].order("raise", "once")
+    job.await_end(first)
+    second = job.await_world(4)
+    assert (first.restart_counts, second.restart_counts) == ({0}, {1})
+    assert second[0].round != first[0].round
+    second[0].order("raise", "once more")
+    for outcome in assert_all_blame(job, second, 0):
+        result = outcome.result
+        assert "once more" in result.root_cause.summary
+        assert [(attempt.number, attempt.state.name) for attempt in result.attempts] == [(0, "FAILED"), (1, "FAILED")]
+        assert [attempt.root_cause.rank for attempt in result.attempts] == [3, 0]
+        assert list(result.notes) == ["not restarted again: all restarts are used up (max_restarts=1)"]
+
+
+@pytest.mark.parametrize(
+    ("order", "status"), [(("exit", 7), 7), pytest.param(("raise", "x"), 1, marks=SLOW), (("be_killed",), 137)]
+)
+def test_main_exits_with_the_status_of_the_root_cause_on_every_node(job, order, status):
+    job.start_several(2, through="main")
+    job.await_world(2)[1].order(*order)
+    for outcome in job.outcomes():
+        assert (type(outcome.error), outcome.error.code) == (SystemExit, status)
+
+
+def test_environments_that_are_ready_too_late_are_not_used_for_another_attempt(job):
+    """The ranks of one node become ready to start while those of the other node are being stopped."""
+    for options in ({}, {"env": tasks.slow_env}):
+        job.start(tasks.fail_in_first_attempt, 2, max_restarts=1, grace_period=2.5, **options)
+    assert {worker.restart_count for result in job.results() for worker in result.workers} == {1}

@@ -1,0 +1,149 @@
+"""Nodes that cannot form a job end in time, and say what is wrong."""
+
+import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+import mpwatch
+from nodes import tasks
+from nodes.harness import AT_ONCE
+
+JOIN_TIMEOUT = 1.5  # seconds, where no other node joins
+
+
+@pytest.fixture(autouse=True)
+def _impatient(job):
+    job.rendezvous["join_timeout"] = JOIN_TIMEOUT
+
+
+def assert_refused(outcome, *texts):
+    assert type(outcome.error) is mpwatch.LaunchError
+    assert outcome.ended - outcome.started < JOIN_TIMEOUT + AT_ONCE
+    for text in texts:
+        assert re.search(text, str(outcome.error)), str(outcome.error)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        pytest.param(
+            {},
+            {"function": tasks.another_function},
+            "disagree about the function: another_function on .*, follow_order on ",
+            id="functions",
+        ),
+        pytest.param({"rendezvous": {"nnodes": (2, 3)}}, {}, "nnodes", id="numbers of nodes", marks=SLOW),
+        pytest.param({"max_restarts": 1}, {"max_restarts": 2}, "restart", id="restarts", marks=SLOW),
+    ],
+)
+def test_nodes_that_make_different_calls_are_refused(job, first, second, text):
+    job.start(**first)
+    other = job.start(**second)
+    for outcome in job.outcomes():
+        assert_refused(outcome, text, other.hostname)
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "text"),
+    [({"secret": "of somebody else"}, "signed with another secret"), ({}, "signed, but this node has no secret")],
+)
+def test_a_node_with_another_secret_is_refused(job, rendezvous, text):
+    first, other = job.start(rendezvous={"secret": "of the job"}), job.start(rendezvous=rendezvous)
+    assert_refused(other.outcome(), text)
+    assert_refused(first.outcome())
+
+
+def test_too_few_nodes_are_reported_in_time(job):
+    job.rendezvous["nnodes"] = 3
+    first, _ = job.start_several(2)
+    assert_refused(first.outcome(), rf"127\.0\.0\.1:{job.port}: 2 of 3 nodes had joined")
+    assert_refused(job.nodes[1].outcome())
+
+
+def test_a_missing_static_node_is_named(job):
+    job.rendezvous["nnodes"] = 3
+    job.start(rendezvous={"backend": "static", "options": {"rank": 0}})
+    assert_refused(job.nodes[0].outcome(), r"nodes with these ranks had not joined: 1, 2\.")
+
+
+@pytest.mark.slow
+def test_a_static_rank_that_joins_twice_is_an_error(job):
+    for rank in (0, 1):
+        job.start(rendezvous={"backend": "static", "options": {"rank": rank}})
+    world = job.await_world(2)
+    twin = job.start(rendezvous={"backend": "static", "options": {"rank": 1}})
+    assert_refused(twin.outcome(), r"options=\{'rank': 1\} has already joined")
+    world.order("return")
+    job.results(job.nodes[:2])
+
+
+def test_a_store_that_no_node_serves_is_named(job):
+    job.start(rendezvous={"is_host": False})
+    assert_refused(job.nodes[0].outcome(), rf"127\.0\.0\.1:{job.port}: nothing listens there\. .* is_host=True")
+
+
+def test_an_unknown_host_name_is_named(job):
+    job.start(rendezvous={"endpoint": "no-such-host.invalid:29400", "is_host": None})
+    assert_refused(job.nodes[0].outcome(), "the name 'no-such-host.invalid' cannot be resolved")
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_port_that_a_silent_program_has_taken_is_named(job, is_host):
+    with closing(socket.create_server(("127.0.0.1", job.port))):
+        outcome = job.start(rendezvous={"is_host": is_host}).outcome()
+    assert_refused(outcome, f"port {job.port} is taken" if is_host else "does not answer as torch's store")
+
+
+def test_a_port_that_another_program_has_taken_is_named(job):
+    def answer():
+        with server.accept()[0] as connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.recv(1 << 10)
+
+    with socket.create_server(("127.0.0.1", job.port)) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(answer)
+        outcome = job.start(rendezvous={"is_host": False}).outcome()
+    assert_refused(outcome, f"port {job.port} is taken by a program that does not answer")
+
+
+def test_a_node_beyond_the_maximum_and_one_that_comes_after_the_end_are_refused(job):
+    job.start_store()
+    job.rendezvous["nnodes"] = 1
+    first = job.start()
+    world = job.await_world(1)
+    assert_refused(job.start().outcome(), r"the job has its maximum number of nodes \(1\)")
+    world.order("return")
+    job.results([first])
+    assert_refused(job.start().outcome(), "is over")
+
+
+def test_a_timeout_that_ends_before_the_nodes_have_met_is_named(job):
+    outcome = job.start(timeout=0.5).outcome()
+    assert_refused(outcome, r"`timeout` \(0\.5 s\) ran out before the nodes had joined: rendezvous of job")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"env": tasks.failing_env}, tasks.RankError, "RankError: rank 1 cannot be"),
+        (
+            {"nprocs": 9999, "placement": "cores"},
+            ValueError,
+            "Placement: cpus='cores' needs a CPU for each of the 9999 ranks",
+        ),
+    ],
+    ids=["its own code raises", "too few CPUs"],
+)
+def test_an_error_on_one_node_before_its_ranks_start_ends_the_job_and_is_reported_by_all(job, options, error, text):
+    """The other node does not report the signal that stops the ranks there, and does not wait for that node."""
+    healthy, broken = job.start(), job.start(**options)
+    outcome = healthy.outcome()
+    assert text.partition(": ")[2] in str(broken.outcome().error)
+    assert text in str(outcome.error)
+    assert "SIG" not in str(outcome.error)
