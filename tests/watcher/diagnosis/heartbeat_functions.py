@@ -9,13 +9,15 @@ import mpwatch
 from support.failing import is_killed, rank, wait_to_be_stopped
 
 
-def report_steps():
+def report_steps(has_reported):
     for step in range(3):
         mpwatch.report(step=step, total=3, loss=1 / (step + 1), ready=True)
-    if rank() == 1:
-        mpwatch.report(step=7)
-        is_killed()
-    wait_to_be_stopped()
+    if rank() == 0:
+        has_reported.set()
+        wait_to_be_stopped()
+    mpwatch.report(step=7)
+    has_reported.wait()
+    is_killed()
 
 
 def report_wrong_values():

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import mpwatch
-from mpwatch.watcher.diagnosis import oom
 from support.failing import is_killed, rank, wait_to_be_stopped
 
 
@@ -22,23 +21,11 @@ def call_on_rank_1(fn):
     return fn() if rank() == 1 else wait_to_be_stopped()
 
 
-def report(fn):
-    result = mpwatch.run(call_on_rank_1, 2, args=(fn,), check=False)
-    print(result.root_cause.kind.name, result.root_cause.rank, result.root_cause.exit_code)
-    print(mpwatch.RunFailedError(result))
-
-
-def exhaust_memory(group, fn=use_memory):
+def exhaust_memory(group):
+    """Join the cgroup. Print the report of a rank that uses all memory, of one that is killed, and of one with a helper."""
     with open(f"{group}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
-    report(fn)
-
-
-def exhaust_memory_without_log(group):
-    oom.KERNEL_LOG = "/nowhere"
-    exhaust_memory(group)
-    report(is_killed)
-
-
-def exhaust_memory_in_helper(group):
-    exhaust_memory(group, use_memory_in_helper)
+    for fn in (use_memory, is_killed, use_memory_in_helper):
+        result = mpwatch.run(call_on_rank_1, 2, args=(fn,), check=False)
+        print(result.root_cause.kind.name, result.root_cause.rank, result.root_cause.exit_code)
+        print(mpwatch.RunFailedError(result), end="\n\n")

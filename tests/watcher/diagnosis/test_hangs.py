@@ -19,7 +19,7 @@ from watcher.diagnosis import heartbeat_functions
 
 
 def test_the_last_reports_are_in_the_result_that_of_a_killed_rank_too():
-    result = mpwatch.run(heartbeat_functions.report_steps, 2, check=False)
+    result = mpwatch.run(heartbeat_functions.report_steps, 2, args=(SPAWN.Event(),), check=False)
     first, second = result.progress[0], result.progress[1]
     assert (first.step, first.total, first.metrics) == (2, 3, {"loss": 1 / 3, "ready": 1.0})
     assert (second.step, second.total, second.metrics) == (7, None, {})
