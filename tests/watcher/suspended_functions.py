@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-from functools import partial
 
 import mpwatch
 
@@ -34,36 +33,10 @@ def spin_when_terminated(gate):
     spin(f"{gate} that never exists")
 
 
-def fail_once_then_spin(gate, failing):
-    worker = mpwatch.current_worker()
-    if worker.rank in failing and not worker.restart_count:
-        raise ConnectionError
-    return spin(gate)
-
-
-def spin_then_fail_once(gate):
-    spin(gate)
+def fail_once_then_spin(gate):
     if not mpwatch.current_worker().restart_count:
         raise ConnectionError
-    return mpwatch.current_worker().rank, mpwatch.current_worker().restart_count
-
-
-def announce(name, event):
-    """An observer: print the name of the event, if it is this one."""
-    if event.name == name:
-        os.write(1, f"{name}\n".encode())
-
-
-class SuspendAt:
-    """An observer: it suspends this program once, when this event comes."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __call__(self, event):
-        if event.name == self.name:
-            self.name = ""
-            os.kill(os.getpid(), signal.SIGTSTP)
+    return spin(gate)
 
 
 # What follows runs in the host program.
@@ -77,35 +50,37 @@ def run_that_is_terminated(gate, options):
     mpwatch.run(spin_when_terminated, 2, args=(gate,), **options)
 
 
-def run_that_suspends_itself(gate, event):
-    print(*mpwatch.run(spin, 2, args=(gate,), on_event=SuspendAt(event)), flush=True)
+def run_that_suspends_itself(gate):
+    def suspend(event):
+        if event.name == "call_started":
+            os.kill(os.getpid(), signal.SIGTSTP)
+
+    run(gate, {"on_event": suspend})
 
 
-def run_with_a_restart(gate, failing, options):
-    policy = mpwatch.RestartPolicy(1, **options)
-    observer = partial(announce, "restarting")
-    result = mpwatch.run(fail_once_then_spin, 2, args=(gate, failing), max_restarts=policy, on_event=observer)
-    print(*result, flush=True)
+def run_with_a_restart(gate):
+    def announce(event):
+        if event.name == "restarting":
+            os.write(1, b"restarting\n")
+
+    policy = mpwatch.RestartPolicy(1, delay=1.0)
+    print(*mpwatch.run(fail_once_then_spin, 2, args=(gate,), max_restarts=policy, on_event=announce), flush=True)
 
 
-def run_that_fails_later(gate, timeout):
-    print(*mpwatch.run(spin_then_fail_once, 2, args=(gate,), timeout=timeout, max_restarts=1), flush=True)
-
-
-def run_in_a_thread(gate, options):
-    thread = threading.Thread(target=run, args=(gate, options))
+def run_in_a_thread(gate):
+    thread = threading.Thread(target=run, args=(gate, {}))
     thread.start()
     thread.join()
 
 
-def run_with_own_handler(gate, options):
+def run_with_own_handler(gate):
     signal.signal(signal.SIGTSTP, lambda *_: print("own handler", flush=True))
-    run(gate, options)
+    run(gate, {})
 
 
-def run_that_ignores_ctrl_z(gate, options):
+def run_that_ignores_ctrl_z(gate):
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-    run(gate, options)
+    run(gate, {})
 
 
 def call(gate, options):
