@@ -7,7 +7,6 @@ import sys
 import threading
 
 import mpwatch
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL
 
 
 def rank():
@@ -20,6 +19,11 @@ def wait_at_gate(path):
     return rank()
 
 
+def release_at_gate(path, release):
+    os.close(os.open(path, os.O_RDONLY))
+    release()
+
+
 def wait_at_gate_or_in_a_lock(path):
     if rank() != 1:
         return wait_at_gate(path)
@@ -28,11 +32,6 @@ def wait_at_gate_or_in_a_lock(path):
     threading.Thread(target=release_at_gate, args=(path, lock.release)).start()
     lock.acquire()
     return rank()
-
-
-def release_at_gate(path, release):
-    os.close(os.open(path, os.O_RDONLY))
-    release()
 
 
 def wait_in_c(path):
@@ -44,14 +43,6 @@ def wait_in_c(path):
     threading.Thread(target=release_at_gate, args=(path, lambda: libc.pthread_mutex_unlock(mutex))).start()
     libc.pthread_mutex_lock(mutex)
     return rank()
-
-
-def count_native_requests(path):
-    """Return how often the watcher has asked for the stack that faulthandler writes."""
-    requests = []
-    signal.signal(NATIVE_DUMP_SIGNAL, lambda *_: requests.append(1))
-    wait_at_gate(path)
-    return len(requests)
 
 
 def raise_after_gate(path):
@@ -77,6 +68,7 @@ def main(kind, path):
         handler = lambda *_: print("the user's handler", flush=True)  # noqa: E731
     signal.signal(signal.SIGQUIT, handler)
     print(f"values: {list(mpwatch.run(wait_and_say, 2, args=(path,), progress=False))}")
+    print(f"handler: {signal.getsignal(signal.SIGQUIT) is handler}")
 
 
 if __name__ == "__main__":
