@@ -72,7 +72,7 @@ def measure(tmp_path, eventually):
     ("how", "expected"),
     [
         ("return", {'return "in a rank"'}),
-        ("exit", {"os._exit(0)"}),
+        pytest.param("exit", {"os._exit(0)"}, marks=pytest.mark.slow),
         ("raise", {"raise ValueError", "if mpwatch.current_worker().rank == 1:", "signal.pause()"}),
     ],
 )
@@ -80,6 +80,7 @@ def test_a_script(measure, how, expected):
     measure(SCRIPT, "script.py", "script.py", how, expected=expected)
 
 
+@pytest.mark.slow
 def test_tests_on_ranks(measure):
     expected = {'seen = "in rank 1"', "assert not is_bad"}
     measure(TESTS, "test_it.py", "-m", "pytest", *PLUGIN, "test_it.py", expected=expected)

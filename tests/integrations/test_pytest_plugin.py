@@ -1,15 +1,12 @@
 """Tests of the pytest plugin: pytest runs files of tests in a process of its own, as users run it."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from mpwatch import RunFailedError, WorkerGroup
-from mpwatch.integrations.pytest_plugin import rank_session
 from support.process_state import is_alive
 from support.pytest_runs import PLUGIN, match_output
 
@@ -19,13 +16,13 @@ pytest_plugins = "pytester"
 def test_a_failing_assertion_is_shown_like_any_other(run_pytest):
     result = run_pytest(
         """
-@pytest.mark.mpwatch(nprocs=4)
+@pytest.mark.mpwatch(nprocs=2)
 @pytest.mark.parametrize("shard", ["a", "b"])
 def test_shards(shard):
     rank = mpwatch.current_worker().rank
     print("reading", shard, "in", rank)
     os.write(2, b"a line of compiled code\\n")
-    found = {"rows": 10, "columns": [16, 17 if rank == 2 and shard == "b" else 16]}
+    found = {"rows": 10, "columns": [16, 17 if rank == 1 and shard == "b" else 16]}
     assert found == {"rows": 10, "columns": [16, 16]}
 """,
         "-rP",
@@ -39,15 +36,15 @@ def test_shards(shard):
         "E       AssertionError: assert {*",
         "E         Differing items:",
         "E         {'columns': [[]16, 17[]]} != {'columns': [[]16, 16[]]}",
-        "E * in rank 2 of 4",
-        "E * ranks 0-1, 3: had returned",
+        "E * in rank 1 of 2",
+        "E * rank 0: had returned",
         "test_it.py:*: AssertionError",
-        "*Captured stdout of rank 2 call*",
-        "reading b in 2",
-        "*Captured stderr of rank 2 call*",
+        "*Captured stdout of rank 1 call*",
+        "reading b in 1",
+        "*Captured stderr of rank 1 call*",
         "a line of compiled code",
     )
-    assert shown.count("reading b in") == 4
+    assert shown.count("reading b in") == 2
     assert "mpwatch/integrations" not in shown
     assert "pluggy" not in shown.partition("FAILURES")[2]
 
@@ -59,25 +56,25 @@ pytestmark = pytest.mark.mpwatch(2)
 
 def note(text):
     with open(f"notes{mpwatch.current_worker().rank}", "a") as file:
-        file.write(text + "\\n")
+        file.write(text + " ")
 
 @pytest.fixture(scope="session", autouse=True)
 def session():
     note("session")
     yield
-    note("session ends")
+    note("session-ends")
 
 @pytest.fixture(scope="module")
 def pid():
     note("module")
     yield os.getpid()
-    note("module ends")
+    note("module-ends")
 
 @pytest.fixture(params=["x", "y"])
 def letter(request, of_conftest):
-    note(f"set up {request.param}{of_conftest}")
+    note(f"{request.param}{of_conftest}")
     yield request.param
-    note(f"tear down {request.param}")
+    note(f"{request.param}-ends")
 
 def test_letters(letter, pid, monkeypatch, capsys):
     assert pid == os.getpid()
@@ -91,39 +88,22 @@ class TestClass:
         note("class")
 
     def setup_method(self):
-        self.world_size = mpwatch.current_worker().world_size
+        self.me = mpwatch.current_worker()
 
     @pytest.mark.parametrize("n", [2])
     def test_method(self, n, tmp_path, tmp_path_factory):
-        assert self.world_size == n
+        assert self.me.world_size == n
         assert "LETTER" not in os.environ
         assert not list(tmp_path.glob("own*"))
         own = tmp_path_factory.mktemp("own")
-        assert own.parent.name == f"rank{mpwatch.current_worker().rank}"
+        assert own.parent.name == f"rank{self.me.rank}"
         (tmp_path / own.parent.name).touch()
-
-def test_one_folder_for_all(tmp_path):
-    (tmp_path / str(mpwatch.current_worker().rank)).touch()
-
-@pytest.mark.filterwarnings("error:my own")
-def test_filters_hold():
-    import warnings
-    with pytest.raises(UserWarning):
-        warnings.warn("my own")
 """,
-        conftest="""
-import pytest
-
-@pytest.fixture
-def of_conftest():
-    return "!"
-""",
+        conftest="import pytest\n@pytest.fixture\ndef of_conftest(): return '!'",
     )
-    result.assert_outcomes(passed=5)
-    notes = "session module set-up-x! tear-down-x set-up-y! tear-down-y class module-ends session-ends".replace("-", " ")
-    for rank in range(2):
-        text = (pytester.path / f"notes{rank}").read_text()
-        assert " ".join(text.split()) == notes, text
+    result.assert_outcomes(passed=3)
+    notes = "session module x! x-ends y! y-ends class module-ends session-ends "
+    assert [(pytester.path / f"notes{rank}").read_text() for rank in range(2)] == [notes] * 2
 
 
 def test_skips_and_expected_failures(run_pytest):
@@ -137,19 +117,12 @@ def rank():
 @pytest.mark.skipif(True, reason="by a mark")
 def test_mark(): ...
 
-def test_imperative():
-    pytest.skip("in all")
-
 def test_one_skips():
     if rank() == 1:
         pytest.skip("in one")
 
-@pytest.mark.xfail(reason="one of them")
-def test_xfail():
-    assert rank() == 0
-
 @pytest.mark.xfail(raises=ZeroDivisionError, strict=True, reason="of a type")
-def test_xfail_raises():
+def test_xfail():
     1 / rank()
 
 @pytest.mark.xfail(raises=KeyError, reason="of another type")
@@ -167,31 +140,27 @@ def test_marked_by_a_fixture(known):
     assert rank() == 0
 
 @pytest.mark.xfail(strict=True, reason="it passes")
-def test_strict():
-    pass
+def test_strict(): ...
 
 @pytest.mark.xfail(reason="it passes")
-def test_not_strict():
-    pass
+def test_not_strict(): ...
 
 def test_pytest_fail():
     if rank() == 1:
-        pytest.fail("a message")
+        pytest.fail("a message", pytrace=False)
 """,
         "-rsxXf",
     )
-    result.assert_outcomes(skipped=3, xfailed=4, failed=3, xpassed=1)
+    result.assert_outcomes(skipped=2, xfailed=3, failed=3, xpassed=1)
     match_output(
         result,
         "E*ZeroDivisionError: division by zero",
         "[[]XPASS(strict)] it passes",
-        "E * Failed: a message",
-        "E * in rank 1 of 2",
+        "a message",
+        "in rank 1 of 2",
         "SKIPPED [[]1] test_it.py:11: by a mark",
-        "SKIPPED [[]1] test_it.py:15: in all",
-        "SKIPPED [[]1] test_it.py:19: in one",
-        "XFAIL test_it.py::test_xfail - *one of them",
-        "XFAIL test_it.py::test_xfail_raises - *of a type",
+        "SKIPPED [[]1] test_it.py:*: in one",
+        "XFAIL test_it.py::test_xfail - *of a type",
         "XFAIL test_it.py::test_imperative_xfail - *known",
         "XFAIL test_it.py::test_marked_by_a_fixture - *marked by a fixture",
         "XPASS test_it.py::test_not_strict - *it passes",
@@ -207,16 +176,16 @@ counter = itertools.count()
 pids = set()
 
 @pytest.mark.mpwatch(nprocs=2)
-@pytest.mark.parametrize("n", range(20))
+@pytest.mark.parametrize("n", range(3))
 def test_same(n):
     pids.add(os.getpid())
     assert (next(counter), len(pids)) == (n, 1)
 
 @pytest.mark.mpwatch(nprocs=2, timeout=30)
 def test_another_limit_needs_no_other_ranks():
-    assert next(counter) == 20
+    assert next(counter) == 3
 
-@pytest.mark.mpwatch(nprocs=3)
+@pytest.mark.mpwatch(nprocs=1)
 def test_other_ranks():
     assert next(counter) == 0
 
@@ -225,15 +194,10 @@ def test_here():
 
 @pytest.mark.mpwatch(nprocs=2)
 def test_first_ranks_again():
-    assert next(counter) == 21
-""",
-        "--durations=0",
-        "--durations-min=0",
+    assert next(counter) == 4
+"""
     )
-    result.assert_outcomes(passed=24)
-    calls = re.findall(r"([\d.]+)s call +test_it.py::test_same", result.stdout.str())
-    assert len(calls) == 20
-    assert sorted(map(float, calls))[10] < 0.2  # starting the ranks takes longer
+    result.assert_outcomes(passed=7)
 
 
 def test_a_rank_that_dies_or_hangs(run_pytest):
@@ -286,7 +250,7 @@ def test_after_that(never_ends):
     assert "hidden" not in shown
 
 
-@pytest.mark.parametrize("capture", ["no", "tee-sys"])
+@pytest.mark.parametrize("capture", ["no", pytest.param("tee-sys", marks=pytest.mark.slow)])
 def test_each_line_of_live_output_begins_with_its_rank(run_pytest, capture):
     source = 'print("hello from", mpwatch.current_worker().rank)'
     result = run_pytest(f"@pytest.mark.mpwatch(2)\ndef test_it():\n    {source}\n", f"--capture={capture}")
@@ -294,49 +258,30 @@ def test_each_line_of_live_output_begins_with_its_rank(run_pytest, capture):
     assert {"[0] hello from 0", "[1] hello from 1"} <= {line.removeprefix("test_it.py ") for line in result.outlines}
 
 
+@pytest.mark.slow
 def test_unittest_classes_and_modules_of_the_same_name(run_pytest, pytester):
-    for folder in ("one", "two"):
-        (pytester.mkdir(folder) / "test_same.py").write_text(
-            f"""
-import unittest
-import pytest
-import mpwatch
+    source = """
+import unittest, pytest, mpwatch
 class Test(unittest.TestCase):
     def setUp(self):
         self.size = mpwatch.current_worker().world_size
     @pytest.mark.mpwatch(2)
     def test_method(self):
-        self.assertEqual((self.size, {folder!r}), (2, "one"))
+        self.assertEqual((self.size, "FOLDER"), (2, "one"))
 """
-        )
+    for folder in ("one", "two"):
+        (pytester.mkdir(folder) / "test_same.py").write_text(source.replace("FOLDER", folder))
     result = run_pytest("", "--import-mode=importlib", "one", "two")
     result.assert_outcomes(passed=1, failed=1)
     match_output(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
-
-
-def test_a_rank_that_was_restarted_makes_its_session(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    module = tmp_path / "test_it.py"
-    module.write_text("def test_it():\n    assert 1 == 2\n")
-    config = rank_session.SessionConfig(
-        args=(*PLUGIN, "--capture=no"),
-        invocation_dir=str(tmp_path),
-        module=str(module),
-        temporary_dir=str(tmp_path / "temporary"),
-        worker_input={},
-        markers=(),
-    )
-    request = rank_session.TestRequest(name=("test_it",), next_name=None, shared_fixtures={})
-    with WorkerGroup(1) as group, pytest.raises(RunFailedError) as caught:
-        group.run(rank_session.run_item, (config, request))
-    assert str(caught.value.__cause__).startswith("assert 1 == 2")
 
 
 def test_without_a_mark_nothing_is_imported(run_pytest):
     result = run_pytest(
         """
 def test_here():
-    assert not [name for name in sys.modules if name.startswith(("mpwatch.watcher", "mpwatch.group", "torch"))]
+    loaded = {name for name in sys.modules if name.startswith(("mpwatch", "torch"))}
+    assert {name for name in loaded if not name.startswith("mpwatch.integrations")} == {"mpwatch"}
 """
     )
     result.assert_outcomes(passed=1)

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from support.programs import ENV
 from support.prompts import DebuggedProgram
 from support.pytest_runs import PLUGIN
@@ -32,16 +30,6 @@ def test_without_ranks():
 """
 
 
-@pytest.fixture
-def start_pytest(tmp_path):
-    def start(*arguments):
-        (tmp_path / "test_it.py").write_text(SOURCE)
-        env = {**ENV, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONWARNINGS": "default"}
-        return PytestProgram("-m", "pytest", *PLUGIN, f"--rootdir={tmp_path}", str(tmp_path), *arguments, env=env)
-
-    return start
-
-
 class PytestProgram(DebuggedProgram):
     """Runs pytest in a terminal."""
 
@@ -49,22 +37,17 @@ class PytestProgram(DebuggedProgram):
         super(DebuggedProgram, self).__init__(*arguments, env=env, columns=140, rows=300)
 
 
-def test_pdb_opens_in_the_rank_that_fails(start_pytest):
-    with start_pytest("--pdb", "-k", "fails or without") as program:
+def test_pdb_opens_in_a_rank_that_fails_and_at_a_breakpoint(tmp_path):
+    (tmp_path / "test_it.py").write_text(SOURCE)
+    env = {**ENV, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONWARNINGS": "default"}
+    with PytestProgram("-m", "pytest", *PLUGIN, f"--rootdir={tmp_path}", str(tmp_path), "--pdb", env=env) as program:
         assert program.wait_for_prompt() == "(rank 1) (Pdb)"
         assert program.ask("p number, letter")[0] == "(8, 'a')"
+        assert program.ask("c")[-1] == "(rank 0) (Pdb)"
+        assert program.ask("p number")[0] == "5"
         program.type(b"c\r")
         assert program.end() == 1
     text = "\n".join(program.rows())
-    assert "1 failed, 1 passed" in text
+    assert "1 failed, 2 passed" in text
     assert "assert 8 == 7" in text
-    assert len(re.findall(r"\(Pdb\)", text)) == 2
-
-
-def test_breakpoint_in_a_test(start_pytest):
-    with start_pytest("-k", "stops or without") as program:
-        assert program.wait_for_prompt() == "(rank 0) (Pdb)"
-        assert program.ask("p number")[0] == "5"
-        program.type(b"c\r")
-        assert program.end() == 0
-    assert "2 passed" in "\n".join(program.rows())
+    assert len(re.findall(r"\(Pdb\)", text)) == 4
