@@ -187,14 +187,8 @@ class Job:
     ):
         """Start a node that calls `run` with these options. The first node serves the store by default.
 
-        Args:
-            function: what the ranks run.
-            nprocs: how many ranks.
-            rendezvous: options of its Rendezvous, in addition to `job.rendezvous`. None: the node runs alone, without one.
-            skew_seconds: by how much its clock is wrong.
-            host: number of its host. None: a host of its own.
-            through: "run" or "main".
-            options: of `run`.
+        `rendezvous` has options of its Rendezvous, in addition to `job.rendezvous`. With None the node runs alone, without one.
+        `skew_seconds` is by how much its clock is wrong, `host` the number of its host (None: one of its own).
         """
         host = len(self.nodes) if host is None else host
         options = {"grace_period": 5.0, "nprocs": nprocs, **options}

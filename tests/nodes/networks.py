@@ -13,8 +13,6 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["Network", "may_rename_hosts", "reason_against"]
-
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -69,15 +67,6 @@ class Network:
 
     def mend(self, host):
         self._run_ip(self._hub, f"link set cable{host} master bridge0")
-
-    def within(self, host, do):
-        """Call `do` on this host, and return its result. A socket stays on the host on which it was created."""
-
-        def call():
-            _check(LIBC.setns(self.namespace(host), CLONE_NEWNET))
-            return do()
-
-        return _in_thread(call)
 
     def close(self):
         while self._namespaces:

@@ -74,13 +74,13 @@ def report_step():
     mpwatch.report(step=1 << 60)
 
 
-def connect_to_rank_0(of=None):
-    """Connect all ranks, or the first `of`, to rank 0 by MASTER_ADDR and MASTER_PORT. Return the address."""
+def connect_to_rank_0():
+    """Connect all ranks to rank 0 by MASTER_ADDR and MASTER_PORT. Return the address."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
     if worker.rank == 0:
         with socket.create_server(("", worker.master_port)) as server:
-            for _ in range(1, of or worker.world_size):
+            for _ in range(1, worker.world_size):
                 server.accept()[0].close()
     else:
         connect_to(address).close()
@@ -133,30 +133,9 @@ def lose_connection():
             peer.sendall(b"more of it")
 
 
-def slow_env(worker):
-    """For `env`: sleep at the first start, while ranks of another node ignore SIGTERM."""
-    if not worker.restart_count:
-        time.sleep(1.0)
-    return {}
-
-
 def failing_env(worker):
     """For `env`: raise."""
     raise RankError(f"rank {worker.rank} cannot be")
-
-
-def fail_in_first_attempt():
-    """Let rank 1 raise in the first attempt, when rank 0 ignores SIGTERM."""
-    worker = mpwatch.current_worker()
-    if worker.restart_count or worker.rank > 1:
-        return
-    if worker.rank == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connect_to_rank_0(of=2)
-    if worker.rank == 1:
-        raise RankError("once")
-    while True:
-        signal.pause()
 
 
 def request_stop():

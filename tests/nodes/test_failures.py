@@ -123,10 +123,3 @@ def test_main_exits_with_the_status_of_the_root_cause_on_every_node(job, order, 
     job.await_world(2)[1].order(*order)
     for outcome in job.outcomes():
         assert (type(outcome.error), outcome.error.code) == (SystemExit, status)
-
-
-def test_environments_that_are_ready_too_late_are_not_used_for_another_attempt(job):
-    """The ranks of one node become ready to start while those of the other node are being stopped."""
-    for options in ({}, {"env": tasks.slow_env}):
-        job.start(tasks.fail_in_first_attempt, 2, max_restarts=1, grace_period=2.5, **options)
-    assert {worker.restart_count for result in job.results() for worker in result.workers} == {1}

@@ -1,52 +1,19 @@
-"""Collectives and training over gloo on several nodes: the result is the same as on one node, also after a node is lost."""
+"""Collectives over gloo on several nodes: who is blamed, and what goes on after a node is lost."""
 
 from functools import partial
 
 import pytest
 
 import mpwatch
-from nodes.harness import DETECTION_SECONDS, Job
-from nodes.training import (
-    HALF,
-    STEPS,
-    all_reduce_with_other_shape,
-    all_reduce_without_one,
-    leave_others_waiting,
-    save_digits,
-    train,
-    train_with_order,
-    wait_in_barrier,
-)
+from nodes import training
+from nodes.harness import DETECTION_SECONDS
+from nodes.training import HALF, STEPS
 
 SLOW = pytest.mark.slow
 EXIT_SECONDS = 1.0  # seconds, from the death of a watcher until its ranks have exited
 TRAINING_SECONDS = 60.0  # seconds; each rank imports torch
 OVER_LOOPBACK = {"backend": "gloo", "env": {"GLOO_SOCKET_IFNAME": "lo"}}
 STALLING = {**OVER_LOOPBACK, "backend": mpwatch.Backend("gloo", stall_after=0.5)}
-
-
-def make_options(folder):
-    """Return the options of a node that trains with this folder."""
-    save_digits(folder)
-    # else torch writes into /tmp, as soon as it has an optimizer
-    env = {**OVER_LOOPBACK["env"], "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-    return {"args": [str(folder)], "backend": "gloo", "env": env}
-
-
-def get_common_value(results):
-    """Return the value of all ranks, which must be the same."""
-    first, *others = [value for result in results for value in result.return_values.values()]
-    assert others == [first] * len(others)
-    return first
-
-
-@pytest.fixture(scope="module")
-def undisturbed(fork_server, tmp_path_factory):
-    """The value of the training on one node alone, with four ranks."""
-    job = Job(fork_server)
-    job.start(train, 4, rendezvous=None, **make_options(tmp_path_factory.mktemp("undisturbed")))
-    yield get_common_value(job.results(within=TRAINING_SECONDS))
-    job.close()
 
 
 @pytest.fixture
@@ -58,30 +25,17 @@ def patient_job(job):
 
 
 @SLOW
-def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, tmp_path):
-    job.start_several(2, train, 2, **make_options(tmp_path))
-    trained = get_common_value(job.results(within=TRAINING_SECONDS))
-    assert trained == undisturbed
-    assert len(trained["losses"]) == STEPS
-    assert trained["losses"][-1] < 0.3 * trained["losses"][0]
-
-
-@SLOW
-def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undisturbed, tmp_path):
+def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, tmp_path):
     job.rendezvous |= {"nnodes": (1, 2), "options": {"last_call_timeout": 10.0}}  # the nodes begin together, however busy
-    kept, lost = job.start_several(2, train_with_order, 2, **make_options(tmp_path))
+    kept, lost = job.start_several(2, training.train, 2, args=[str(tmp_path / "checkpoint")], **OVER_LOOPBACK)
     world = job.await_world(4, TRAINING_SECONDS)
     world.of(kept).order("return")  # they enter a collective, and wait for the ranks of the killed node
     killed_at = lost.kill()
     assert job.await_end(world.of(lost)) - killed_at < EXIT_SECONDS
     assert job.await_end(world) - killed_at < DETECTION_SECONDS
     (result,) = job.results([kept], TRAINING_SECONDS)
-    trained = get_common_value([result])
+    assert dict(result.items()) == dict.fromkeys((0, 1), (HALF, 4.0 * HALF + 2.0 * (STEPS - HALF)))
     assert (result.restarts, [attempt.state.name for attempt in result.attempts]) == (0, ["FAILED", "SUCCEEDED"])
-    assert result.return_values.keys() == {0, 1}
-    assert trained["first_step"] == HALF
-    assert trained["losses"][:HALF] == undisturbed["losses"][:HALF]
-    assert trained["losses"] == pytest.approx(undisturbed["losses"], rel=1e-3)
 
 
 def assert_blamed(outcome, rank, kind):
@@ -95,7 +49,7 @@ def assert_blamed(outcome, rank, kind):
 @pytest.mark.parametrize(("nprocs", "missing"), [(1, 1), pytest.param(2, 0, marks=SLOW)])
 def test_a_rank_that_others_wait_for_is_blamed_on_every_node(patient_job, nprocs, missing):
     """The victims are on the other node, and on its own if that has two ranks."""
-    patient_job.start_several(2, all_reduce_without_one, nprocs, args=[missing], **OVER_LOOPBACK)
+    patient_job.start_several(2, training.all_reduce_without_one, nprocs, args=[missing], **OVER_LOOPBACK)
     for outcome in patient_job.outcomes():
         assert "hang" in assert_blamed(outcome, missing, "HANG").stack
         assert outcome.result.worker_states[missing].name == "FAILED"
@@ -107,7 +61,7 @@ def test_a_rank_that_others_wait_for_is_blamed_on_every_node(patient_job, nprocs
 def test_a_rank_that_called_another_collective_is_blamed_on_every_node(patient_job):
     """Only both nodes together have a majority: gloo's errors name other ranks."""
     for nprocs in (1, 2):
-        patient_job.start(all_reduce_with_other_shape, nprocs, args=[1], **OVER_LOOPBACK)
+        patient_job.start(training.all_reduce_with_other_shape, nprocs, args=[1], **OVER_LOOPBACK)
     pids = set()
     for outcome in patient_job.outcomes():
         cause = assert_blamed(outcome, 1, "MISMATCH")
@@ -121,7 +75,7 @@ def test_a_rank_that_called_another_collective_is_blamed_on_every_node(patient_j
 @SLOW
 def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(patient_job):
     """Each node has one rank, so none can see alone that they do not fit."""
-    patient_job.start_several(2, leave_others_waiting, args=[True], **STALLING)
+    patient_job.start_several(2, training.leave_others_waiting, args=[True], **STALLING)
     for outcome in patient_job.outcomes():
         assert str(outcome.error).startswith("rank 1 ")
         assert outcome.result.root_cause.summary.startswith(
@@ -134,7 +88,7 @@ def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(
 
 @SLOW
 def test_one_node_warns_of_a_rank_that_others_wait_for(patient_job):
-    patient_job.start_several(2, leave_others_waiting, args=[False], timeout=15.0, **STALLING)
+    patient_job.start_several(2, training.leave_others_waiting, args=[False], timeout=15.0, **STALLING)
     late = "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits (training.py:"
     for outcome in patient_job.outcomes():
         assert outcome.result.root_cause is None
@@ -144,7 +98,7 @@ def test_one_node_warns_of_a_rank_that_others_wait_for(patient_job):
 
 @SLOW
 def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(patient_job):
-    patient_job.start_several(2, wait_in_barrier, heartbeat_timeout=2.0, **OVER_LOOPBACK)
+    patient_job.start_several(2, training.wait_in_barrier, heartbeat_timeout=2.0, **OVER_LOOPBACK)
     for outcome in patient_job.outcomes():
         assert "wait_in_barrier" in assert_blamed(outcome, 1, "HANG").stack
         assert "was silent" in outcome.result.failures[0].evidence
@@ -154,7 +108,7 @@ def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(p
 def test_a_node_whose_rank_others_wait_for_restarts_with_them(job):
     """The node has no other rank that could be a victim."""
     for nprocs in (2, 1):
-        job.start(all_reduce_without_one, nprocs, args=[2], max_restarts=1, **OVER_LOOPBACK)
+        job.start(training.all_reduce_without_one, nprocs, args=[2], max_restarts=1, **OVER_LOOPBACK)
     blamed = []
     for result in job.results(within=TRAINING_SECONDS):
         assert [attempt.root_cause and attempt.root_cause.rank for attempt in result.attempts] == [2, None]

@@ -11,53 +11,18 @@ from collections import Counter
 from functools import wraps
 
 from mpwatch import RestartPolicy
-from mpwatch.multinode.leader import Broadcast, CloseRendezvous, Leader, PublishAssignments, ReservePort
-from mpwatch.multinode.node_machine import (
-    AgreeOnStep,
-    HoldRanks,
-    NodeMachine,
-    NodeStage,
-    PrepareRanks,
-    Rejoin,
-    ReportJob,
-    SendToLeader,
-    StartRanks,
-    StopRanks,
-)
-from mpwatch.multinode.protocol.messages import (
-    AttemptDecision,
-    AttemptReport,
-    JobConfig,
-    NodeInfo,
-    NodeOutcome,
-    RestartHistory,
-)
+from mpwatch.multinode import leader, node_machine
+from mpwatch.multinode.protocol import messages
+from mpwatch.watcher.machine import transitions as of_ranks
 from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.machine.transitions import (
-    CancelAttempt,
-    Exited,
-    Failed,
-    Interrupted,
-    Lease,
-    RankPhase,
-    Ready,
-    RequestExit,
-    Restart,
-    Returned,
-    RunStage,
-    SendSignal,
-    StartCall,
-    StartRank,
-    StopReason,
-    StopRequested,
-)
+from mpwatch.watcher.machine.transitions import RankPhase, StopReason
 
 POLL_SECONDS, HEARTBEAT_INTERVAL, TIMEOUT = 0.1, 2.5, 15.0
 JOIN_TIMEOUT = 120.0
 LEAVE_SECONDS = 12.0  # seconds that a leader which leaves waits for the others, at most
 STOP_SECONDS = 0.5  # seconds after it has woken up, for a node to stop ranks
 DECIDE_AFTER = (StopReason.FAILED, StopReason.SUCCEEDED, StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB)
-OUTCOMES = {StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED, StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED}
+OUTCOMES = {StopReason.SUCCEEDED: messages.NodeOutcome.SUCCEEDED, StopReason.CANCELLED_BY_JOB: messages.NodeOutcome.STOPPED}
 ENDED = (RankPhase.EXITED, RankPhase.ABANDONED)
 
 
@@ -91,7 +56,7 @@ class Node:
         self.job, self.name = job, name
         self.is_alive = True
         self.round = self.node_machine = self.leader = self.ranks = self.decision = None
-        self.history = RestartHistory()
+        self.history = messages.RestartHistory()
         self.stop_step = None  # that the nodes have agreed on
         self.is_unreported = self.is_stop_requested = False
         self.is_leaving = self.has_failing_env = self.is_refused = False
@@ -101,12 +66,16 @@ class Node:
         job, now = self.job, self.job.now
         self.round, self.group_rank, self.broadcasts_read, self.inbox_read = round_, group_rank, 0, 0
         limits = {"size": len(round_.names), "node_timeout": TIMEOUT, "now": now}
-        info = NodeInfo(group_rank, self.name, self.name, job.nprocs, "default", False, 10.0, JobConfig(()), self.history)
-        self.node_machine = NodeMachine(info, min_nodes=job.nnodes[0], max_restarts=job.policy.max_restarts, **limits)
+        info = messages.NodeInfo(
+            group_rank, self.name, self.name, job.nprocs, "default", False, 10.0, messages.JobConfig(()), self.history
+        )
+        self.node_machine = node_machine.NodeMachine(
+            info, min_nodes=job.nnodes[0], max_restarts=job.policy.max_restarts, **limits
+        )
         self.leader = None
         if group_rank == 0:
             of_job = {"nnodes": job.nnodes, "policy": job.policy, "rng": job.rng.random}
-            self.leader = Leader(**of_job, exit_barrier_timeout=300.0, **limits)
+            self.leader = leader.Leader(**of_job, exit_barrier_timeout=300.0, **limits)
         self.execute_node_actions(self.node_machine.send_node_info())
         job.after(0.0, self.send_heartbeat)
         if self.is_leaving:
@@ -125,7 +94,7 @@ class Node:
                 self.execute_leader_actions(self.leader.check_heartbeats(dict(round_.heartbeats), now))
                 self.execute_leader_actions(self.leader.handle_deadline(now))
             self.job.after(HEARTBEAT_INTERVAL, self.send_heartbeat)
-        self.feed(Lease(now + 0.65 * TIMEOUT, now + 0.85 * TIMEOUT))
+        self.feed(of_ranks.Lease(now + 0.65 * TIMEOUT, now + 0.85 * TIMEOUT))
 
     @when_awake
     def poll(self):
@@ -151,44 +120,44 @@ class Node:
     def execute_node_actions(self, actions):
         job = self.job
         for action in actions:
-            if isinstance(action, SendToLeader):
+            if isinstance(action, node_machine.SendToLeader):
                 job.messages += 1
                 self.round.inbox.append(action.message)
                 job.schedule_polls(self.round, [0])
-            elif isinstance(action, PrepareRanks):
+            elif isinstance(action, node_machine.PrepareRanks):
                 attempt, round_ = action.start.attempt, self.round
                 job.after(self.env_seconds, lambda a=attempt, r=round_: self.make_environments(a, r))
-            elif isinstance(action, StartRanks):
+            elif isinstance(action, node_machine.StartRanks):
                 self.start()
-            elif isinstance(action, StopRanks):
-                self.feed(CancelAttempt())
-            elif isinstance(action, HoldRanks):
-                self.feed(StopRequested(action.cause, is_from_job=True))
+            elif isinstance(action, node_machine.StopRanks):
+                self.feed(of_ranks.CancelAttempt())
+            elif isinstance(action, node_machine.HoldRanks):
+                self.feed(of_ranks.StopRequested(action.cause, is_from_job=True))
                 job.after(0.002, self.report_steps)
-            elif isinstance(action, AgreeOnStep):
+            elif isinstance(action, node_machine.AgreeOnStep):
                 self.stop_step = action.after_step
                 self.let_ranks_return(0.6)
-            elif isinstance(action, Rejoin) and self.is_stop_requested:
+            elif isinstance(action, node_machine.Rejoin) and self.is_stop_requested:
                 self.refuse()
-            elif isinstance(action, Rejoin):
+            elif isinstance(action, node_machine.Rejoin):
                 self.history = action.history
                 job.rejoin(self)
-            elif isinstance(action, ReportJob):
+            elif isinstance(action, node_machine.ReportJob):
                 self.decision = action.decision
                 self.execute_node_actions(self.node_machine.acknowledge_shutdown())
 
     def execute_leader_actions(self, actions):
         for action in actions:
-            if isinstance(action, Broadcast):
+            if isinstance(action, leader.Broadcast):
                 self.job.messages += 1
-                self.job.decisions += [action.message] * isinstance(action.message, AttemptDecision)
+                self.job.decisions += [action.message] * isinstance(action.message, messages.AttemptDecision)
                 self.round.broadcasts.append(action.message)
                 self.job.schedule_polls(self.round, range(len(self.round.names)))
-            elif isinstance(action, PublishAssignments):
+            elif isinstance(action, leader.PublishAssignments):
                 self.round.assignments |= {(each.attempt, each.group_rank): each for each in action.assignments}
-            elif isinstance(action, ReservePort):
+            elif isinstance(action, leader.ReservePort):
                 self.execute_leader_actions(self.leader.start_attempt(29500))
-            elif isinstance(action, CloseRendezvous):
+            elif isinstance(action, leader.CloseRendezvous):
                 self.job.close()
 
     @when_awake
@@ -196,10 +165,12 @@ class Node:
         machine = self.node_machine
         if not self.is_alive or self.round is not round_ or machine.attempt != attempt:
             return
-        if machine.stage is NodeStage.PREPARING and self.has_failing_env:
-            self.execute_node_actions(machine.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="env")))
+        if machine.stage is node_machine.NodeStage.PREPARING and self.has_failing_env:
+            self.execute_node_actions(
+                machine.abort(messages.AttemptReport(0, 0, messages.NodeOutcome.ABORTED, reason="env"))
+            )
             self.end_when_leader_is_finished()
-        elif machine.stage is NodeStage.PREPARING:
+        elif machine.stage is node_machine.NodeStage.PREPARING:
             self.execute_node_actions(machine.start_ranks(attempt))
 
     # ranks
@@ -209,26 +180,28 @@ class Node:
         job.note_overlap(self)
         if self.ranks is None:
             self.ranks = StateMachine((), now=job.now, grace_period=10.0, decide_after=DECIDE_AFTER)
-            self.feed(StartCall(job.now))
+            self.feed(of_ranks.StartCall(job.now))
         first = self.round.assignments[self.node_machine.attempt, self.group_rank].first_rank
         ranks = tuple(range(first, first + job.nprocs))
-        self.feed(Restart(ranks[0], generation=self.ranks.generation, ranks=ranks))
+        self.feed(of_ranks.Restart(ranks[0], generation=self.ranks.generation, ranks=ranks))
         self.let_ranks_return(job.work)
 
     def let_ranks_return(self, seconds):
         generation = self.ranks.generation
         for rank in list(self.ranks.phase_table.phases):
-            self.job.after(0.5, lambda rank=rank: self.feed(Ready(rank, generation=generation)))
-            self.job.after(0.5 + seconds, lambda rank=rank: self.feed(Returned(rank, generation=generation)))
+            self.job.after(0.5, lambda rank=rank: self.feed(of_ranks.Ready(rank, generation=generation)))
+            self.job.after(0.5 + seconds, lambda rank=rank: self.feed(of_ranks.Returned(rank, generation=generation)))
 
     @when_awake
     def feed(self, event):
         machine = self.ranks
-        if not self.is_alive or machine is None or machine.stage is RunStage.FINISHED:
+        if not self.is_alive or machine is None or machine.stage is of_ranks.RunStage.FINISHED:
             return
         if getattr(event, "generation", machine.generation) < machine.generation:
             return
-        if isinstance(event, Ready | Returned | Failed | Exited) and not self.is_possible(event):
+        if isinstance(
+            event, of_ranks.Ready | of_ranks.Returned | of_ranks.Failed | of_ranks.Exited
+        ) and not self.is_possible(event):
             return
         earlier_reason = machine.stop_reason
         self.execute_rank_actions(machine.handle(event, self.job.now))
@@ -238,18 +211,18 @@ class Node:
         phase = self.ranks.phase_table.phases.get(event.rank)
         if phase is None or phase in ENDED:
             return False
-        if isinstance(event, Returned | Failed):
+        if isinstance(event, of_ranks.Returned | of_ranks.Failed):
             return phase is RankPhase.RUNNING
-        return phase is RankPhase.STARTING if isinstance(event, Ready) else True
+        return phase is RankPhase.STARTING if isinstance(event, of_ranks.Ready) else True
 
     def execute_rank_actions(self, actions):
         machine, job = self.ranks, self.job
         generation = machine.generation
         for action in actions:
-            if isinstance(action, StartRank):
+            if isinstance(action, of_ranks.StartRank):
                 self.is_unreported, self.failed_rank = True, None
-            elif isinstance(action, SendSignal | RequestExit):
-                job.after(0.05, lambda rank=action.rank: self.feed(Exited(rank, generation=generation)))
+            elif isinstance(action, of_ranks.SendSignal | of_ranks.RequestExit):
+                job.after(0.05, lambda rank=action.rank: self.feed(of_ranks.Exited(rank, generation=generation)))
         if machine.deadline is not None:
             job.after(max(0.0, machine.deadline - job.now), self.handle_deadline)
 
@@ -264,12 +237,12 @@ class Node:
         machine = self.ranks
         if machine.stop_reason is not earlier_reason and machine.stop_reason is StopReason.FAILED:
             self.execute_node_actions(self.node_machine.report_failing())
-        if machine.stage is RunStage.AWAITING_DECISION and self.is_unreported:
+        if machine.stage is of_ranks.RunStage.AWAITING_DECISION and self.is_unreported:
             self.is_unreported = False
-            outcome = OUTCOMES.get(machine.stop_reason, NodeOutcome.FAILED)
-            failures = ({"rank": self.failed_rank, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
+            outcome = OUTCOMES.get(machine.stop_reason, messages.NodeOutcome.FAILED)
+            failures = ({"rank": self.failed_rank, "is_secondary": False},) if outcome is messages.NodeOutcome.FAILED else ()
             self.execute_node_actions(self.node_machine.report_ranks_stopped())
-            self.execute_node_actions(self.node_machine.report_attempt(AttemptReport(0, 0, outcome, failures)))
+            self.execute_node_actions(self.node_machine.report_attempt(messages.AttemptReport(0, 0, outcome, failures)))
 
     def report_steps(self):
         if self.is_alive and self.round is not None:
@@ -288,7 +261,7 @@ class Node:
             rank, phase = next(iter(self.ranks.phase_table.phases.items()))
             if phase is RankPhase.RUNNING:
                 self.failed_rank = rank
-                self.feed(Exited(rank, generation=self.ranks.generation))
+                self.feed(of_ranks.Exited(rank, generation=self.ranks.generation))
 
     def kill(self):
         if self.is_alive:
@@ -339,7 +312,7 @@ class Node:
             self.end()
             return
         self.execute_node_actions(self.node_machine.report_signal("it received SIGTERM"))
-        self.feed(Interrupted(15))
+        self.feed(of_ranks.Interrupted(15))
         self.end_when_leader_is_finished()
 
     def end_when_leader_is_finished(self, by=None):
