@@ -1,9 +1,9 @@
 """How a WorkerGroup ends: with its program, in a fork of the program, with its last reference; and the effect of Ctrl-C."""
 
 import atexit
-import itertools
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -16,30 +16,30 @@ import pytest
 
 import mpwatch
 from mpwatch import WorkerGroup
-from mpwatch.watcher.processes.process_pool import ProcessPool
-from mpwatch.watcher.run import QUICK_CALL_SECONDS
 from support import functions
 from support.process_state import SPAWN, children, is_alive
 from support.programs import call, command, in_own_process, python
-from support.signal_at_line import SignalAtLine
 
 
 def pids_of(group):
     return list(group.run(os.getpid))
 
 
-def test_a_fork_of_the_program_cannot_use_the_group():
+def fork_in_the_block():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of 3.12, about forks
     with WorkerGroup(1) as group:
-        before = pids_of(group)
         pid = os.fork()
         if pid == 0:
             try:
                 group.run(functions.rank)
             except RuntimeError as error:
-                os._exit(7 if "fork of the process" in str(error) else 8)
-            os._exit(9)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert pids_of(group) == before
+                sys.exit(7 if "fork of the process" in str(error) else 8)  # leaves the block
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), list(group.run(functions.rank)))
+
+
+def test_a_fork_of_the_program_cannot_use_the_group_and_may_leave_its_block():
+    done = call(fork_in_the_block)
+    assert (done.stdout, done.stderr) == ("7 [0]\n", "")
 
 
 def test_a_group_that_is_forgotten_ends(eventually):
@@ -49,6 +49,18 @@ def test_a_group_that_is_forgotten_ends(eventually):
         groups.clear()
     eventually(lambda: not any(thread.name == "mpwatch" for thread in threading.enumerate()))
     assert not any(is_alive(pid) for pid in pids)
+
+
+def forget_a_group():
+    group = WorkerGroup(1)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
+    del group
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_forgotten_group_ends_even_if_warnings_are_errors():
+    assert "ResourceWarning: a WorkerGroup was not closed" in call(forget_a_group).stderr
 
 
 def keep_a_group_open(path):
@@ -86,14 +98,46 @@ def end_during_a_call():
     has_begun.wait()
 
 
-def test_a_program_may_end_during_another_thread_s_call():
+def test_a_program_may_end_during_another_threads_call():
     began = time.monotonic()
     assert call(end_during_a_call).stdout == "the run was stopped: the program ended"
     assert time.monotonic() - began < 30
 
 
-def test_globals_have_their_values_at_the_time_of_the_call():
-    python(str(Path(__file__).parent / "worker/main_programs/changing_globals.py"))
+def use_a_group_at_exit():
+    @atexit.register
+    def late():
+        print(list(group.run(functions.rank)), group.workers[0].restart_count)
+
+    group = WorkerGroup(2)
+
+
+def test_a_group_that_is_used_when_the_program_ends():
+    assert call(use_a_group_at_exit).stdout == "[0, 1] 0\n"
+
+
+def use_a_group(close):
+    group = WorkerGroup(1)
+    mpwatch.current_worker().state["group"] = group
+    assert list(group.run(functions.rank)) == [0]
+    if close:
+        group.close()
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_rank_may_have_a_group_of_its_own(close, caplog):
+    """At the end of a process multiprocessing waits for its children, even if nothing has asked them to end."""
+    with WorkerGroup(1, grace_period=60) as group:
+        group.run(use_a_group, (close,))
+    assert not caplog.records
+
+
+# --- Signals
+
+
+def sleep_until_interrupted():
+    while True:  # not signal.pause(), which may begin just after the signal has come
+        time.sleep(0.01)
 
 
 def interrupt_a_call(signum, ignores, after):
@@ -117,18 +161,13 @@ def interrupt_a_call(signum, ignores, after):
         print(pids_of(group) == before)
 
 
-def sleep_until_interrupted():
-    while True:  # not signal.pause(), which may begin just after the signal has come
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize("after", [0, 10 * QUICK_CALL_SECONDS])  # before and after the signals have been taken over
+@pytest.mark.parametrize("after", [0, 0.02])  # at once, and when the caller's thread has waited for a moment
 @pytest.mark.parametrize("ignores", [False, True])
 def test_ranks_that_answer_to_ctrl_c_stay(ignores, after):
     output = call(interrupt_a_call, int(signal.SIGINT), ignores, after).stdout
     if ignores:
         late, early = "not all of them survived the last call: the run was stopped", "the last call was aborted"
-        reasons = (late,) if after else (early, late)  # on a busy machine the signal may come after QUICK_CALL_SECONDS
+        reasons = (late,) if after else (early, late)
         assert output.startswith(tuple(f"interrupted\nall ranks are restarted: {reason}" for reason in reasons))
         assert output.endswith("\nFalse\n")
     else:
@@ -136,21 +175,16 @@ def test_ranks_that_answer_to_ctrl_c_stay(ignores, after):
 
 
 @in_own_process
-def test_ranks_stay_if_ctrl_c_comes_while_the_signals_are_taken_over():
+def test_ranks_stay_if_ctrl_c_comes_at_any_instant_of_a_call():
+    rng = random.Random(1)
     with WorkerGroup(1) as group:
         before = pids_of(group)
         group.run(callable, (sleep_until_interrupted,))  # an interrupted import may leave broken modules
-        for n in itertools.count(1):
-            with SignalAtLine(signal.SIGINT, "HostSignals.take_over", n) as interrupt:
-                try:
-                    group.run(sleep_until_interrupted, timeout=2.0)
-                except KeyboardInterrupt:
-                    pass
-                except mpwatch.RunTimeoutError:
-                    break  # there are no more lines
-            assert interrupt.was_sent
-            assert pids_of(group) == before, n
-    assert n > 5
+        for _ in range(30):
+            with pytest.raises(KeyboardInterrupt):
+                threading.Timer(rng.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGINT)).start()
+                group.run(sleep_until_interrupted)
+            assert pids_of(group) == before
 
 
 def test_sigterm_ends_the_program_and_its_group():
@@ -158,16 +192,22 @@ def test_sigterm_ends_the_program_and_its_group():
     assert done.returncode == -signal.SIGTERM
 
 
+def interrupt_at_first(name, signum=signal.SIGINT):
+    """Return an observer that sends this process a signal at the first event of this name."""
+    seen = []
+
+    def observe(event):
+        if event.name == name and not seen:
+            seen.append(event)
+            os.kill(os.getpid(), signum)
+
+    return observe
+
+
 @in_own_process
 def test_ctrl_c_during_the_start_leaves_no_rank():
-    def start_and_interrupt(self, setup, start=ProcessPool.start):
-        start(self, setup)
-        if setup.worker.rank == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    ProcessPool.start = start_and_interrupt
     with pytest.raises(KeyboardInterrupt):
-        WorkerGroup(3)
+        WorkerGroup(3, on_event=interrupt_at_first("worker_started"))
     assert threading.active_count() == 1
     assert len(children()) == 1  # the resource tracker
 
@@ -175,73 +215,14 @@ def test_ctrl_c_during_the_start_leaves_no_rank():
 def test_a_group_whose_start_a_handled_signal_has_ended_can_be_called(caplog):
     """The handler raises nothing, so the group exists. Its ranks were ended, and the next call starts them."""
     received = []
-
-    def send_signal(event):
-        if event.name == "run_started":
-            os.kill(os.getpid(), signal.SIGTERM)
-
     previous = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
     try:
-        with WorkerGroup(2, on_event=send_signal) as group:
+        with WorkerGroup(2, on_event=interrupt_at_first("run_started", signal.SIGTERM)) as group:
             assert received == [signal.SIGTERM]
             assert list(group.run(functions.rank)) == [0, 1]
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert caplog.messages == ["all ranks are restarted: a signal interrupted the start of the ranks"]
-
-
-def forget_a_group():
-    group = WorkerGroup(1)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
-    del group
-    thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_a_forgotten_group_ends_even_if_warnings_are_errors():
-    assert "ResourceWarning: a WorkerGroup was not closed" in call(forget_a_group).stderr
-
-
-def use_a_group(close):
-    group = WorkerGroup(1)
-    mpwatch.current_worker().state["group"] = group
-    assert list(group.run(functions.rank)) == [0]
-    if close:
-        group.close()
-
-
-@pytest.mark.parametrize("close", [True, False])
-def test_a_rank_may_have_a_group_of_its_own(close, caplog):
-    """At the end of a process multiprocessing waits for its children, even if nothing has asked them to end."""
-    with WorkerGroup(1, grace_period=60) as group:
-        group.run(use_a_group, (close,))
-    assert not caplog.records
-
-
-def use_a_group_at_exit():
-    @atexit.register
-    def late():
-        print(list(group.run(functions.rank)), group.workers[0].restart_count)
-
-    group = WorkerGroup(2)
-
-
-def test_a_group_that_is_used_when_the_program_ends():
-    assert call(use_a_group_at_exit).stdout == "[0, 1] 0\n"
-
-
-def fork_in_the_block():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of 3.12, about forks
-    with WorkerGroup(1) as group:
-        pid = os.fork()
-        if pid == 0:
-            sys.exit(7)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), list(group.run(functions.rank)))
-
-
-def test_a_fork_may_leave_the_block():
-    done = call(fork_in_the_block)
-    assert (done.stdout, done.stderr) == ("7 [0]\n", "")
 
 
 def test_an_interrupt_does_not_reach_a_later_call():
