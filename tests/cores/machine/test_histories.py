@@ -163,6 +163,11 @@ def test_a_signal_stops_ranks_once_and_then_kills_them(history, event, actions, 
     assert machine.stop_reason is stop_reason
 
 
+def test_ranks_of_a_group_end_if_one_of_them_exits_at_ctrl_c():
+    machine = after(1.0, CTRL_C, m.Exited(1), m.StackDumped(0), keep_ranks=True)
+    assert machine.stage is m.RunStage.TERMINATING
+
+
 # --- limits. Each is reached at a time after second 1.
 
 LIMITS = {
@@ -212,6 +217,14 @@ def test_ranks_that_are_stopped_have_no_more_time_because_of_a_prompt(make, limi
     machine = make()
     handle(machine, 1.0, m.SuspendLimits())
     assert machine.deadline == limit
+
+
+@pytest.mark.parametrize(("opened_at", "closed_at"), [(2.0, 60.0), (0.0, 10.0)])
+def test_time_at_a_prompt_and_in_a_suspension_counts_once(opened_at, closed_at):
+    machine = after(opened_at, m.SuspendLimits(), timeout=5.0)
+    handle(machine, 9.0, m.Resumed(4.0))
+    handle(machine, closed_at, m.ResumeLimits())
+    assert machine.deadline == 5.0 + closed_at - opened_at
 
 
 # --- heartbeats
