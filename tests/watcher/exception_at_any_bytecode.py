@@ -2,9 +2,7 @@
 
     python exception_at_any_bytecode.py WHAT FIRST STRIDE
 
-WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), `direct` (calls that
-the caller's own thread makes), `calls` (of some ranks, and with `WorkerGroup.submit`), `suspended` (one run, with SIGTSTP), or
-`printing` (with captured output).
+WHAT is `run` (one run), `submit` (the same in a thread), or `group` (create a group, call it in all ways, close it).
 
 The exception is raised only in the caller's thread, and only where Python itself calls signal handlers: at the begin of a
 function, after a call, and when a loop goes back. Bytecodes without a line are left out: CPython never releases the frame if a
@@ -18,14 +16,12 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from multiprocessing import resource_tracker
 
 import mpwatch
-from mpwatch.watcher import run as quick_calls
 from support import failing, functions
-from support.continuer import continued
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
@@ -111,53 +107,26 @@ def run():
     mpwatch.run(functions.rank, 1)
 
 
-def run_and_suspend():
-    """Suspend this program at two events."""
-
-    def suspend(event):
-        if event.name in ("worker_started", "call_started"):
-            os.kill(os.getpid(), signal.SIGTSTP)
-
-    mpwatch.run(functions.rank, 1, on_event=suspend)
-
-
 def submit():
     with mpwatch.submit(functions.rank, 1) as handle:
         handle.result()
 
 
-def run_with_captured_output():
-    mpwatch.run(functions.rank, 1, logs=mpwatch.LogSpec())
-    run_group(logs=mpwatch.LogSpec())
-
-
-def run_group(**options):
-    with mpwatch.WorkerGroup(1, **options) as ranks:
-        ranks.run(functions.rank)
-        ranks.run(functions.rank)
-
-
-def run_calls():
-    with mpwatch.WorkerGroup(2) as ranks:
-        waiting = [ranks.submit(functions.rank, ranks=rank) for rank in (0, 1, 1)]
-        ranks.run(functions.rank, ranks=0)
-        waiting[-1].result()
-        ranks.submit(functions.rank).cancel()
-        ranks.submit(functions.rank).terminate()
-
-
-def run_direct_calls():
-    """Let the caller's own thread make calls. After the exception, the next call must get its own answers."""
+def call_group():
+    """After the exception, the next call must get its own answers."""
     with mpwatch.WorkerGroup(2) as ranks:
         ranks.run(functions.rank)
         try:
-            for number in range(2):
-                assert list(ranks.run(functions.double, [number])) == [2 * number] * 2
+            waiting = [ranks.submit(functions.rank, ranks=rank) for rank in (0, 1, 1)]
+            assert list(ranks.run(functions.double, [1])) == [2, 2]
+            waiting[-1].result()
             with suppress(mpwatch.RunFailedError):
                 ranks.run(failing.raises_value_error)
+            ranks.submit(functions.rank).cancel()
+            ranks.submit(functions.rank).terminate()
         except ThrownError:
             sys.settrace(None)
-            assert list(ranks.run(functions.double, [1000])) == [2000] * 2
+            assert list(ranks.run(functions.double, [1000])) == [2000, 2000]
             raise
 
 
@@ -224,15 +193,4 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    quick_calls.QUICK_CALL_SECONDS = 1.0  # a traced thread is slow
-    modes = {
-        "run": run,
-        "submit": submit,
-        "group": run_group,
-        "direct": run_direct_calls,
-        "calls": run_calls,
-        "suspended": run_and_suspend,
-        "printing": run_with_captured_output,
-    }
-    with continued() if sys.argv[1] == "suspended" else nullcontext():
-        main(modes[sys.argv[1]], *map(int, sys.argv[2:]))
+    main({"run": run, "submit": submit, "group": call_group}[sys.argv[1]], *map(int, sys.argv[2:]))

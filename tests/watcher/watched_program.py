@@ -49,7 +49,7 @@ def call_in_thread(call=RUN):
         os.write(1, b"interrupted\n")
 
 
-def executor(*args):
+def executor():
     from concurrent.futures import ThreadPoolExecutor  # the time of its first import matters
 
-    return ThreadPoolExecutor(*args)
+    return ThreadPoolExecutor()
