@@ -1,17 +1,20 @@
-"""Quick tests of Lightning's Trainer with a watched strategy. See also test_lightning_results.py and test_lightning_failures.py."""
+"""Lightning's Trainer with a watched strategy, where users run it. See also test_lightning_results.py."""
 
-from types import SimpleNamespace
+import json
 
 import pytest
 
-from mpwatch.integrations.lightning.trainer_state import TrainerState
 from notebooks.kernels import Kernel
+from support.programs import ENV, call
+from trainers import trainer_programs as programs
+
+pytestmark = pytest.mark.slow
+QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}  # Lightning uses what torch has deprecated
 
 CELL = """
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from mpwatch.integrations.lightning import watched
+from lightning.pytorch import LightningModule
+from trainers import mean
 
 class Mean(LightningModule):
     def __init__(self):
@@ -22,51 +25,30 @@ class Mean(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-model = Mean()
-before = model.weight.item()
-off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = Trainer(accelerator="cpu", devices=2, strategy=watched(DDPStrategy()), max_epochs=1, **off)
-trainer.fit(model, torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=2))
-after = model.weight.item()
+mean.Mean = Mean
+trainer, model = mean.fit(1)
 """
 
 
-def test_a_module_that_cannot_take_over_its_weights_is_named_in_a_warning():
-    class Unready:
-        def load_state_dict(self, weights, strict):
-            raise AttributeError("no layer before setup")
-
-    trainer = SimpleNamespace(
-        lightning_module=Unready(),
-        fit_loop=SimpleNamespace(load_state_dict=print),
-        checkpoint_callback=None,
-        callbacks=[],
-        callback_metrics={},
-        logged_metrics={},
-        progress_bar_metrics={},
-    )
-    state = TrainerState(
-        value=None,
-        state="finished",
-        should_stop=True,
-        metrics={"callback_metrics": {"loss": 0.5}},
-        first_checkpoint_paths={},
-        checkpoint_paths={},
-        callback_states={},
-        progress={},
-        weights={"layer": 1},
-        problems=[],
-    )
-    with pytest.warns(match="so some weights were not loaded: AttributeError: no layer before setup; load them"):
-        state.restore(trainer)
-    assert (trainer.state, trainer.callback_metrics) == ("finished", {"loss": 0.5})
-
-
-@pytest.mark.slow
 def test_a_trainer_in_a_notebook():
     kernel = Kernel()
     try:
         kernel.run(CELL)
-        assert kernel.value("before < after < 1, trainer.global_step, trainer.state.finished") == (True, 4, True)
+        values = kernel.value(
+            "type(model) is Mean, 0 < model.weight.item() < 1, trainer.global_step, trainer.state.finished"
+        )
+        assert values == (True, True, 4, True)
     finally:
         kernel.close()
+
+
+def test_lightning_trains_on_two_nodes():
+    done = call(programs.fit_on_two_nodes, env=QUIET)
+    assert json.loads(done.stdout.splitlines()[-1]) == [2, True, {"world_size": 4.0, "node_rank": 2.0}]
+
+
+def test_lightning_saves_and_stops_on_all_ranks(tmp_path):
+    done = call(programs.fit_until_stop, str(tmp_path / "last.ckpt"), cwd=tmp_path, env=QUIET)
+    step, saved_step, was_stopped = json.loads(done.stdout.splitlines()[-1])
+    assert 3 < step == saved_step < 4000
+    assert was_stopped

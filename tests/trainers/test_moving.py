@@ -21,14 +21,14 @@ from support.programs import ENV, python
 from trainers.old_ways import NOTEBOOK, SCRIPT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "migrate.md").read_text()
-ROWS = re.findall(r"^\| (?!what you had)(.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| (?!what you had)(.+?) \| .+? \|$", PAGE, re.MULTILINE)
 TESTED = []
 QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}
 
 
-def row(old, new):
-    """Mark a test as that of this row of the table."""
-    TESTED.append((old, new))
+def row(*what_you_had):
+    """Mark a test as that of these rows of the tables."""
+    TESTED.extend(what_you_had)
     return lambda test: test
 
 
@@ -54,53 +54,32 @@ def run_as_file(program, *args):
         return python(str(path), *args, cwd=folder, env=QUIET)
 
 
-def all_reduced(a):
-    rank = mpwatch.current_worker().rank
-    total = torch.tensor(a * (rank + 1))
-    dist.all_reduce(total)
-    return [rank, a, int(total)]
-
-
 @row(
     "`mp.spawn(fn, args=(a,), nprocs=4)`, which calls `fn(rank, a)`",
-    "`mpwatch.run(fn, 4, args=(a,))`, which calls `fn(a)`; in it, `rank = mpwatch.current_worker().rank`",
+    "`queue.put(value)`, or `shared[rank] = value` in a `Manager().dict()`",
 )
-def test_the_rank_is_in_current_worker(spawned):
-    def fn(a):
-        rank = mpwatch.current_worker().rank
-        return [rank, a]
-
-    assert list(mpwatch.run(fn, 2, args=(5,))) == [value[:2] for value in spawned["values"]]
-
-
-@row(
-    '`os.environ["MASTER_PORT"] = "29500"`, `dist.init_process_group("gloo", rank=rank, world_size=4)`',
-    '`mpwatch.run(fn, 4, backend="gloo")`; or `dist.init_process_group("gloo")` in `fn`, because everything else is in the '
-    "environment",
-)
-@pytest.mark.slow
-def test_the_process_group_is_made_by_backend_or_by_the_function(spawned):
-    def fn(a):
-        dist.init_process_group("gloo")
-        try:
-            return all_reduced(a)
-        finally:
-            dist.destroy_process_group()
-
-    assert list(mpwatch.run(all_reduced, 2, args=(5,), backend="gloo")) == spawned["values"]
-    assert list(mpwatch.run(fn, 2, args=(5,))) == spawned["values"]
-
-
-@row("`queue.put(value)`, or `shared[rank] = value` in a `Manager().dict()`", "`return value`, then `result[rank]`")
-def test_values_are_returned(spawned):
+def test_the_rank_is_in_current_worker_and_values_are_returned(spawned):
     result = mpwatch.run(lambda a: [mpwatch.current_worker().rank, a, 3 * a], 2, args=(5,))
     assert [result[rank] for rank in range(2)] == spawned["values"]
 
 
-@row(
-    "`except ProcessRaisedException as error:`, whose text has the traceback",
-    "`except mpwatch.RunFailedError as error:`, where `error.__cause__` is the exception itself",
-)
+@row('`os.environ["MASTER_PORT"] = "29500"`, `dist.init_process_group("gloo", rank=rank, world_size=4)`')
+@pytest.mark.slow
+def test_the_process_group_is_made_by_backend_or_by_the_function(spawned):
+    def all_reduced(a):
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        rank = mpwatch.current_worker().rank
+        total = torch.tensor(a * (rank + 1))
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return [rank, a, int(total)]
+
+    for backend in ("gloo", None):
+        assert list(mpwatch.run(all_reduced, 2, args=(5,), backend=backend)) == spawned["values"]
+
+
+@row("`except ProcessRaisedException as error:`, whose text has the traceback")
 def test_the_cause_is_the_exception_itself(spawned):
     text, cause = spawned["raised"]
     assert "KeyError: 'lr'" in text
@@ -111,10 +90,7 @@ def test_the_cause_is_the_exception_itself(spawned):
     assert caught.value.__cause__.args == ("lr",)
 
 
-@row(
-    "`except ProcessExitedException as error:`, then `error.exit_code`",
-    "`except mpwatch.RunFailedError as error:`, then `error.exit_code`, or `error.root_cause.kind`",
-)
+@row("`except ProcessExitedException as error:`, then `error.exit_code`")
 def test_the_error_has_the_exit_code(spawned):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(os._exit, 2, args=(3,))
@@ -122,10 +98,7 @@ def test_the_error_has_the_exit_code(spawned):
     assert caught.value.root_cause.kind is mpwatch.FailureKind.EXIT
 
 
-@row(
-    "`context = mp.spawn(fn, join=False)`, then `while not context.join(): ...`",
-    "`future = ThreadPoolExecutor().submit(mpwatch.run, fn, 4)`, then `future.result()`",
-)
+@row("`context = mp.spawn(fn, join=False)`, then `while not context.join(): ...`")
 def test_a_run_may_be_waited_for_later():
     with ThreadPoolExecutor() as pool:
         future = pool.submit(mpwatch.run, lambda: {}["lr"], 2)
@@ -134,27 +107,21 @@ def test_a_run_may_be_waited_for_later():
         assert type(future.exception().__cause__) is KeyError
 
 
-@row(
-    '`mp.start_processes(fn, start_method="fork")`',
-    '`mpwatch.run(fn, 4)`: ranks are always spawned. `mp.set_start_method("fork")` applies to processes that the '
-    "ranks start",
-)
+@row('`mp.start_processes(fn, start_method="fork")`')
 def test_ranks_are_no_forks_and_the_start_method_is_for_what_they_start():
     program = """
 import multiprocessing, sys
 import mpwatch
-here = multiprocessing.get_start_method()
 def fn():
     return multiprocessing.get_start_method(), hasattr(sys, "only_here")
-multiprocessing.set_start_method("METHOD", force=True)
+multiprocessing.set_start_method("forkserver", force=True)
 sys.only_here = True
 print(list(mpwatch.run(fn, 1)))
 """
-    for method in ("fork", "forkserver"):
-        assert python("-c", program.replace("METHOD", method)).stdout == f"[('{method}', False)]\n"
+    assert python("-c", program).stdout == "[('forkserver', False)]\n"
 
 
-@row('`if __name__ == "__main__":`', "not needed: ranks do not import your script")
+@row('`if __name__ == "__main__":`')
 def test_a_script_needs_no_guard():
     done = run_as_file("import mpwatch\nprint('once')\nprint(list(mpwatch.run(lambda: __name__, 2)))")
     assert done.stdout == "once\n['__main__', '__main__']\n"
@@ -178,47 +145,35 @@ def read_rank_environments(launcher):
         return port, [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
 
 
-def get_precision(config):
-    from accelerate import Accelerator
-
-    return config, os.environ["RANK"], Accelerator().mixed_precision
-
-
-@row(
-    "`from accelerate import notebook_launcher`",
-    "`from mpwatch.integrations.accelerate import notebook_launcher`; calls stay as they are",
-)
+@row("`from accelerate import notebook_launcher`")
 @pytest.mark.slow
 def test_only_the_import_changes(launched):
     for port, found in launched:
         assert found == [[{"lr": 0.1}, [str(rank), "2", "127.0.0.1", port]] for rank in range(2)]
 
 
-@row("`notebook_launcher(train, (config,), num_processes=4)`", "`mpwatch.run(train, 4, args=(config,))`")
+@row("`notebook_launcher(train, (config,), num_processes=4)`")
 @pytest.mark.slow
 def test_a_plain_run_has_the_same_environment(launched):
-    result = mpwatch.run(
-        lambda config: [config, [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]], 2, args=({"lr": 0.1},)
-    )
-    assert list(result) == [[config, found[:3]] for config, found in launched[0][1]]
+    def train(config):
+        return [config, [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]]
+
+    assert list(mpwatch.run(train, 2, args=({"lr": 0.1},))) == [[config, found[:3]] for config, found in launched[0][1]]
 
 
-@row(
-    '`notebook_launcher(..., mixed_precision="bf16")`',
-    'the same; or `mpwatch.run(..., env={"ACCELERATE_MIXED_PRECISION": "bf16"})`',
-)
+@row('`notebook_launcher(..., mixed_precision="bf16")`')
 @pytest.mark.slow
 def test_accelerate_gets_the_precision():
-    expected = [(5, "0", "bf16")]
-    assert list(notebook_launcher(get_precision, (5,), num_processes=1, mixed_precision="bf16")) == expected
-    assert list(mpwatch.run(get_precision, 1, args=(5,), env={"ACCELERATE_MIXED_PRECISION": "bf16"})) == expected
+    def get_precision():
+        from accelerate import Accelerator
+
+        return Accelerator().mixed_precision
+
+    assert notebook_launcher(get_precision, num_processes=1, mixed_precision="bf16")[0] == "bf16"
+    assert mpwatch.run(get_precision, 1, env={"ACCELERATE_MIXED_PRECISION": "bf16"})[0] == "bf16"
 
 
-@row(
-    '`notebook_launcher(..., use_port="29501")`, because 29500 was in use',
-    "leave `use_port` out, since mpwatch reserves a free port. If you need that port, keep `use_port`, or pass "
-    '`env={"MASTER_PORT": "29501"}`',
-)
+@row('`notebook_launcher(..., use_port="29501")`, because 29500 was in use')
 def test_ports_are_free_or_as_given():
     def my_port():
         return os.environ["MASTER_PORT"]
@@ -233,16 +188,10 @@ def test_ports_are_free_or_as_given():
     assert mpwatch.run(my_port, 1, env={"MASTER_PORT": port})[0] == port
 
 
-@row(
-    "a new kernel, because the old kernel had made an `Accelerator`",
-    "not needed, because ranks are not forks of the kernel",
-)
-def test_ranks_do_not_have_objects_of_the_caller():
-    sys.only_here = True  # stands for accelerate's state, which test_accelerate.py tests
-    try:
-        assert list(notebook_launcher(lambda: hasattr(sys, "only_here"), num_processes=2)) == [False, False]
-    finally:
-        del sys.only_here
+@row("a new kernel, because the old kernel had made an `Accelerator`")
+def test_ranks_do_not_have_objects_of_the_caller(monkeypatch):
+    monkeypatch.setattr(sys, "only_here", True, raising=False)  # stands for accelerate's state: see test_accelerate.py
+    assert list(notebook_launcher(lambda: hasattr(sys, "only_here"), num_processes=2)) == [False, False]
 
 
 # ---- torchrun
@@ -265,53 +214,42 @@ class Job:
         return json.loads(self.files[f"attempt_{attempt}/{rank}/stdout.log"])
 
 
-OPTIONS = ("--max-restarts=1", "--log-dir=logs", "--tee=3", "--local-ranks-filter=0")
+LOGS = 'max_restarts=1, logs=mpwatch.LogSpec("logs", show=0)'
 
 
 @pytest.fixture(scope="module")
 def theirs():
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    return Job("main()", (*torchrun, *OPTIONS))
+    return Job("main()", (*torchrun, "--max-restarts=1", "--log-dir=logs", "--tee=3", "--local-ranks-filter=0"))
 
 
 @pytest.fixture(scope="module")
 def ours():
-    logs = 'logs=mpwatch.LogSpec("logs", show=0)'
-    return Job(f"import mpwatch\nmpwatch.main(main, 2, max_restarts=1, {logs})")
+    return Job(f"import mpwatch\nmpwatch.main(main, 2, {LOGS})")
 
 
-@row(
-    "`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`",
-    '`mpwatch.main(mpwatch.Script("train.py", "--lr", "0.1"), nprocs=4)` in a program of its own',
-)
-@row(
-    "`torchrun --standalone --nproc-per-node=4 -m pkg.train --lr 0.1`",
-    '`mpwatch.main(mpwatch.Script("--lr", "0.1", module="pkg.train"), nprocs=4)`',
-)
-@pytest.mark.parametrize("script", ["*sys.argv[1:]", '*sys.argv[2:], module="train"'], ids=["file", "module"])
-def test_a_script_stays_as_it_is(script, theirs):
-    logs = 'logs=mpwatch.LogSpec("logs", show=0)'
-    program = f"import mpwatch, sys\nmpwatch.main(mpwatch.Script({script}), nprocs=2, max_restarts=1, {logs})"
-    job = Job("main()", ("-c", program))
-    assert (job.status, job.files.keys()) == (3, theirs.files.keys())
-    for rank in range(2):
-        (args, variables), (their_args, their_variables) = job.read_report(rank), theirs.read_report(rank)
-        assert (args, variables) == (their_args, their_variables)
-
-
-@row(
-    "`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`, with `main()` at the end of train.py",
-    "`python train.py --lr 0.1`, with `mpwatch.main(main, 4)` at its end",
-)
-def test_the_last_line_of_a_script_changes(theirs, ours):
-    assert ours.read_report(0)[0] == theirs.read_report(0)[0] == ["--lr", "0.1"]
+def check_reports(ours, theirs):
+    assert ours.read_report(0)[0] == ["--lr", "0.1"]
     assert [ours.read_report(rank) for rank in range(2)] == [theirs.read_report(rank) for rank in range(2)]
 
 
 @row(
-    "`--nproc-per-node=gpu`, `cpu`, `auto`",
-    '`nprocs="gpu"`, `"cpu"`, `"auto"`; mpwatch counts only the CPUs that this process may use',
+    "`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`",
+    "`torchrun --standalone --nproc-per-node=4 -m pkg.train --lr 0.1`",
 )
+@pytest.mark.parametrize("script", ["*sys.argv[1:]", '*sys.argv[2:], module="train"'], ids=["file", "module"])
+def test_a_script_stays_as_it_is(script, theirs):
+    job = Job("main()", ("-c", f"import mpwatch, sys\nmpwatch.main(mpwatch.Script({script}), nprocs=2, {LOGS})"))
+    assert (job.status, job.files.keys()) == (3, theirs.files.keys())
+    check_reports(job, theirs)
+
+
+@row("`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`, with `main()` at the end of train.py")
+def test_the_last_line_of_a_script_changes(theirs, ours):
+    check_reports(ours, theirs)
+
+
+@row("`--nproc-per-node=gpu`, `cpu`, `auto`")
 def test_one_rank_per_device():
     from torch.distributed.run import determine_local_world_size
 
@@ -328,29 +266,31 @@ def test_one_rank_per_device():
                 function("gpu")
 
 
-@row("`--max-restarts=1`", "`max_restarts=1`")
+@row("`--max-restarts=1`", '`os.environ["TORCHELASTIC_RESTART_COUNT"]`')
 def test_restarts(theirs, ours):
     for job in (theirs, ours):
         assert {path.partition("/")[0] for path in job.files} == {"attempt_0", "attempt_1"}
+        assert [job.read_report(0, attempt)[1]["TORCHELASTIC_RESTART_COUNT"] for attempt in range(2)] == ["0", "1"]
+
+    def fn():
+        count = mpwatch.current_worker().restart_count
+        return sys.exit(3) if count == 0 else (count, os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    assert mpwatch.run(fn, 1, max_restarts=1)[0] == (1, "1")
 
 
-@row("`--log-dir=logs --redirects=3`", '`logs=mpwatch.LogSpec("logs", show="none")`')
-def test_lines_go_to_files_alone(tmp_path, capfd):
-    result = mpwatch.run(print, 2, args=("hello",), logs=mpwatch.LogSpec(tmp_path, show="none"))
+@row("`--log-dir=logs --redirects=3`", "`--log-dir=logs --tee=3`")
+@pytest.mark.parametrize(("show", "shown"), [("none", []), (None, ["[0] hello", "[1] hello"])])
+def test_lines_go_to_files_and_are_shown(show, shown, tmp_path, capfd):
+    logs = mpwatch.LogSpec(tmp_path) if show is None else mpwatch.LogSpec(tmp_path, show=show)
+    result = mpwatch.run(print, 2, args=("hello",), logs=logs)
     assert [Path(result.log_dir, f"attempt_0/{rank}/stdout.log").read_text() for rank in range(2)] == ["hello\n"] * 2
-    assert capfd.readouterr() == ("", "")
+    assert sorted(capfd.readouterr().out.splitlines()) == shown
 
 
-@row("`--log-dir=logs --tee=3`", '`logs=mpwatch.LogSpec("logs")`')
-def test_lines_go_to_files_and_are_shown(tmp_path, capfd, theirs, ours):
-    result = mpwatch.run(print, 2, args=("hello",), logs=mpwatch.LogSpec(tmp_path))
-    assert [Path(result.log_dir, f"attempt_0/{rank}/stdout.log").read_text() for rank in range(2)] == ["hello\n"] * 2
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
-    assert ours.files.keys() == theirs.files.keys()  # below the folder of the run the layout is the same
-
-
-@row("`--log-dir=logs --tee=3 --local-ranks-filter=0`", '`logs=mpwatch.LogSpec("logs", show=0)`')
+@row("`--log-dir=logs --tee=3 --local-ranks-filter=0`")
 def test_one_rank_is_shown(theirs, ours):
+    assert ours.files.keys() == theirs.files.keys()  # below the folder of the run the layout is the same
     for job in (theirs, ours):
         # not line by line, since torchrun may divide a line while it follows a file that grows
         assert set(re.findall(r'"RANK": "(\d)"', job.out)) == {"0"}
@@ -358,7 +298,7 @@ def test_one_rank_is_shown(theirs, ours):
         assert job.files["attempt_1/1/stderr.log"].startswith("of rank 1\n")
 
 
-@row("`@record` on `main`", "not needed, and does no harm: the exception comes with its traceback")
+@row("`@record` on `main`")
 def test_record_does_no_harm():
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -372,13 +312,12 @@ def test_record_does_no_harm():
     assert 'raise KeyError("lr")' in caught.value.root_cause.traceback
 
 
-@row('`os.environ["LOCAL_RANK"]`, `RANK`, `WORLD_SIZE`, ...', "the same; or `mpwatch.current_worker().local_rank`, ...")
+@row('`os.environ["LOCAL_RANK"]`, `RANK`, `WORLD_SIZE`, ...')
 def test_the_environment(theirs):
     def both():
         me = mpwatch.current_worker()
-        variables = {
-            name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        }
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        variables = {name: os.environ[name] for name in names}
         return variables, {name: str(getattr(me, name.lower())) for name in variables}
 
     for rank, (variables, of_worker) in enumerate(mpwatch.run(both, 2)):
@@ -386,24 +325,7 @@ def test_the_environment(theirs):
         assert variables.items() <= theirs.read_report(rank)[1].items()
 
 
-@row('`os.environ["TORCHELASTIC_RESTART_COUNT"]`', "the same; or `mpwatch.current_worker().restart_count`")
-def test_the_number_of_restarts(theirs, ours):
-    for job in (theirs, ours):
-        assert [job.read_report(0, attempt)[1]["TORCHELASTIC_RESTART_COUNT"] for attempt in range(2)] == ["0", "1"]
-
-    def fn():
-        count = mpwatch.current_worker().restart_count
-        if count == 0:
-            sys.exit(3)
-        return count, os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-    assert mpwatch.run(fn, 1, max_restarts=1)[0] == (1, "1")
-
-
-@row(
-    "exit status 1 after every failure",
-    "`mpwatch.main` exits with the status of the failed rank, which is 128 + n for signal n",
-)
+@row("exit status 1 after every failure")
 def test_the_exit_status(theirs, ours):
     assert (theirs.status, ours.status) == (1, 3)
     program = "import mpwatch, os, signal\nmpwatch.main(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)"
