@@ -5,7 +5,6 @@ import re
 import pytest
 
 from notebooks.kernels import Kernel
-from notebooks.run_cells import run_cells
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of source lines, on Python 3.14
 DEFINITIONS = """
@@ -52,16 +51,12 @@ def test_all_ranks_stop(kernel):
     assert text.endswith("[1, 2]\n")
 
 
-def test_the_user_ends_the_run(kernel):
-    text = kernel.converse("mpwatch.run(train, 2, args=([1], 1))", ["q"])
-    assert text.endswith("the user has ended the run at the prompt of rank 1")
-
-
 def test_a_group_over_two_cells(kernel):
     text = kernel.converse("g = mpwatch.WorkerGroup(2); print(list(g.run(train, ([1], 2))))", ["p n", "c"])
     assert text.endswith("(rank 1) (Pdb) p n\n2\n(rank 1) (Pdb) c\n[2, 3]\n")
-    text = kernel.converse("print(list(g.run(train, ([0], 3)))); g.close()", ["p n", "c"])
-    assert text.endswith("(rank 0) (Pdb) p n\n3\n(rank 0) (Pdb) c\n[3, 4]\n")
+    text = kernel.converse("with g: g.run(train, ([0], 3))", ["p n", "q"])
+    assert "(rank 0) (Pdb) p n\n3\n" in text
+    assert text.endswith("the user has ended the run at the prompt of rank 0")
 
 
 def test_post_mortem(kernel):
@@ -70,11 +65,3 @@ def test_post_mortem(kernel):
     assert "(rank 1) (Pdb) p secret\n'secret of rank 1'\n" in text
     assert "(rank 0) (Pdb) p secret\n'secret of rank 0'\n" in text
     assert "rank 1 failed first: ValueError: boo (Cell In[" in text
-
-
-def test_a_notebook_without_a_user_has_no_prompt():
-    calls = ("mpwatch.run(train, 2, args=([1], 1))", "mpwatch.run(fail, 2, args=(event,), debug='post_mortem')")
-    (_, stopped, failed), _ = run_cells([DEFINITIONS, *calls])
-    assert "breakpoint() can open no prompt: this notebook is executed without a user" in str(stopped)
-    texts = [output["text"] for output in failed if output["output_type"] == "stream"]
-    assert "".join(texts).count("debug='post_mortem' can open no prompt: this notebook is executed without a user") == 1

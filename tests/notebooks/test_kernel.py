@@ -116,9 +116,7 @@ def test_a_group_serves_many_cells(kernel):
 def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, start_waiting_cell):
     kernel.run("group = mpwatch.WorkerGroup(2)")
     cell, processes = start_waiting_cell("group.run(wait, (FOLDER,))")
-    error = interrupt_cell(kernel, cell)
-    assert error["ename"] == "KeyboardInterrupt"
-    assert re.search(r"stopped by the watcher.* \(Cell In\[", "".join(error["traceback"]))
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert set(kernel.value("list(group.run(pids))")) == set(processes)
     assert kernel.run("group.close()") == []
 
@@ -138,13 +136,6 @@ def test_ranks_of_a_group_that_do_not_answer_an_interrupt_are_restarted(kernel, 
     assert kernel.run("group.close()") == []
 
 
-def test_an_interrupt_leaves_the_block_of_a_group(kernel, start_waiting_cell):
-    cell, processes = start_waiting_cell("with mpwatch.WorkerGroup(2) as group: group.run(wait, (FOLDER,))")
-    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
-    assert not any(is_alive(pid) for pid in processes)
-    assert kernel.value("group.state.name") == "STOPPED"
-
-
 def test_cells_with_magic_and_with_await(kernel):
     timed, value = kernel.run("%%time\nlist(mpwatch.run(lambda: 4, 2))")
     assert "Wall time" in timed["text"]
@@ -161,10 +152,8 @@ def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
     assert kernel.value("1 + 1") == 2
 
 
-def test_threads_tasks_and_torch_in_the_kernel(kernel):
+def test_threads_and_tasks_in_the_kernel(kernel):
     kernel.run("""
-import torch
-total = torch.ones(2_000_000).sum()  # by many threads
 thread = threading.Thread(target=threading.Event().wait, daemon=True)
 thread.start()
 async def tick():
@@ -172,7 +161,7 @@ async def tick():
         await asyncio.sleep(0.001)
 task = asyncio.ensure_future(tick())
 """)
-    assert kernel.value("list(mpwatch.run(lambda: bool(torch.ones(2_000_000).sum() == total), 2))") == [True, True]
+    assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
     assert kernel.value("await asyncio.sleep(0)\nthread.is_alive() and not task.done()")
     kernel.run("task.cancel()")
 
@@ -188,25 +177,17 @@ def test_a_group_that_is_not_closed_ends_with_the_kernel(kernel, eventually):
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("how", "call"),
     [
-        "mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,))",
-        "mpwatch.WorkerGroup(2).run(wait_ignoring_signals, (FOLDER,))",
+        ("killed", "mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,))"),
+        ("restarted at once", "mpwatch.WorkerGroup(2).run(wait_ignoring_signals, (FOLDER,))"),
+        pytest.param("restarted", "mpwatch.run(wait_with_helper, 2, args=(FOLDER,))", marks=pytest.mark.slow),
     ],
-    ids=["run", "group"],
 )
-@pytest.mark.parametrize("how", ["killed", "restarted at once"])
 def test_ranks_end_when_the_kernel_is(how, call, kernel, start_waiting_cell, eventually):
     _, processes = start_waiting_cell(call)
     if how == "killed":
         os.kill(kernel.pid, signal.SIGKILL)
         eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
-    restart_kernel(kernel, now=True)
+    restart_kernel(kernel, now=how != "restarted")
     eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
-
-
-def test_ranks_end_when_the_kernel_is_restarted(kernel, start_waiting_cell, eventually):
-    _, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
-    restart_kernel(kernel, now=False)
-    eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
-    assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]

@@ -1,4 +1,4 @@
-"""Functions, classes and exceptions of cells in a real kernel, and how they are shown. One kernel runs all the cells."""
+"""Functions, classes and exceptions of cells in a real kernel without a user, and how they are shown. One kernel runs all cells."""
 
 import re
 
@@ -8,7 +8,8 @@ from notebooks.run_cells import run_cells
 
 CELLS = {
     "definitions": """
-import mpwatch
+import multiprocessing, mpwatch
+from IPython.display import DisplayHandle
 from support import failing
 class Cfg:
     def __init__(self, lr): self.lr = lr
@@ -20,10 +21,20 @@ def fail():
         if attempt == 2:
             raise TooBad(message)
     return attempt
-def wait():
-    import threading
-    threading.Event().wait()  # without end
+def stop():
+    breakpoint()
 scale = 3
+event = multiprocessing.get_context("spawn").Event()
+update = DisplayHandle.update
+def update_and_set_event(self, bundle, **more):
+    update(self, bundle, **more)
+    if "step 2 of 4" in bundle["text/plain"] and "2 ranks running" in bundle["text/plain"]:
+        event.set()
+DisplayHandle.update = update_and_set_event
+def report_steps(event):
+    mpwatch.report(step=2, total=4, loss=0.5)
+    event.wait()
+    mpwatch.report(step=4, total=4, loss=0.25)
 """,
     "values": "[(type(cfg) is Cfg, cfg.lr, rank) for cfg, rank in mpwatch.run(train, 2, args=(Cfg(2),))]",
     "result": "mpwatch.run(lambda: mpwatch.current_worker().rank * 7, 2)",
@@ -32,15 +43,23 @@ scale = 3
     "caught": "try: mpwatch.run(fail, 2)\nexcept mpwatch.RunFailedError as caught: error = caught\ntype(error.__cause__) is TooBad",
     "error": "error",
     "traceback": "print(error.root_cause.traceback)",
-    "timeout": "mpwatch.run(wait, 2, timeout=3)",
+    "view": "list(mpwatch.run(report_steps, 2, args=(event,)))",
+    "no view": "list(mpwatch.run(report_steps, 2, args=(event,), progress=False))",
+    "breakpoint": "mpwatch.run(stop, 1)",
+    "post-mortem": "mpwatch.run(fail, 1, debug='post_mortem')",
 }
 
 
 @pytest.fixture(scope="module")
-def outputs():
-    """Return the outputs of each cell."""
-    outputs, _ = run_cells(CELLS.values())
-    return dict(zip(CELLS, outputs, strict=True))
+def cells():
+    """Return the outputs and the display messages of each cell."""
+    outputs, messages = run_cells(CELLS.values())
+    return {name: (outputs[n], [message[1:] for message in messages if message[0] == n]) for n, name in enumerate(CELLS)}
+
+
+@pytest.fixture
+def outputs(cells):
+    return {name: outputs for name, (outputs, _) in cells.items()}
 
 
 def strip_colours(traceback):
@@ -54,40 +73,47 @@ def test_functions_and_classes_of_cells(outputs):
 
 def test_exceptions_of_cells(outputs):
     assert outputs["caught"][0]["data"]["text/plain"] == "True"
+    assert "raise TooBad(message)" in outputs["traceback"][0]["text"]
     (output,) = outputs["failure"]
     assert (output["output_type"], output["ename"]) == ("error", "RunFailedError")
-    assert "failed first: TooBad: of a cell (Cell In[1]:11 in fail)" in output["evalue"]
-    assert re.search(r"Cell In\[1\], line 11, in fail\(\)", strip_colours(output["traceback"]))
-    assert re.search(r"-+> 11 +raise TooBad\(message\)", strip_colours(output["traceback"]))
-
-
-def test_frames_of_mpwatch_are_hidden(outputs):
-    (output,) = outputs["failure"]
-    assert not re.findall(r"^File .*/mpwatch/", strip_colours(output["traceback"]), re.MULTILINE)
+    line = next(n for n, line in enumerate(CELLS["definitions"].splitlines(), 1) if "raise TooBad" in line) - 1
+    assert f"failed first: TooBad: of a cell (Cell In[1]:{line} in fail)" in output["evalue"]
+    text = strip_colours(output["traceback"])
+    assert f"Cell In[1], line {line}, in fail()" in text
+    assert re.search(rf"-+> {line} +raise TooBad\(message\)", text)
+    assert not re.findall(r"^File .*/mpwatch/", text, re.MULTILINE)
 
 
 def test_exceptions_of_modules(outputs):
-    (output,) = outputs["failure of a module"]
-    assert "in raises_value_error()" in strip_colours(output["traceback"])
-    assert re.search(r'-+> \d+ +raise ValueError\("the batch is bad"\)', strip_colours(output["traceback"]))
-
-
-def test_the_rank_has_the_source_of_the_cell(outputs):
-    assert "raise TooBad(message)" in outputs["traceback"][0]["text"]
+    text = strip_colours(outputs["failure of a module"][0]["traceback"])
+    assert "in raises_value_error()" in text
+    assert re.search(r'-+> \d+ +raise ValueError\("the batch is bad"\)', text)
 
 
 def test_an_error_and_a_result_are_tables(outputs):
     html = outputs["error"][0]["data"]["text/html"]
     assert "failed first: TooBad: of a cell" in html
     assert "<summary>traceback of rank" in html
-    assert "  Cell In[1], line 11, in fail\n    raise TooBad(message)" in html
+    assert "in fail\n    raise TooBad(message)" in html
     html = outputs["result"][0]["data"]["text/html"]
     assert "<b>2 ranks succeeded</b>" in html
     assert '<td style="text-align:left">7</td>' in html
 
 
-def test_a_timeout_shows_the_cell_lines_of_the_ranks(outputs):
-    (output,) = outputs["timeout"]
-    assert output["ename"] == "RunTimeoutError"
-    assert "ranks 0-1: still at work in wait (" in output["evalue"]
-    assert "(Cell In[1]:15 in wait: threading.Event().wait())" in output["evalue"]
+def test_the_live_view_is_a_table_that_is_updated_in_place(cells):
+    (shown, value), messages = cells["view"]
+    assert value["data"]["text/plain"] == "[None, None]"
+    assert [kind for kind, _ in messages[:2]] == ["display_data", "update_display_data"]
+    assert any(re.match(r"step 2 of 4 \(50 %\).*; loss 0.5; 2 ranks running", text) for _, text in messages)
+    assert shown["data"]["text/plain"] == "step 4 of 4 (100 %); loss 0.25; 2 ranks returned"
+    assert shown["data"]["text/html"].count("<tr>") == 3
+    assert '<progress value="1.0000" max="1">' in shown["data"]["text/html"]
+    (value,), messages = cells["no view"]
+    assert value["data"]["text/plain"] == "[None, None]"
+    assert messages == []
+
+
+def test_a_notebook_without_a_user_has_no_prompt(outputs):
+    assert "breakpoint() can open no prompt: this notebook is executed without a user" in str(outputs["breakpoint"])
+    text = "".join(output["text"] for output in outputs["post-mortem"] if output["output_type"] == "stream")
+    assert text.count("debug='post_mortem' can open no prompt: this notebook is executed without a user") == 1
