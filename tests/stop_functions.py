@@ -20,22 +20,6 @@ def count_steps(steps=STEPS, seconds=0.0, first_step=0):
     return steps
 
 
-def add_up(seconds=0.0, steps=STEPS, first_step=0, total=0.0):
-    """As `count_steps`, with a collective in each step. Return the next step and the state, which depends on all steps."""
-    import torch
-    import torch.distributed
-
-    rng = random.Random(f"{seconds} {get_rank()} {first_step}")
-    for step in range(first_step, steps):
-        if mpwatch.should_stop(step):
-            return step, total
-        time.sleep(rng.uniform(0, seconds))
-        summand = torch.tensor(float(step * (get_rank() + 1)))
-        torch.distributed.all_reduce(summand)
-        total = 0.5 * total + float(summand)
-    return steps, total
-
-
 def get_rank():
     return mpwatch.current_worker().rank
 
@@ -47,12 +31,6 @@ def stop_itself(rank, at_step):
         if get_rank() == rank and step == at_step:
             assert mpwatch.request_stop()
     return None
-
-
-def never_ask(barrier):
-    """Rank 0 asks, and the others do not."""
-    barrier.wait()
-    return count_steps() if get_rank() == 0 else None
 
 
 def end_early(barrier):
@@ -78,11 +56,13 @@ def hold_on(event, signum=None):
     event.wait()
 
 
-def raise_after_request():
+def fail_after_request(is_killed):
     """Rank 0 requests a stop, and fails instead of saving."""
     for step in range(STEPS):
         if mpwatch.should_stop(step):
             if get_rank() == 0:
+                if is_killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError("the disk is full")
             return step
         if get_rank() == 0:
@@ -90,16 +70,10 @@ def raise_after_request():
     return None
 
 
-def die_after_request():
-    """Rank 0 requests a stop, and is killed before it returns."""
-    for step in range(STEPS):
-        if mpwatch.should_stop(step):
-            if get_rank() == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step
-        if get_rank() == 0:
-            mpwatch.request_stop()
-    return None
+def never_ask(barrier):
+    """Rank 0 asks, and the others do not."""
+    barrier.wait()
+    return count_steps() if get_rank() == 0 else None
 
 
 def fail_first(message="the first start"):

@@ -1,6 +1,7 @@
 """Ranks that are asked to save and return: `should_stop`, `request_stop` and the option `stop`."""
 
 import faulthandler
+import multiprocessing.resource_tracker
 import os
 import random
 import re
@@ -8,7 +9,6 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +16,6 @@ import mpwatch
 import stop_functions
 from mpwatch import WorkerGroup, WorkerState
 from mpwatch.events import CallStarted, Restarting, Stopping, WorkerExited, WorkerReady, WorkerStarted
-from mpwatch.os_support.signals import name_signal
 from stop_functions import STEPS
 from support import functions
 from support.process_state import SPAWN, children, is_alive
@@ -48,38 +47,39 @@ def kill_when(kind, signum, count=1):
     return observe
 
 
-def check_stopped(result, cause, ranks=3):
+def check_stopped(result, cause, ranks=2):
     assert result.state is WorkerState.SUCCEEDED
     assert list(result) == [result.stopped_at] * ranks
     assert 0 <= result.stopped_at < STEPS
     assert result.stop_cause == cause
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN + 3])
-def test_a_signal_stops_all_ranks_at_the_same_step(number):
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGINT"), (signal.SIGRTMIN + 3, "signal 37")]
+)
+def test_a_signal_stops_all_ranks_at_the_same_step(number, name):
     handler = signal.getsignal(number)
     events = []
-    observers = (events.append, kill_when(WorkerReady, number, 3))
-    result = mpwatch.run(stop_functions.count_steps, 3, stop=[number], on_event=observers)
-    name = name_signal(number)
+    observers = (events.append, kill_when(WorkerReady, number, 2))
+    result = mpwatch.run(stop_functions.count_steps, 2, stop=[number], on_event=observers)
     check_stopped(result, name)
     (stopping,) = (event for event in events if isinstance(event, Stopping))
-    assert (stopping.stop_cause, stopping.ranks) == (name, (0, 1, 2))
+    assert (stopping.stop_cause, stopping.ranks) == (name, (0, 1))
     assert stopping.after_step is None or stopping.after_step == result.stopped_at - 1
     assert signal.getsignal(number) is handler
 
 
-def test_a_rank_stops_all_ranks():
-    check_stopped(mpwatch.run(stop_functions.stop_itself, 3, args=(1, 5)), "request_stop() in rank 1")
-
-
-def test_an_observer_stops_all_ranks():
-    result = mpwatch.run(stop_functions.count_steps, 3, on_event=lambda event: mpwatch.request_stop())
-    check_stopped(result, "request_stop()")
-
-
-def test_the_end_of_the_time_stops_all_ranks():
-    check_stopped(mpwatch.run(stop_functions.count_steps, 3, stop=mpwatch.StopPolicy(after=0.5)), "StopPolicy(after=0.5)")
+@pytest.mark.parametrize(
+    ("fn", "args", "options", "cause"),
+    [
+        (stop_functions.stop_itself, (1, 5), {}, "request_stop() in rank 1"),
+        (stop_functions.count_steps, (), {"on_event": lambda event: mpwatch.request_stop()}, "request_stop()"),
+        (stop_functions.count_steps, (), {"stop": mpwatch.StopPolicy(after=0.5)}, "StopPolicy(after=0.5)"),
+    ],
+    ids=["a rank", "an observer", "the end of the time"],
+)
+def test_what_stops_all_ranks(fn, args, options, cause):
+    check_stopped(mpwatch.run(fn, 2, args=args, **options), cause)
 
 
 def test_nobody_is_asked_if_nothing_runs():
@@ -97,41 +97,39 @@ def test_a_handle_stops_its_own_ranks_only():
         mpwatch.submit(stop_functions.count_steps, 2) as second,
     ):
         first.request_stop()
-        check_stopped(first.result(), "request_stop() of its handle", ranks=2)
+        check_stopped(first.result(), "request_stop() of its handle")
         assert not second.done()
         assert mpwatch.request_stop()
-        check_stopped(second.result(), "request_stop()", ranks=2)
+        check_stopped(second.result(), "request_stop()")
 
 
 def test_a_signal_to_all_processes_is_for_the_watcher_alone():
     """SLURM sends its warning to each process of a job step: to the interpreters that are starting, too."""
+    tracker = multiprocessing.resource_tracker._resource_tracker._pid
+    signalled = []
 
     def observe(event):
         if isinstance(event, WorkerStarted):
             os.kill(event.pid, signal.SIGUSR1)
         elif isinstance(event, WorkerReady):
-            os.killpg(event_pids[event.ranks[0]], signal.SIGUSR1)
+            signalled[:] = children() - {tracker}
+            for pid in signalled:
+                os.kill(pid, signal.SIGUSR1)
+            assert all(map(is_alive, signalled))
 
-    event_pids = {}
-
-    def remember(event):
-        if isinstance(event, WorkerStarted):
-            event_pids[event.ranks[0]] = event.pid
-
-    result = mpwatch.run(
-        stop_functions.count_steps, 3, stop=mpwatch.StopPolicy(USR1, after=1.0), on_event=(remember, observe)
-    )
+    result = mpwatch.run(stop_functions.count_steps, 2, stop=mpwatch.StopPolicy(USR1, after=1.0), on_event=observe)
     check_stopped(result, "StopPolicy(after=1)")
+    assert len(signalled) == 3  # with the process that ends the ranks if this one is killed
 
 
 def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
-    with WorkerGroup(3, stop=USR1) as group:
+    with WorkerGroup(2, stop=USR1) as group:
         handle = group.submit(stop_functions.count_steps)
         handle.request_stop()
         check_stopped(handle.result(), "request_stop() of its handle")
         handle.request_stop()  # too late
         result = group.run(stop_functions.count_steps, (5,))
-        assert (list(result), result.stopped_at, result.stop_cause) == ([5] * 3, None, "")
+        assert (list(result), result.stopped_at, result.stop_cause) == ([5] * 2, None, "")
         result = group.run(stop_functions.stop_itself, (0, 3))
         check_stopped(result, "request_stop() in rank 0")
         os.kill(os.getpid(), signal.SIGUSR1)  # between two calls it is the program's
@@ -139,7 +137,7 @@ def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
 
 
 def test_a_signal_stops_the_call_that_the_main_thread_waits_for():
-    with WorkerGroup(3, stop=USR1, on_event=kill_when(CallStarted, signal.SIGUSR1)) as group:
+    with WorkerGroup(2, stop=USR1, on_event=kill_when(CallStarted, signal.SIGUSR1)) as group:
         check_stopped(group.run(stop_functions.count_steps), "SIGUSR1")
 
 
@@ -219,7 +217,7 @@ def request_later(seconds):
 def test_a_run_in_the_background_is_asked_from_its_start():
     with mpwatch.submit(stop_functions.count_steps, 2) as handle:
         assert mpwatch.request_stop()
-        check_stopped(handle.result(), "request_stop()", ranks=2)
+        check_stopped(handle.result(), "request_stop()")
     assert mpwatch.request_stop() is False
 
 
@@ -234,27 +232,7 @@ def request_in_handler():
 
 def test_a_signal_handler_of_a_rank_may_request_a_stop():
     result = mpwatch.run(request_in_handler, 2)
-    check_stopped(result, result.stop_cause, ranks=2)
-
-
-def test_the_guardian_survives_a_signal_to_all_processes():
-    """SLURM sends its warning to all processes of a job step."""
-    states = []
-
-    def observe(event):
-        if isinstance(event, WorkerReady) and event.ranks == (0,):
-            (guardian,) = (pid for pid in children() if b"guardian" in Path(f"/proc/{pid}/cmdline").read_bytes())
-            os.kill(guardian, signal.SIGUSR1)
-            states.append(is_alive(guardian))
-            mpwatch.request_stop()
-
-    mpwatch.run(stop_functions.count_steps, 1, stop=USR1, on_event=observe)
-    assert states == [True]
-
-
-def test_a_map_has_no_option_stop():
-    with pytest.raises(TypeError, match=r"map\(\) has no option 'stop': a map goes on"):
-        list(mpwatch.map(functions.double, [1], 1, stop=USR1))
+    check_stopped(result, result.stop_cause)
 
 
 def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
@@ -275,22 +253,16 @@ def test_ranks_that_end_before_they_ask_again_were_asked_nevertheless():
     assert (list(result), result.stopped_at, result.stop_cause) == ([0, 1], None, "request_stop()")
 
 
-def test_a_failure_after_the_request_is_a_failure_without_restart():
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 failed first: OSError: the disk is full") as caught:
-        mpwatch.run(stop_functions.raise_after_request, 2, max_restarts=3)
-    result = caught.value.result
-    assert result.notes == ("not restarted: a stop was requested (request_stop() in rank 0)",)
-    assert len(result.attempts) == 1
-
-
-def test_a_rank_that_is_killed_after_the_request_is_not_restarted():
-    with pytest.raises(mpwatch.RunFailedError, match="SIGKILL") as caught:
-        mpwatch.run(stop_functions.die_after_request, 2, max_restarts=3)
+@pytest.mark.parametrize(("is_killed", "text"), [(False, "OSError: the disk is full"), (True, "SIGKILL")])
+def test_a_failure_after_the_request_is_a_failure_without_restart(is_killed, text):
+    with pytest.raises(mpwatch.RunFailedError, match=rf"rank 0 .*{text}") as caught:
+        mpwatch.run(stop_functions.fail_after_request, 2, args=(is_killed,), max_restarts=3)
+    assert caught.value.result.notes == ("not restarted: a stop was requested (request_stop() in rank 0)",)
     assert len(caught.value.result.attempts) == 1
 
 
 def test_ranks_that_were_restarted_stop():
-    result = mpwatch.run(stop_functions.fail_first, 3, max_restarts=1)
+    result = mpwatch.run(stop_functions.fail_first, 2, max_restarts=1)
     check_stopped(result, "request_stop() in rank 0")
     assert result.restarts == 1
 
@@ -303,27 +275,15 @@ def test_a_request_before_a_restart_is_the_end():
     assert caught.value.result.notes == ("not restarted: a stop was requested (SIGUSR1)",)
 
 
-def test_the_same_signal_again_stops_at_once(received):
-    event = SPAWN.Event()
-    observer = kill_when(Stopping, signal.SIGUSR1)
-    with pytest.raises(mpwatch.RunFailedError, match="this process received SIGUSR1") as caught:
-        mpwatch.run(stop_functions.hold_on, 2, args=(event, signal.SIGUSR1), stop=USR1, on_event=observer, grace_period=60)
-    assert caught.value.result.state is WorkerState.STOPPED
-    assert received == [signal.SIGUSR1]
-
-
-def test_a_second_ctrl_c_is_a_ctrl_c():
-    event = SPAWN.Event()
-    observer = kill_when(Stopping, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(
-            stop_functions.hold_on,
-            2,
-            args=(event, signal.SIGINT),
-            stop=(signal.SIGINT,),
-            on_event=observer,
-            grace_period=60,
-        )
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGUSR1, mpwatch.RunFailedError), (signal.SIGINT, KeyboardInterrupt)])
+def test_the_same_signal_again_does_at_once_what_it_does(number, error, received):
+    arguments = {"args": (SPAWN.Event(), number), "stop": (number,), "on_event": kill_when(Stopping, number)}
+    with pytest.raises(error) as caught:
+        mpwatch.run(stop_functions.hold_on, 2, **arguments, grace_period=60)
+    if number == signal.SIGUSR1:
+        assert "this process received SIGUSR1" in str(caught.value)
+        assert caught.value.result.state is WorkerState.STOPPED
+        assert received == [signal.SIGUSR1]
 
 
 def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(received, caplog):
@@ -344,14 +304,6 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
     # on a busy machine, only one rank may have come to the line that waits
     begin = r"ranks 0-1 had not returned within StopPolicy\(timeout=0\.1\)(, |: rank 0, )at step 0 in "
     assert re.match(begin + r"\w+ \(stop_functions\.py:\d+ in ", caplog.messages[-1])
-
-
-def test_ranks_that_do_not_return_in_time_exceed_a_timeout():
-    event = SPAWN.Event()
-    with pytest.raises(
-        mpwatch.RunTimeoutError, match=r"a stop was requested \(StopPolicy\(after=0.1\)\), and ranks 0-1 had not"
-    ):
-        mpwatch.run(stop_functions.hold_on, 2, args=(event,), stop=mpwatch.StopPolicy(after=0.1, timeout=0.1))
 
 
 def test_a_program_ends_by_the_signal_if_the_ranks_do_not_return():
@@ -377,8 +329,9 @@ if __name__ == "__main__":
     assert line.startswith("a stop was requested (SIGTERM)")
 
 
-def test_a_log_warns_if_no_rank_asks(caplog):
-    with pytest.raises(mpwatch.RunTimeoutError):
+def test_ranks_that_never_ask_exceed_the_timeout_and_the_log_names_them(caplog):
+    overdue = r"a stop was requested \(StopPolicy\(after=0.1\)\), and ranks 0-1 had not"
+    with pytest.raises(mpwatch.RunTimeoutError, match=overdue):
         mpwatch.run(time.sleep, 2, args=(600,), stop=mpwatch.StopPolicy(after=0.1, timeout=0.1))
     asked, overdue = caplog.messages
     assert asked.startswith(

@@ -12,8 +12,8 @@ import pytest
 import mpwatch
 from mpwatch import RunFailedError, WorkerState
 from support import failing, functions
-from support.process_state import SPAWN, is_alive
-from support.programs import call, python
+from support.process_state import SPAWN, children, is_alive
+from support.programs import call
 
 
 def report_and_wait(barrier):
@@ -60,11 +60,6 @@ def submit_waiting(function=report_and_wait, *args, **options):
     return handle
 
 
-def list_pids(handle):
-    """Return the pids of the ranks."""
-    return [status.pid for status in handle._call.watcher_thread.take_statuses()]
-
-
 def test_the_result_of_a_run():
     handle = mpwatch.submit(functions.double, 2, args=(mpwatch.PerRank([1, 2]),), kwargs={"plus": 1})
     assert list(handle.result(60)) == [3, 5]
@@ -98,26 +93,17 @@ def test_a_failure_is_raised_by_result():
     assert result.root_cause.rank == 0
 
 
-def test_arguments_are_pickled_at_once():
+def test_arguments_are_checked_and_pickled_at_once():
     numbers = [1]
     handle = mpwatch.submit(len, 1, args=(numbers,))
     numbers.append(2)
     assert handle.result(60)[0] == 1
-
-
-def test_bad_arguments_are_refused_at_once():
     with pytest.raises(TypeError, match="fn must be callable"):
         mpwatch.submit(3, 1)
     with pytest.raises(TypeError, match="check must be True or False"):
         mpwatch.submit(functions.rank, 1, check=1)
     with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\], a _thread.lock, which cannot be sent"):
         mpwatch.submit(functions.double, 1, args=(threading.Lock(),))
-
-
-def test_a_handle_that_is_kept_to_the_end_of_the_program_prints_nothing():
-    program = "import mpwatch\nmpwatch.run(int, 1)\nhandle = mpwatch.submit(int, 1)\nprint(handle.result()[0])\n"
-    done = python("-", program=program)
-    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_it_can_be_looked_into():
@@ -139,27 +125,27 @@ def test_workers_are_those_of_the_last_restart():
         assert [worker.restart_count for worker in handle.workers] == [1, 1]
 
 
+# --- How it is stopped
+
+
 @pytest.mark.parametrize("function", [save_at_sigint, save_at_sigint_of_another_thread])
-def test_stop_interrupts_the_ranks_and_waits_for_them(tmp_path, function):
-    path = tmp_path / "checkpoint"
+def test_terminate_interrupts_the_ranks_and_waits_for_them(tmp_path, function):
+    path, before, after = tmp_path / "checkpoint", children(), []
     handle = submit_waiting(function, path)
-    pids = list_pids(handle)
+    handle.add_done_callback(lambda _: after.append(children()))
     handle.terminate()
     assert path.read_text() == "saved"
-    assert not any(map(is_alive, pids))
+    assert after == [before]  # a callback is called when nothing is left
     with pytest.raises(RunFailedError, match=r"^the run was stopped: terminate\(\) was called"):
         handle.result(0)
     assert handle.state is WorkerState.STOPPED
 
 
-def test_a_rank_that_ignores_it_is_killed():
+def test_a_rank_that_ignores_it_is_killed_after_the_grace_period_or_by_a_second_terminate():
     handle = submit_waiting(ignore_sigint_and_wait, grace_period=0.2, check=False)
     handle.terminate()
     result = handle.result(0)
     assert (result.state, result.reason) == (WorkerState.STOPPED, "the run was stopped: terminate() was called")
-
-
-def test_a_second_stop_kills_at_once():
     handle = submit_waiting(ignore_sigint_and_wait, grace_period=1000, check=False)
     first = threading.Thread(target=handle.terminate)
     first.start()
@@ -169,10 +155,9 @@ def test_a_second_stop_kills_at_once():
     assert handle.result(0).state is WorkerState.STOPPED
 
 
-def test_stop_before_the_ranks_have_started():
-    barrier = SPAWN.Barrier(3)
+def test_terminate_before_the_ranks_have_started():
     for _ in range(5):
-        handle = mpwatch.submit(report_and_wait, 2, args=(barrier,), check=False)
+        handle = mpwatch.submit(time.sleep, 2, args=(1000,), check=False)
         handle.terminate()
         assert handle.result(0).state is WorkerState.STOPPED
 
@@ -181,11 +166,11 @@ def test_an_observer_may_stop_its_run():
     handles, is_submitted = [], threading.Event()
 
     def stop_at_start(event):
-        if type(event).__name__ == "WorkerStarted":
+        if event.name == "worker_started":
             is_submitted.wait()
             handles[0].terminate()
 
-    handles.append(mpwatch.submit(report_and_wait, 2, args=(SPAWN.Barrier(3),), on_event=stop_at_start, check=False))
+    handles.append(mpwatch.submit(time.sleep, 2, args=(1000,), on_event=stop_at_start, check=False))
     is_submitted.set()
     assert handles[0].result(60).state is WorkerState.STOPPED
 
@@ -197,7 +182,7 @@ def test_a_block_that_raises_stops_the_run():
 
 
 def test_a_timeout():
-    handle = mpwatch.submit(report_and_wait, 2, args=(SPAWN.Barrier(3),), timeout=0.5, grace_period=0.1)
+    handle = mpwatch.submit(time.sleep, 1, args=(1000,), timeout=0.3, grace_period=0.1)
     with pytest.raises(mpwatch.RunTimeoutError):
         handle.result(60)
 
@@ -213,6 +198,9 @@ def test_a_fork_does_not_own_the_run():
             os._exit(4)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
         assert not handle.done()
+
+
+# --- How it ends with a program
 
 
 def print_pid_and_wait(barrier):
@@ -231,54 +219,46 @@ def run_in_a_daemon_thread():
     barrier.wait(60)
 
 
-@pytest.mark.parametrize("function", [end_while_a_run_goes_on, run_in_a_daemon_thread])
-def test_a_program_that_ends_stops_its_ranks(function):
+def raise_while_a_run_goes_on():
+    submit_waiting(print_pid_and_wait)
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "status"), [(end_while_a_run_goes_on, 0), (run_in_a_daemon_thread, 0), (raise_while_a_run_goes_on, 3)]
+)
+def test_a_program_that_ends_stops_its_ranks(function, status):
     began = time.monotonic()
-    ended = call(function)
+    ended = call(function, check=False)
     assert time.monotonic() - began < 60
-    assert ended.stderr == ""
+    assert (ended.returncode, ended.stderr) == (status, "")
     pids = ended.stdout.split()
     assert len(pids) == 2
     assert not any(is_alive(int(pid)) for pid in pids)
 
 
-def test_an_exception_in_the_program_does_not_wait_for_a_run():
-    program = """
-import time
-import mpwatch
+def keep_a_handle():
+    global handle  # until the program has ended
+    handle = mpwatch.submit(int, 1)
+    print(handle.result()[0])
 
-mpwatch.submit(time.sleep, 2, args=(1000,))
-raise SystemExit(3)
-"""
-    assert python("-c", program, check=False).returncode == 3
+
+def test_a_handle_that_is_kept_to_the_end_of_the_program_prints_nothing():
+    done = call(keep_a_handle)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def wait_and_be_interrupted():
+    barrier = SPAWN.Barrier(3)
+    with mpwatch.submit(report_and_wait, 2, args=(barrier,)) as handle:
+        threading.Thread(target=lambda: (barrier.wait(60), os.kill(os.getpid(), signal.SIGINT))).start()
+        try:
+            handle.result()
+        except KeyboardInterrupt:
+            print("interrupted")
+    print(handle.state.name)
+    assert not wait([handle], 0).not_done
 
 
 def test_ctrl_c_while_the_program_waits():
-    program = """
-import os, signal, threading, time
-import mpwatch
-
-def interrupt():
-    while not handle.workers or handle.state.name != "HEALTHY":
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
-
-with mpwatch.submit(time.sleep, 2, args=(1000,)) as handle:
-    threading.Thread(target=interrupt).start()
-    try:
-        handle.result()
-    except KeyboardInterrupt:
-        print("interrupted")
-print(handle.state.name)
-"""
-    assert python("-c", program).stdout == "interrupted\nSTOPPED\n"
-
-
-def test_callbacks_are_called_when_nothing_is_left():
-    alive = []
-    handle = submit_waiting(grace_period=1.0)
-    pids = list_pids(handle)
-    handle.add_done_callback(lambda _: alive.extend(map(is_alive, pids)))
-    handle.terminate()
-    wait([handle])
-    assert alive == [False, False]
+    assert call(wait_and_be_interrupted).stdout == "interrupted\nSTOPPED\n"
