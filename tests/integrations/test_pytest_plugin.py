@@ -52,6 +52,7 @@ def test_shards(shard):
 def test_fixtures_are_set_up_and_torn_down_in_the_rank(run_pytest, pytester):
     result = run_pytest(
         """
+import unittest
 pytestmark = pytest.mark.mpwatch(2)
 
 def note(text):
@@ -82,6 +83,13 @@ def test_letters(letter, pid, monkeypatch, capsys):
     print("captured")
     assert capsys.readouterr().out == "captured\\n"
 
+class TestOfUnittest(unittest.TestCase):
+    def setUp(self):
+        self.size = mpwatch.current_worker().world_size
+
+    def test_method(self):
+        self.assertEqual(self.size, 2)
+
 class TestClass:
     @classmethod
     def setup_class(cls):
@@ -101,7 +109,7 @@ class TestClass:
 """,
         conftest="import pytest\n@pytest.fixture\ndef of_conftest(): return '!'",
     )
-    result.assert_outcomes(passed=3)
+    result.assert_outcomes(passed=4)
     notes = "session module x! x-ends y! y-ends class module-ends session-ends "
     assert [(pytester.path / f"notes{rank}").read_text() for rank in range(2)] == [notes] * 2
 
@@ -256,24 +264,6 @@ def test_each_line_of_live_output_begins_with_its_rank(run_pytest, capture):
     result = run_pytest(f"@pytest.mark.mpwatch(2)\ndef test_it():\n    {source}\n", f"--capture={capture}")
     result.assert_outcomes(passed=1)
     assert {"[0] hello from 0", "[1] hello from 1"} <= {line.removeprefix("test_it.py ") for line in result.outlines}
-
-
-@pytest.mark.slow
-def test_unittest_classes_and_modules_of_the_same_name(run_pytest, pytester):
-    source = """
-import unittest, pytest, mpwatch
-class Test(unittest.TestCase):
-    def setUp(self):
-        self.size = mpwatch.current_worker().world_size
-    @pytest.mark.mpwatch(2)
-    def test_method(self):
-        self.assertEqual((self.size, "FOLDER"), (2, "one"))
-"""
-    for folder in ("one", "two"):
-        (pytester.mkdir(folder) / "test_same.py").write_text(source.replace("FOLDER", folder))
-    result = run_pytest("", "--import-mode=importlib", "one", "two")
-    result.assert_outcomes(passed=1, failed=1)
-    match_output(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
 
 
 def test_without_a_mark_nothing_is_imported(run_pytest):

@@ -113,14 +113,6 @@ def test_a_group_serves_many_cells(kernel):
     assert not any(is_alive(pid) for pid in first)
 
 
-def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, start_waiting_cell):
-    kernel.run("group = mpwatch.WorkerGroup(2)")
-    cell, processes = start_waiting_cell("group.run(wait, (FOLDER,))")
-    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
-    assert set(kernel.value("list(group.run(pids))")) == set(processes)
-    assert kernel.run("group.close()") == []
-
-
 def test_ranks_of_a_group_that_do_not_answer_an_interrupt_are_restarted(kernel, start_waiting_cell, tmp_path, eventually):
     kernel.run("group = mpwatch.WorkerGroup(2, grace_period=1000)")
     cell, processes = start_waiting_cell("group.run(wait_ignoring_signals, (FOLDER,))")
@@ -136,12 +128,20 @@ def test_ranks_of_a_group_that_do_not_answer_an_interrupt_are_restarted(kernel, 
     assert kernel.run("group.close()") == []
 
 
-def test_cells_with_magic_and_with_await(kernel):
+def test_cells_with_magic_with_await_and_beside_threads_and_tasks(kernel):
+    kernel.run("""
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+async def tick():
+    while True:
+        await asyncio.sleep(0.001)
+task = asyncio.ensure_future(tick())
+""")
     timed, value = kernel.run("%%time\nlist(mpwatch.run(lambda: 4, 2))")
     assert "Wall time" in timed["text"]
     assert value["data"]["text/plain"] == "[4, 4]"
     assert kernel.value("await asyncio.sleep(0)\nlist(mpwatch.run(lambda: 5, 2))") == [5, 5]
     assert kernel.value("list(await asyncio.to_thread(mpwatch.run, lambda: 6, 2))") == [6, 6]
+    assert kernel.value("task.cancel()")
 
 
 def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
@@ -150,20 +150,6 @@ def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
     assert interrupt_cell(kernel, cell)["ename"] == "RunFailedError"
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("1 + 1") == 2
-
-
-def test_threads_and_tasks_in_the_kernel(kernel):
-    kernel.run("""
-thread = threading.Thread(target=threading.Event().wait, daemon=True)
-thread.start()
-async def tick():
-    while True:
-        await asyncio.sleep(0.001)
-task = asyncio.ensure_future(tick())
-""")
-    assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
-    assert kernel.value("await asyncio.sleep(0)\nthread.is_alive() and not task.done()")
-    kernel.run("task.cancel()")
 
 
 def test_a_group_that_is_not_closed_ends_with_the_kernel(kernel, eventually):

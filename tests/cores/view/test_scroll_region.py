@@ -76,18 +76,6 @@ def test_a_view_that_grows_and_shrinks(emulator):
     assert text_rows(emulator) == [*numbered(1, 8), *[f"after {height}" for height in heights]]
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(40, 14), (60, 10), (60, 20)])
-def test_a_terminal_that_grows(emulator, columns, rows):
-    region = ScrollRegion()
-    send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
-    draw(emulator, region, VIEW)
-    emulator.screen.resize(rows, columns)
-    draw(emulator, region, VIEW)
-    send(emulator, "more\n")
-    assert emulator.rows()[-2:] == VIEW
-    assert sum("==" in row for row in emulator.all_rows()) == 2
-
-
 def test_another_program_may_have_reset_the_terminal(emulator):
     """As when `reset` is run while this program is stopped."""
     region = ScrollRegion()
@@ -121,11 +109,6 @@ def test_an_unfinished_line_stays_when_the_view_is_removed(emulator, line):
     draw(emulator, region, VIEW)
     send(emulator, region.recover())
     assert text_rows(emulator) == ["one", line.strip()]
-
-
-def test_nothing_is_released_before_rows_are_reserved():
-    region = ScrollRegion()
-    assert region.release() == region.recover() == region.draw(COLUMNS, ROWS, []) == ""
 
 
 @pytest.mark.parametrize("column", [0, 1, 20, COLUMNS - 1, COLUMNS])

@@ -43,19 +43,18 @@ def call_set_trace(_):
     return 1
 
 
-def read_terminal(_):
-    with open("/dev/tty") as terminal:
-        return terminal.readline()
-
-
-def stop_in_a_thread(_):
-    thread = threading.Thread(target=loop, args=([0, 1],), name="worker")
-    thread.start()
-    thread.join()
-    return 1
-
-
-def stop_in_a_fork(_):
+def stop_elsewhere(_):
+    """Come to a breakpoint in a thread of rank 0 and in a fork of rank 1. Rank 2 reads the terminal."""
+    if rank() == 0:
+        thread = threading.Thread(target=loop, args=([0],), name="worker")
+        thread.start()
+        thread.join()
+        return "joined"
+    if rank() == 2:
+        try:
+            return open("/dev/tty")
+        except OSError as error:
+            return str(error)
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:

@@ -47,10 +47,7 @@ def print_in_every_way():
     libc.fflush(None)
     subprocess.run(["echo", "program"], check=True)
     os.write(1, b"\xff descriptor\n")
-
-
-def print_in_c(text):
-    ctypes.CDLL(None).printf(text)
+    libc.printf(b"not flushed")
 
 
 def print_lines_at_exit(lines):
@@ -75,11 +72,10 @@ def print_and_count_lines(lines, written):
         written.value = n + 1
 
 
-def print_and_kill_itself(number=signal.SIGKILL):
+def print_and_kill_itself():
     print("last line")
     print("without an end", end="", flush=True)
-    sys.stderr.write("oh\nno\n")
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def print_in_c_and_crash():
@@ -132,19 +128,6 @@ def print_later(event, text):
         print(text)
 
     threading.Thread(target=wait_and_print, daemon=True).start()
-
-
-def print_half_a_line_during_restart(is_restarted):
-    """Rank 1 fails and is restarted while rank 0 has printed half a line."""
-    me = mpwatch.current_worker()
-    if me.rank == 0:
-        print("begun, ", end="", flush=True)
-        is_restarted.wait()
-        print("and ended")
-    elif me.restart_count:
-        is_restarted.wait()
-    else:
-        raise ValueError("bad")
 
 
 def show_progress_bar(steps):
