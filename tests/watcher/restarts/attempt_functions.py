@@ -26,13 +26,13 @@ def describe_self():
     return me.restart_count, me.master_port, {name: os.environ[name] for name in VARIABLES}, os.getpid()
 
 
-def fails(failures, failing=1, barriers=None, error=ValueError):
+def fails(failures, failing=1, barriers=None):
     """Raise in the first `failures` attempts on rank `failing`, once all ranks run; the others wait. Later describe the rank."""
     if barriers is not None:
         barriers[attempt()].wait()
     if attempt() < failures:
         if rank() == failing:
-            raise error(f"attempt {attempt()}")
+            raise ValueError(f"attempt {attempt()}")
         wait_to_be_stopped()
     return describe_self()
 
@@ -165,13 +165,6 @@ def fails_while_another_awaits_its_restart(has_failed):
         has_failed.wait()
         raise KeyError("no restart")
     wait_to_be_stopped()
-
-
-def rank_0_returns_before_rank_1_fails(event):
-    """Raise on rank 1 in the first attempt, after rank 0 has returned."""
-    if rank() == 1 and attempt() == 0:
-        assert event.wait(30)
-        raise ValueError("late")
 
 
 def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
