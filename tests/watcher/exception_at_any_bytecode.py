@@ -14,7 +14,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -22,6 +21,7 @@ from multiprocessing import resource_tracker
 
 import mpwatch
 from support import failing, functions
+from support.process_state import difference, state
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
@@ -85,24 +85,6 @@ class Thrower:
         return self._step
 
 
-def read_process_state():
-    descriptors = {}
-    for entry in os.listdir("/proc/self/fd"):
-        if os.path.exists(path := f"/proc/self/fd/{entry}"):
-            descriptors[entry] = os.readlink(path)
-    tasks = os.listdir("/proc/self/task")
-    wakeup_fd = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(wakeup_fd)
-    return {
-        "descriptors": descriptors,
-        "threads": (threading.active_count(), len(tasks)),
-        "children": [open(f"/proc/self/task/{task}/children").read() for task in tasks],
-        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
-        "wake-up descriptor": wakeup_fd,
-        "environment": dict(os.environ),
-    }
-
-
 def run():
     mpwatch.run(functions.rank, 1)
 
@@ -137,40 +119,25 @@ def throw_at(what, at):
             what()
         except ThrownError as thrown:
             return str(thrown)
-        except (
-            mpwatch.RunFailedError
-        ) as error:  # raised while a value was unpickled: mpwatch reports it as a failure of that
+        except mpwatch.RunFailedError as error:  # raised while a value was unpickled: mpwatch reports a failure of that
             reason = error.__cause__ and error.__cause__.__cause__
             return str(reason) if isinstance(reason, ThrownError) else None
     return None
 
 
-def wait_for_dropped_groups():
-    """Wait for a group that was not fully created or closed: the garbage collector deletes it, and then its ranks exit.
+def settle(before, seconds):
+    """Return the state of this process, as soon as it is as before, or after so many seconds.
 
-    Also wait for the threads of calls, for which `close` does not always wait. Such a thread refers to its group, so the
-    garbage collector cannot delete the group before the thread has ended.
+    The garbage collector deletes a group that was not fully created or closed, and then its ranks exit.
     """
-    deadline = time.monotonic() + 10.0
-    while has_threads() and time.monotonic() < deadline:
-        collect_garbage()
-        for thread in list_threads():
-            thread.join(0.01)
-    collect_garbage()  # objects that the threads held
-
-
-def list_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("mpwatch")]
-
-
-def has_threads():
-    """Return whether mpwatch has a thread in this process. In the kernel, a thread ends a bit later than in Python."""
-    return bool(list_threads()) or len(os.listdir("/proc/self/task")) > threading.active_count()
-
-
-def collect_garbage():
-    with suppress(BufferError):  # CPython can raise it for views of views that are collected together
-        gc.collect()
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(BufferError):  # CPython can raise it for views of views that are collected together
+            gc.collect()
+        after = state()
+        if after == before or time.monotonic() > deadline:
+            return after
+        signal.sigtimedwait([], 0.01)
 
 
 def main(what, first, stride):
@@ -178,16 +145,15 @@ def main(what, first, stride):
     what()
     with Thrower(0) as counter:
         what()
-    wait_for_dropped_groups()
-    thrown, before = 0, read_process_state()
+    thrown, before = 0, settle(None, 1)
+    gc.freeze()  # what is here stays: a collection of all of it would take longer than the run
     for at in range(first, counter.count, stride):
         where = throw_at(what, at)
         thrown += where is not None
-        wait_for_dropped_groups()
-        after = read_process_state()
+        after = settle(before, 0 if what is run else 10)  # a run has left nothing when it raises
         for name in before:
             if before[name] != after[name]:
-                print(f"place {at}, {where}: {name}: {before[name]} -> {after[name]}")
+                print(f"place {at}, {where}: {name}: {difference(before[name], after[name])}")
         before = after
     print(f"thrown {thrown} times at {counter.count} places")
 

@@ -19,20 +19,6 @@ def spin(gate):
     return mpwatch.current_worker().rank, mpwatch.current_worker().restart_count
 
 
-def spin_when_terminated(gate):
-    """As `spin`. At SIGTERM, spin until the file `gate` exists, and then end with status 0."""
-
-    def save(*_):
-        os.write(1, b"saving\n")
-        while not os.path.exists(gate):
-            pass
-        os.write(1, b"saved\n")
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, save)
-    spin(f"{gate} that never exists")
-
-
 def fail_once_then_spin(gate):
     if not mpwatch.current_worker().restart_count:
         raise ConnectionError
@@ -44,18 +30,6 @@ def fail_once_then_spin(gate):
 
 def run(gate, options):
     print(*mpwatch.run(spin, 2, args=(gate,), **options), flush=True)
-
-
-def run_that_is_terminated(gate, options):
-    mpwatch.run(spin_when_terminated, 2, args=(gate,), **options)
-
-
-def run_that_suspends_itself(gate):
-    def suspend(event):
-        if event.name == "call_started":
-            os.kill(os.getpid(), signal.SIGTSTP)
-
-    run(gate, {"on_event": suspend})
 
 
 def run_with_a_restart(gate):

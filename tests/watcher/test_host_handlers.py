@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import faulthandler
 import gc
 import logging
 import os
@@ -138,19 +137,6 @@ def test_a_signal_during_a_run_reaches_the_event_loop_of_the_host():
         assert await asyncio.wait_for(called.wait(), 10)
 
     asyncio.run(main())
-
-
-def handle_sigterm_in_c():
-    faulthandler.register(signal.SIGTERM, chain=False)
-    mpwatch.run(functions.rank, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("still here")
-
-
-def test_signals_that_c_code_handles_are_left_alone():
-    done = call(handle_sigterm_in_c)
-    assert done.stdout == "still here\n"
-    assert "most recent call first" in done.stderr
 
 
 @in_own_process

@@ -3,7 +3,6 @@
 import importlib
 import os
 import sys
-import threading
 
 import pytest
 
@@ -66,40 +65,6 @@ def test_a_module_of_a_later_call_of_a_group_is_refused(make_module):
         assert type(caught.value.__cause__) is RuntimeError
         assert "at the import of module late, line 5 (" in str(caught.value.__cause__)
         assert list(group.run(list_ranks)) == [[0]]
-
-
-class SetsInRank:
-    """An argument that calls `meet` in the rank while it is unpickled."""
-
-    def __getstate__(self):
-        return os.getpid()
-
-    def __setstate__(self, pid):
-        if os.getpid() != pid:
-            meet()
-
-
-def meet():
-    """Have the thread that `start_thread` has started start ranks, and wait until it has."""
-    may_start.set()
-    thread.join()
-
-
-def start_thread():
-    global may_start, thread, results
-    may_start, results = threading.Event(), []
-    thread = threading.Thread(target=lambda: may_start.wait() and results.append(list_ranks()), daemon=True)
-    thread.start()
-
-
-def return_results(_):
-    return results
-
-
-def test_a_thread_of_an_earlier_call_may_start_ranks_while_the_next_call_is_loaded():
-    with mpwatch.WorkerGroup(1) as group:
-        group.run(start_thread)
-        assert list(group.run(return_results, (SetsInRank(),))) == [[[0]]]
 
 
 def test_a_module_that_the_function_imports_starts_ranks_once(make_module):

@@ -169,19 +169,6 @@ def test_no_limit_counts_the_suspension(start):
     assert program.finish() == (0, RESULT, "")
 
 
-def test_the_grace_period_does_not_count_the_suspension(start):
-    program = start(suspended_functions.run_that_is_terminated, {"grace_period": 2})
-    program.send(signal.SIGTERM)
-    assert [program.read_line() for _ in range(2)] == ["saving\n"] * 2
-    del program.pids[1::2]  # the helpers are dead
-    program.suspend()
-    stay_suspended(2.5)
-    program.resume()
-    status, out, err = program.finish()
-    assert (status, out) == (-signal.SIGTERM, "saved\n" * 2)
-    assert err.startswith("the run was stopped: this process received SIGTERM\n")
-
-
 def list_descendants(pid):
     """Return the ranks of a program, and the processes that they have started."""
     tasks = list(Path(f"/proc/{pid}/task").iterdir())
@@ -201,15 +188,6 @@ def test_no_rank_is_started_during_a_suspension(start):
     program.resume()
     program.read_pids(2)
     assert program.finish()[:2] == (0, "(0, 1) (1, 1)\n")
-
-
-def test_a_program_whose_observer_runs_is_suspended_at_once(start):
-    program = start(suspended_functions.run_that_suspends_itself, ranks=0)
-    program.wait_for_stop()
-    wait_until(lambda: have_all_stopped(list_descendants(program.process.pid)))
-    program.resume()
-    program.read_pids(2)
-    assert program.finish() == (0, RESULT, "")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

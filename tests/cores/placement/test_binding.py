@@ -79,16 +79,13 @@ def test_each_rank_has_the_numa_node_of_its_gpu(machine):
     assert choose(machine, range(4), [1, 1, 0, 0]) == [[2, 3], [2, 3], [0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
-def test_without_gpus_the_numa_nodes_are_dealt_out(machine, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "nodes_of_ranks"), [(1, [[0, 1, 2, 3]]), (2, [[0, 1], [2, 3]]), (6, [[0], [0], [1], [2], [2], [3]])]
+)
+def test_without_gpus_the_numa_nodes_are_dealt_out(machine, ranks, nodes_of_ranks):
     machine.add_sockets(2, 4, nodes_per_package=2)
-    nodes = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    expected = {
-        1: [nodes[0] + nodes[1] + nodes[2] + nodes[3]],
-        2: [nodes[0] + nodes[1], nodes[2] + nodes[3]],
-        6: [nodes[node] for node in (0, 0, 1, 2, 2, 3)],
-    }
-    assert choose(machine, range(8), [None] * ranks) == expected.get(ranks, [nodes[4 * n // ranks] for n in range(ranks)])
+    expected = [[cpu for node in nodes for cpu in (2 * node, 2 * node + 1)] for nodes in nodes_of_ranks]
+    assert choose(machine, range(8), [None] * ranks) == expected
 
 
 def test_a_node_without_allowed_cpus_is_treated_as_unknown(machine):

@@ -67,11 +67,6 @@ def joins_the_watchers_process_group():
     os.setpgid(0, os.getpgid(os.getppid()))
 
 
-def tries_to_lead_a_session():
-    with contextlib.suppress(PermissionError):  # the rank already leads a process group
-        os.setsid()
-
-
 def starts_a_helper_that_ignores_all_signals():
     read, write = os.pipe()
     if os.fork() == 0:

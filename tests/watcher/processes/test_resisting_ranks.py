@@ -37,7 +37,6 @@ RESISTING = (
     f.closes_all_descriptors,
     f.closes_its_stderr,
     f.joins_the_watchers_process_group,
-    f.tries_to_lead_a_session,
     f.starts_a_helper_that_ignores_all_signals,
 )
 WAITING = {  # whether SIGKILL is needed
