@@ -13,10 +13,10 @@ import pytest
 
 import mpwatch
 from engines import functions
+from mpwatch import events
 from support.process_state import is_alive
 from support.programs import ENV
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 END_SECONDS = 10.0  # after the death of the driver
 
 FAILURES = [
@@ -27,6 +27,18 @@ FAILURES = [
     (functions.make_closure_over_lock(), {}),
     (functions.wait, {"grace_period": -1}),
 ]
+
+
+def check_values(result):
+    """Check the result of `functions.report` in two ranks on each of two nodes. Return the pids of the watchers."""
+    assert [rank for rank, *_ in result] == [0, 1, 2, 3]
+    assert [int(array[-1]) for *_, array in result] == [0, 1, 2, 3]
+    assert [worker.group_rank for worker in result.workers] == [0, 0, 1, 1]
+    assert not any(is_alive(pid) for _, pid, *_ in result)
+    result[0][-1][0] = 7  # it can be written to
+    watchers = {watcher for _, _, watcher, _ in result}
+    assert len(watchers) == 2
+    return watchers
 
 
 def check_failure(run, fn, options):
@@ -46,27 +58,12 @@ def _normalize(text):
     return [line for line in lines if not line.startswith(("  rank", "  the return values"))]
 
 
-def check_digits(run):
-    """Train the example on two nodes of two ranks."""
-    pytest.importorskip("sklearn")
-    sys.path.append(str(EXAMPLES))
-    try:
-        import train_digits
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    result = run(train_digits.train, 2, nodes=2, args=(3,), kwargs={"verbose": False}, backend="gloo")
-    assert len(result) == 4
-    assert result[0].losses == result[3].losses
-    assert result[0].accuracy >= 0.85
-
-
-def check_four_nodes(run):
-    """Run one rank on each of four nodes."""
-    result = run(functions.report_pid, 1, nodes=4)
-    assert [rank for rank, _, _ in result] == [0, 1, 2, 3]
-    assert [worker.group_rank for worker in result.workers] == [0, 1, 2, 3]
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank 3 on node 3 .*: RankError: the disk is full"):
-        run(functions.raise_in_rank_3, 1, nodes=4)
+def check_large_values(run):
+    size = 50 << 20
+    for rank, array in enumerate(run(functions.return_bytes, 2, nodes=2, args=(size,))):
+        assert array.nbytes == size
+        assert int(array[-1]) == rank
+        array[0] = 7  # it can be written to
 
 
 def check_begin_without_room(run, caplog):
@@ -74,6 +71,21 @@ def check_begin_without_room(run, caplog):
     caplog.set_level("INFO", "mpwatch")
     assert list(run(functions.wait_for_world_size, 1, nodes=(1, 3), args=(2,))) == [0, 1]
     assert "the cluster has no room for more nodes now; the job begins with 2 of at most 3" in caplog.text
+
+
+def check_ctrl_c(run):
+    """Press Ctrl-C as soon as the ranks are called. All ranks are gone when `run` raises."""
+    pids = RankPids()
+
+    def interrupt(event):
+        pids(event)
+        if isinstance(event, events.CallStarted):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(functions.wait, 2, nodes=2, on_event=interrupt)
+    assert pids.pids
+    assert not any(is_alive(pid) for pid in pids.pids.values())
 
 
 def interrupt(*_, **__):
@@ -88,36 +100,42 @@ class RankPids:
         self.pids = {}
 
     def __call__(self, event):
-        if isinstance(event, mpwatch.events.WorkerStarted):
+        if isinstance(event, events.WorkerStarted):
             self.pids[event.ranks[0]] = event.pid
 
 
-class KillAllWatchers(RankPids):
-    """Kills the watchers of all ranks as soon as these have started.
+class KillWatchers(RankPids):
+    """Kills the watchers of some ranks when all of these ranks have started, `total` in all. This is done once."""
 
-    Args:
-        ranks: how many ranks there are.
-        attempts: in how many attempts.
-    """
-
-    def __init__(self, ranks, attempts=1):
+    def __init__(self, ranks, total):
         super().__init__()
-        self.ranks, self.attempts = ranks, attempts
+        self.ranks, self.total, self.killed = ranks, total, set()
 
     def __call__(self, event):
         super().__call__(event)
-        if len(self.pids) == self.ranks and event.attempt < self.attempts:
-            for watcher in {find_parent(pid) for pid in self.pids.values()}:
+        if len(self.pids) == self.total and not self.killed:
+            self.first_pids = dict(self.pids)
+            self.killed = {find_parent(self.pids[rank]) for rank in self.ranks}
+            for watcher in self.killed:
                 os.kill(watcher, signal.SIGKILL)
-            self.pids = {}
+
+
+def check_loss_of_a_node(run):
+    """Kill the watcher of rank 2. A new node takes its place, and all ranks are restarted."""
+    kill = KillWatchers([2], total=4)
+    result = run(functions.wait_for_second_start, 2, nodes=2, max_restarts=2, node_timeout=3.0, on_event=kill)
+    assert [(rank, restarts) for rank, restarts, _ in result] == [(rank, 1) for rank in range(4)]
+    watchers = {watcher for *_, watcher in result}
+    assert len(watchers) == 2
+    assert watchers.isdisjoint(kill.killed)
+    wait_until(lambda: not any(is_alive(pid) for pid in kill.first_pids.values()))
 
 
 def check_loss_of_all_nodes(run):
     """Lose both nodes at the same time. New nodes restart the ranks."""
-    result = run(
-        functions.wait_for_second_start, 1, nodes=2, max_restarts=1, node_timeout=3.0, on_event=KillAllWatchers(ranks=2)
-    )
-    assert list(result) == [(0, 1), (1, 1)]
+    kill = KillWatchers([0, 1], total=2)
+    result = run(functions.wait_for_second_start, 1, nodes=2, max_restarts=1, node_timeout=3.0, on_event=kill)
+    assert [(rank, restarts) for rank, restarts, _ in result] == [(0, 1), (1, 1)]
     assert result.restarts == 1
 
 
@@ -154,9 +172,8 @@ def start_driver(lines, *arguments, stderr=subprocess.DEVNULL):
     """
     program = DRIVER + "".join(f"    {line}\n" for line in lines)
     env = {**os.environ, "PYTHONPATH": ENV["PYTHONPATH"], "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], env=env, stdout=subprocess.PIPE, stderr=stderr, text=True
-    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def check_death_of_driver(driver, signum=signal.SIGKILL):

@@ -13,9 +13,13 @@ class RankError(Exception):
     """Raised by a rank."""
 
 
-def report_pid():
-    worker = mpwatch.current_worker()
-    return worker.rank, os.getpid(), np.full(100_000, worker.rank)
+def get_rank():
+    return mpwatch.current_worker().rank
+
+
+def report():
+    """Return the rank, its pid, that of its watcher, and an array."""
+    return get_rank(), os.getpid(), os.getppid(), np.full(100_000, get_rank())
 
 
 def wait():
@@ -23,25 +27,25 @@ def wait():
 
 
 def raise_in_rank_3():
-    if mpwatch.current_worker().rank == 3:
+    if get_rank() == 3:
         raise RankError("the disk is full")
     signal.pause()
 
 
 def exit_in_rank_3():
-    if mpwatch.current_worker().rank == 3:
+    if get_rank() == 3:
         os._exit(7)
     signal.pause()
 
 
 def kill_rank_3():
-    if mpwatch.current_worker().rank == 3:
+    if get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
 def return_lock_in_rank_3():
-    return threading.Lock() if mpwatch.current_worker().rank == 3 else None
+    return threading.Lock() if get_rank() == 3 else None
 
 
 def make_closure_over_lock():
@@ -50,25 +54,20 @@ def make_closure_over_lock():
 
 
 def wait_for_second_start():
+    """Return the rank, the number of restarts, and the pid of the watcher."""
     if mpwatch.current_worker().restart_count == 0:
         signal.pause()
-    return mpwatch.current_worker().rank, mpwatch.current_worker().restart_count
+    return get_rank(), mpwatch.current_worker().restart_count, os.getppid()
 
 
 def return_bytes(size):
-    return np.full(size, mpwatch.current_worker().rank, dtype=np.uint8)
+    return np.full(size, get_rank(), dtype=np.uint8)
 
 
 def wait_for_world_size(size):
     if mpwatch.current_worker().world_size != size:
         signal.pause()
-    return mpwatch.current_worker().rank
-
-
-def report_steps(steps):
-    for step in range(steps):
-        mpwatch.report(step=step + 1, total=steps)
-    return steps
+    return get_rank()
 
 
 def read_environment(name):
