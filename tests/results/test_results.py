@@ -1,0 +1,154 @@
+"""Results, failures, errors and collectives as programs and notebooks see them."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+
+import mpwatch
+from mpwatch import (
+    Collective,
+    CollectiveState,
+    FailureKind,
+    ProcessFailure,
+    Progress,
+    RunFailedError,
+    RunResult,
+    RunTimeoutError,
+    WorkerState,
+)
+from support import failing
+
+FAILED, STOPPED = WorkerState.FAILED, WorkerState.STOPPED
+
+
+def failure(rank, kind=FailureKind.EXIT, **more):
+    return ProcessFailure(
+        rank=rank, local_rank=rank, pid=1, hostname="h", kind=kind, **{"exit_code": 3, "elapsed": 1.0, **more}
+    )
+
+
+def failed_result(*failures, states=()):
+    by_rank = {each.rank: each for each in failures}
+    states = dict(states) | dict.fromkeys(by_rank, FAILED)
+    return RunResult(FAILED, failures=by_rank, root_cause=failures[0], worker_states=states)
+
+
+def text_of(result):
+    return str(RunFailedError(result)).splitlines()
+
+
+def test_a_failure_says_what_happened():
+    killed, exited = failure(0, FailureKind.SIGNAL, signal=9, exit_code=137), failure(1, elapsed=0.0)
+    text = "was killed by SIGKILL (not sent by mpwatch: the out-of-memory killer, or somebody's kill -9)"
+    assert [str(killed), str(exited)] == [f"rank 0: {text}", "rank 1: ended with exit code 3 and no result"]
+    assert text_of(failed_result(killed, exited)) == [f"rank 0 {text}", "  rank 1: ended with exit code 3 and no result"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 2], "ranks 1-2"), ([5, 9, 2, 1, 3], "ranks 1-3, 5, 9"), ([1, 3], "ranks 1, 3")],
+)
+def test_ranks_with_the_same_fate_share_a_line(ranks, text):
+    result = failed_result(failure(0), states=dict.fromkeys(ranks, STOPPED))
+    assert text_of(result)[1:] == [f"  {text}: stopped by the watcher"]
+
+
+EVIDENCE = "its program sent no sign of life for 15 s (node_timeout)"
+LOSS = {"group_rank": 1, "node_ranks": (2, 3), "hostname": "gpu7", "kind": FailureKind.LOST, "evidence": EVIDENCE}
+LOST_RANKS = [replace(failure(rank), **LOSS) for rank in (2, 3)]
+
+
+def test_a_lost_node_is_the_subject_of_the_verdict():
+    assert text_of(failed_result(*LOST_RANKS, states={0: STOPPED, 1: STOPPED})) == [
+        f"node 1 (gpu7) with ranks 2-3 was lost: {EVIDENCE}",
+        "  ranks 0-1: stopped by the watcher",
+    ]
+    assert str(LOST_RANKS[1]) == f"rank 3: lost with node 1 (gpu7): {EVIDENCE}"
+
+
+def test_the_ranks_of_a_lost_node_share_a_line_if_another_rank_failed_first():
+    assert text_of(failed_result(failure(0), *LOST_RANKS))[1:] == [f"  ranks 2-3: lost with node 1 (gpu7): {EVIDENCE}"]
+
+
+def test_the_report_of_a_run_without_failure_has_the_last_steps():
+    def report_of(*steps):
+        reports = [Progress(step=step, total=total, metrics={}, elapsed=1.0) for step, total in steps]
+        return text_of(RunResult(STOPPED, progress=dict(enumerate(reports)), reason="the run was stopped"))
+
+    few = "  last reports: ranks 0-1 at step 30 of 100; rank 2 at step 12 of 100; rank 4 at step 7"
+    assert report_of((30, 100), (30, 100), (12, 100), (None, None), (7, None)) == ["the run was stopped", few]
+    assert report_of(*((step, 100) for step in range(9)))[1] == "  last reports: ranks 0-8 at steps 0 to 8"
+
+
+def test_the_repr_of_a_result_counts_ranks_and_failures():
+    workers = mpwatch.run(failing.rank, 2).workers
+    result = replace(failed_result(failure(0), failure(1)), workers=workers)
+    assert repr(result) == "<RunResult FAILED: 2 ranks, 2 failures>"
+    one = replace(failed_result(failure(0)), workers=workers[:1])
+    assert repr(one) == "<RunResult FAILED: 1 rank, 1 failure>"
+
+
+@pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
+def test_every_error_can_be_pickled_and_copied(kind):
+    def fail():
+        raise ValueError("x", lambda: None)
+
+    error = kind(mpwatch.run(fail, 1, check=False))
+    assert repr(error) == f"{kind.__name__}({error.result.verdict!r})"
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(back) is kind
+        assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
+        assert back.result.verdict.startswith("rank 0 failed first: ValueError: ")
+        assert back.root_cause.exception.args[0] == "x"
+        assert back.__cause__ is back.root_cause.exception
+
+
+def test_is_running():
+    assert {state for state in WorkerState if state.is_running} == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "all_reduce #3 (default group)"),
+        ({"group": "1 (pair)", "place": "a.py:1 in f"}, "all_reduce #3 (group 1 (pair)) at a.py:1 in f"),
+        ({"group": "0123456789" * 4}, "all_reduce #3 (group 01234567)"),
+        ({"input_shapes": ((16, 4),), "input_dtypes": ("float32",)}, "all_reduce #3 (float32[16, 4], default group)"),
+        ({"input_shapes": ((),), "input_dtypes": ("int64",)}, "all_reduce #3 (int64[], default group)"),
+        ({"output_shapes": ((2,), (2,)), "output_dtypes": ("int8",) * 2}, "all_reduce #3 (2 x int8[2], default group)"),
+        (
+            {"input_shapes": ((2,), (3,), (4,)), "input_dtypes": ("int8",) * 3},
+            "all_reduce #3 (int8[2] and 2 more, default group)",
+        ),
+    ],
+)
+def test_a_collective_in_words(fields, text):
+    state = CollectiveState.WAITING
+    collective = Collective(
+        **{"name": "all_reduce", "sequence": 3, "group": "default", "ranks": (0, 1), "state": state, **fields}
+    )
+    assert str(collective) == text
+
+
+# --- tables of notebooks
+
+
+def test_the_table_of_values_is_short_and_escaped():
+    table = RunResult(WorkerState.SUCCEEDED, return_values={0: "<b>", 1: [1] * 1000})._repr_html_()
+    assert "&lt;b&gt;" in table
+    assert len(table) < 1000
+    many = RunResult(WorkerState.SUCCEEDED, return_values={n: n for n in range(512)})._repr_html_()
+    assert (many.count("<tr>"), "480 more" in many) == (33, True)
+
+
+def test_the_table_of_a_group():
+    with mpwatch.WorkerGroup(3) as group:
+        group.run(failing.rank)
+        table = group._repr_html_()
+        assert "<b>WorkerGroup of ranks 0-2</b>" in table
+        assert "HEALTHY: the ranks are ready" in table
+        assert '<th style="text-align:left">restarts</th><td style="text-align:left">never</td>' in table
+        assert "backend" not in table
+    assert "STOPPED: closed" in group._repr_html_()
