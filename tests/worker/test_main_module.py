@@ -16,8 +16,12 @@ SCRIPT = (PROGRAMS / "script.py").read_text()
 
 @pytest.mark.parametrize(
     ("args", "stdin"),
-    [(["main_programs/script.py"], None), (["-m", "main_programs.script"], None), (["-c", SCRIPT], None), (["-"], SCRIPT)],
-    ids=["script without a guard", "module of a package", "python -c", "program on stdin"],
+    [
+        pytest.param(["main_programs/script.py"], None, id="script without a guard"),
+        pytest.param(["-c", SCRIPT], None, id="python -c"),
+        pytest.param(["-m", "main_programs.script"], None, id="module of a package", marks=pytest.mark.slow),
+        pytest.param(["-"], SCRIPT, id="program on stdin", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_have_the_functions_classes_and_globals_of_the_program(args, stdin):
     output = python(*args, program=stdin, cwd=PROGRAMS.parent).stdout

@@ -110,7 +110,16 @@ def test_a_resisting_rank_raises(prepare):
     assert outcome.seconds < (GRACE + BOUND if needs_sigkill else SOON)
 
 
-@pytest.mark.parametrize("prepare", RESISTING, ids=name)
+HARD_TO_CLEAN_UP = (
+    f.closes_all_descriptors,
+    f.joins_the_watchers_process_group,
+    f.starts_a_helper_that_ignores_all_signals,
+)
+
+
+@pytest.mark.parametrize(
+    "prepare", [p if p in HARD_TO_CLEAN_UP else pytest.param(p, marks=pytest.mark.slow) for p in RESISTING], ids=name
+)
 def test_a_resisting_rank_is_killed(prepare):
     outcome = resist(LONG, prepare, f.dies)
     assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
