@@ -3,19 +3,16 @@
 It runs in an empty folder. The last line of its output is JSON with the results.
 """
 
-import copy
 import json
 import os
 import signal
 import threading
 import warnings
-from dataclasses import astuple, dataclass
 
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DataParallelStrategy
 from lightning_fabric.strategies import DDPStrategy as FabricDDP
-from lightning_fabric.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
@@ -50,13 +47,6 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Silent(Line):
-    """Does not return which weights it has not loaded."""
-
-    def load_state_dict(self, *args, **kwargs):
-        super().load_state_dict(*args, **kwargs)
-
-
 class Sharded(Line):
     """Each rank has half of every weight, and a layer and a checkpoint callback that the caller does not have."""
 
@@ -88,19 +78,6 @@ class SetUpInRanks(Callback):
         self.counts.update(state)
 
 
-class TornDown(Callback):
-    """Has no state after `teardown`."""
-
-    def setup(self, trainer, module, stage):
-        self.count = 0
-
-    def teardown(self, trainer, module, stage):
-        del self.count
-
-    def state_dict(self):
-        return {"count": self.count}
-
-
 class Recorder(Callback):
     """Records the environment of its rank as its state. Kills rank 1 in the second epoch of the first attempt."""
 
@@ -113,7 +90,6 @@ class Recorder(Callback):
             "local_rank": os.environ["LOCAL_RANK"],
             "rank": mpwatch.current_worker().rank,
             "port": os.environ["MASTER_PORT"] == str(mpwatch.current_worker().master_port),
-            "launched": trainer.strategy.launcher.launch(os.getpid, trainer=trainer) == os.getpid(),
             "random": torch.rand(()).item(),
         }
 
@@ -155,19 +131,11 @@ def fit_without_launcher():
     return weights(module), trainer_in_rank.world_size, trainer_in_rank.callback_metrics["loss"].item()
 
 
-@dataclass(frozen=True)
-class Answer:
-    rank: int
-    total: float
-    trainer: str
-    parent: int
-
-
 def in_fabric(fabric, factor, lazy, trainer):
     fabric.launch()  # has no effect in a rank
     lazy(torch.ones(1, 3))
     total = fabric.all_reduce(torch.tensor(factor * (fabric.global_rank + 1.0)), reduce_op="sum")
-    return Answer(fabric.global_rank, total.item(), trainer, fabric.strategy.launcher.launch(os.getppid))
+    return fabric.global_rank, total.item(), trainer, os.getppid()
 
 
 def get_error_text(function):
@@ -181,7 +149,7 @@ results = {"me": ME, "first": weights(model())}
 
 module = model()
 results["random"] = torch.rand(()).item()
-module = model(Silent).share_memory()  # like a model that ddp_spawn has trained. All ranks would write to it
+module = model().share_memory()  # like a model that ddp_spawn has trained. All ranks would write to it
 recorder = Recorder()
 events = []
 fit_trainer = trainer(
@@ -196,9 +164,7 @@ first, second = fit_trainer.checkpoint_callbacks
 results["fit"] = {
     "weights": weights(module),
     "recorder": recorder.record,
-    "state": [fit_trainer.state.fn, fit_trainer.state.status, fit_trainer.state.stage],
-    "epochs": fit_trainer.current_epoch,
-    "steps": fit_trainer.global_step,
+    "state": [fit_trainer.state.fn, fit_trainer.state.status, fit_trainer.current_epoch, fit_trainer.global_step],
     "metrics": [
         fit_trainer.callback_metrics["loss"].item(),
         fit_trainer.logged_metrics["loss"].item(),
@@ -210,20 +176,10 @@ results["fit"] = {
     "second": os.path.dirname(second.best_model_path) == second.dirpath,
     "restarts": events[-1].restarts,
 }
-fit_trainer.save_checkpoint("caller.ckpt")
-results["saved_steps"] = torch.load("caller.ckpt")["global_step"]
 results["predictions"] = torch.cat(fit_trainer.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
-results["metrics_after_predict"] = {
-    **fit_trainer.callback_metrics,
-    **fit_trainer.logged_metrics,
-    **fit_trainer.progress_bar_metrics,
-}
+results["metrics_after_predict"] = fit_trainer.callback_metrics | fit_trainer.logged_metrics
 results["expected_predictions"] = module.layer(DATA.tensors[0][::2]).flatten().tolist()
 results["fit_again"] = get_error_text(lambda: fit_trainer.fit(module, loader()))
-
-early_trainer = trainer(watched(DDPStrategy()), logger=CSVLogger("early"), enable_checkpointing=True)
-early_trainer.predict(model(), loader())
-results["dirpath_before_fit"] = early_trainer.checkpoint_callback.dirpath
 
 results["plain"] = mpwatch.run(fit_without_launcher, 2)[0]
 
@@ -231,7 +187,7 @@ sharded = model(Sharded)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    sharded_trainer = trainer(parallel, enable_checkpointing=True, callbacks=[TornDown(), SetUpInRanks()])
+    sharded_trainer = trainer(parallel, enable_checkpointing=True, callbacks=[SetUpInRanks()])
     sharded_trainer.fit(sharded, loader(shuffle=True))
 results["sharded"] = weights(sharded)
 results["checkpoint"] = [
@@ -241,17 +197,11 @@ results["checkpoint"] = [
 results["warned"] = [str(warning.message) for warning in caught if "caller" in str(warning.message)]
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=watched(FabricDDP()))
-results["fabric"] = astuple(
-    fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own")
-)
+results["fabric"] = fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own")
 results["fabric_alone"] = get_error_text(fabric.launch)
-results["is_spawning"] = isinstance(fabric.strategy.launcher, _MultiProcessingLauncher)
 
-copied = copy.deepcopy(fit_trainer).strategy
-results["copied"] = [copied.launcher is not fit_trainer.strategy.launcher, copied.launcher._strategy is copied]
 results["errors"] = {
     "name": get_error_text(lambda: watched("ddp")),
-    "class": get_error_text(lambda: watched(DDPStrategy)),
     "one process": get_error_text(lambda: watched(DataParallelStrategy())),
     "used": get_error_text(lambda: watched(fit_trainer.strategy)),
     "option": get_error_text(lambda: watched(DDPStrategy(), backend="gloo")),
