@@ -119,16 +119,6 @@ def ignore_interrupts_unless_first(number):
             continue
 
 
-def fork_at_one(number):
-    if number == 1 and os.fork():
-        os.wait()
-    return number
-
-
-def call_map(number):
-    return list(mpwatch.map(square, range(number), 2))
-
-
 def ask_three_times(first):
     """Ask `should_stop` about three steps."""
     return [mpwatch.should_stop(first + step) for step in range(3)]

@@ -1,11 +1,9 @@
 """Functions that raise in expressions of many forms. The lines are long, short, nested and of several lines on purpose."""
 
-# ruff: noqa: F401, PLR0133, RUF059
+# ruff: noqa: F401, RUF059
 # fmt: off
 
-import contextlib
 import dataclasses
-import functools
 import linecache
 from types import SimpleNamespace
 
@@ -37,11 +35,6 @@ def call_of_several_lines():
     )
 
 
-def call_that_takes_no_such_argument():
-    return returns(1, 2)(
-        3,
-        4,
-    )
 
 
 def chained_attributes():
@@ -67,16 +60,10 @@ def generator_expression():
     )
 
 
-def condition():
-    return 1 if zero else 2 / zero
 
 
-def comparison():
-    return 1 < "a" < 3
 
 
-def boolean_operators():
-    return zero or (nothing and 1) or 1 % zero
 
 
 def unpacking():
@@ -84,8 +71,6 @@ def unpacking():
     return first
 
 
-def assertion():
-    assert returns(zero) == 1, f"{zero} is not one"
 
 
 def formatted_text():
@@ -106,27 +91,14 @@ def raise_in_a_handler():
         chained_attributes()
 
 
-def with_statement():
-    with contextlib.suppress(KeyError), returns(nothing):
-        pass
 
 
 def import_statement():
     from contextlib import no_such_name
 
 
-def fails_first(fn):
-    @functools.wraps(fn)
-    def wrapped(*args):
-        return fn(*args) / zero
-
-    return wrapped
 
 
-@fails_first
-@functools.lru_cache
-def decorated():
-    return 1
 
 
 @dataclasses.dataclass
@@ -179,7 +151,7 @@ def endless_recursion():
 EXAMPLES = [
     value
     for value in list(vars().values())
-    if getattr(value, "__module__", "") == __name__ and callable(value) and value not in (returns, fails_first, Point)
+    if getattr(value, "__module__", "") == __name__ and callable(value) and value not in (returns, Point)
 ]
 
 

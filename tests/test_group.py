@@ -13,7 +13,7 @@ import pytest
 import mpwatch
 from mpwatch import WorkerGroup, WorkerState
 from support import failing, functions
-from support.process_state import SPAWN, children, is_alive
+from support.process_state import SPAWN, is_alive
 from support.programs import python
 
 
@@ -82,13 +82,6 @@ def test_an_import_that_fails_is_told_at_the_first_call():
         assert isinstance(failed.value.__cause__, ModuleNotFoundError)
         assert list(group.run(functions.rank)) == [0]
         assert {worker.restart_count for worker in group.workers} == {0}
-
-
-def test_a_group_that_is_never_called():
-    group = WorkerGroup(2)
-    assert group.state in (WorkerState.INIT, WorkerState.HEALTHY)
-    assert len(children()) >= 2
-    group.close()
 
 
 @pytest.mark.parametrize(

@@ -51,18 +51,6 @@ def test_a_group_that_is_forgotten_ends(eventually):
     assert not any(is_alive(pid) for pid in pids)
 
 
-def forget_a_group():
-    group = WorkerGroup(1)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
-    del group
-    thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_a_forgotten_group_ends_even_if_warnings_are_errors():
-    assert "ResourceWarning: a WorkerGroup was not closed" in call(forget_a_group).stderr
-
-
 def keep_a_group_open(path):
     global group  # lives until the program ends
     group = WorkerGroup(1)

@@ -135,16 +135,6 @@ def test_calls_of_the_same_rank_run_in_their_order(group):
         assert group.run(append, ("end",), ranks=rank)[rank] == [*(n for n in range(40) if n % 4 in kinds), "end"]
 
 
-def test_many_calls_may_wait(group):
-    """A call that waits has no thread."""
-    first = submit_waiting(group, [0])
-    threads = threading.active_count()
-    handles = [group.submit(functions.double, (number,), ranks=0) for number in range(300)]
-    assert threading.active_count() == threads
-    first.terminate()
-    assert [handle.result(60)[0] for handle in handles] == [2 * number for number in range(300)]
-
-
 def test_a_call_can_be_awaited(group):
     async def run():
         results = await asyncio.gather(*(group.submit(functions.double, (rank,), ranks=rank) for rank in range(3)))
@@ -336,19 +326,6 @@ def test_a_block_that_raises_stops_the_calls():
     assert waiting.cancelled()
     with pytest.raises(RunFailedError, match=r"terminate\(\) was called"):
         running.result(0)
-
-
-def test_a_forgotten_handle_and_a_handle_that_outlives_its_group(eventually):
-    group = WorkerGroup(1)
-    group.submit(functions.rank)
-    handle = group.submit(functions.rank)
-    assert handle.result(60)[0] == 0
-    pids = pids_of(group)
-    with pytest.warns(ResourceWarning):  # noqa: PT031  the thread of the call may keep the group for a moment
-        del group  # the handle does not keep its ranks
-        eventually(lambda: not any(thread.name.startswith("mpwatch") for thread in threading.enumerate()))
-    assert not any(map(is_alive, pids))
-    assert handle.result(0)[0] == 0
 
 
 def test_the_timeout_begins_with_the_call(group):

@@ -267,10 +267,6 @@ def test_sys_exit_without_an_error_is_a_value_of_none():
     assert list(mpwatch.map(fn.exit_successfully, range(3), 2)) == [None] * 3
 
 
-def test_the_copy_of_a_function_that_forks_sends_no_value():
-    assert list(mpwatch.map(fn.fork_at_one, range(5), 1)) == list(range(5))
-
-
 def test_a_function_that_a_rank_cannot_load(tmp_path, monkeypatch):
     (tmp_path / "only_in_this_test.py").write_text("def f(item): return item\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -280,15 +276,6 @@ def test_a_function_that_a_rank_cannot_load(tmp_path, monkeypatch):
     with pytest.raises(RunFailedError, match="not in a rank") as caught:
         list(mpwatch.map(only_in_this_test.f, range(5), 2))
     assert not isinstance(caught.value, ItemFailedError)
-
-
-def test_a_map_in_a_map():
-    assert list(mpwatch.map(fn.call_map, [2, 3], 1)) == [[0, 1], [0, 1, 4]]
-
-
-def test_two_maps_at_once():
-    first, second = (mpwatch.map(fn.square, range(20), 2) for _ in range(2))
-    assert list(zip(first, second, strict=True)) == [(number * number,) * 2 for number in range(20)]
 
 
 def test_observers_and_environment():
@@ -314,20 +301,6 @@ def interrupt_twice():
 
 def test_a_second_ctrl_c_kills_the_ranks():
     in_own_process(interrupt_twice)
-
-
-def interrupt_while_items_run():
-    values = mpwatch.map(fn.sleep_unless_first, range(10), 2)
-    next(values)
-    threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    started_at = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        next(values)
-    assert time.monotonic() - started_at < 10
-
-
-def test_ctrl_c_stops_the_ranks():
-    in_own_process(interrupt_while_items_run)
 
 
 def leave_an_iterator_behind():

@@ -168,16 +168,6 @@ def test_objects_of_multiprocessing_are_shared():
     queue.close()
 
 
-def test_more_descriptors_than_one_message_takes():
-    pipes = [os.pipe() for _ in range(150)]
-    connections = [multiprocessing.connection.Connection(fd) for pipe in pipes for fd in pipe]
-    readers, writers = connections[::2], connections[1::2]
-    mpwatch.run(lambda writers: [writer.send_bytes(b"x") for writer in writers] and None, 1, args=(writers,))
-    assert all(reader.recv_bytes() == b"x" for reader in readers)
-    for connection in connections:
-        connection.close()
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_rank_can_start_processes_by_any_method(method):
     def start(method):

@@ -153,17 +153,18 @@ def test_an_exit_status_is_that_of_the_rank(failing):
     assert (error.exit_code, error.root_cause.rank) == (3, 1)
 
 
-def test_a_syntax_error_names_the_script(tmp_path):
+@pytest.mark.parametrize(
+    ("args", "options", "text"),
+    [
+        (["wrong.py"], {}, r"SyntaxError: invalid syntax \(wrong.py, line 1\)$"),
+        ([], {"module": "nothing_here"}, "ModuleNotFoundError: there is no module nothing_here that can be run"),
+    ],
+)
+def test_a_script_that_cannot_run_is_named(args, options, text, tmp_path, monkeypatch):
     write(tmp_path, wrong="x = = 3")
-    with pytest.raises(mpwatch.RunFailedError, match=r"SyntaxError: invalid syntax \(wrong.py, line 1\)$"):
-        mpwatch.run(mpwatch.Script(tmp_path / "wrong.py"), nprocs=1)
-
-
-def test_a_module_that_does_not_exist_is_named():
-    with pytest.raises(
-        mpwatch.RunFailedError, match=r"ModuleNotFoundError: there is no module nothing_here that can be run"
-    ):
-        mpwatch.run(mpwatch.Script(module="nothing_here"), nprocs=1)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(mpwatch.RunFailedError, match=text):
+        mpwatch.run(mpwatch.Script(*args, **options), nprocs=1)
 
 
 def get_main(name):

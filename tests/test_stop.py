@@ -151,15 +151,6 @@ def test_only_the_ranks_of_a_call_stop():
         assert handle.result().stop_cause == "request_stop() of its handle"
 
 
-def test_independent_ranks_stop_at_steps_of_their_own():
-    policy = mpwatch.RestartPolicy(0, scope="worker")
-    result = mpwatch.run(
-        stop_functions.count_steps, 3, kwargs={"seconds": 0.01}, max_restarts=policy, stop=mpwatch.StopPolicy(after=0.5)
-    )
-    assert result.state is WorkerState.SUCCEEDED
-    assert result.stopped_at == max(result)
-
-
 def fail_or_wait_for_stop():
     """Rank 0 fails at once. The others wait until they are asked to stop, and then save for a while."""
     if functions.rank() == 0:
@@ -214,27 +205,6 @@ def request_later(seconds):
     return mpwatch.request_stop()
 
 
-def test_a_run_in_the_background_is_asked_from_its_start():
-    with mpwatch.submit(stop_functions.count_steps, 2) as handle:
-        assert mpwatch.request_stop()
-        check_stopped(handle.result(), "request_stop()")
-    assert mpwatch.request_stop() is False
-
-
-def request_in_handler():
-    """Request a stop in a signal handler, again and again, while this rank sends messages."""
-    signal.signal(signal.SIGALRM, lambda *_: mpwatch.request_stop())
-    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
-    step = stop_functions.count_steps()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return step
-
-
-def test_a_signal_handler_of_a_rank_may_request_a_stop():
-    result = mpwatch.run(request_in_handler, 2)
-    check_stopped(result, result.stop_cause)
-
-
 def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
     result = mpwatch.run(stop_functions.never_ask, 3, args=(barrier,), stop=mpwatch.StopPolicy(after=0.5))
     assert result[0] == result.stopped_at
@@ -246,11 +216,6 @@ def test_a_rank_that_has_returned_has_passed_its_last_step(barrier, nprocs):
     result = mpwatch.run(stop_functions.end_early, nprocs, args=(barrier,))
     assert result[1] == [False] * 12
     assert result[0] == result.stopped_at >= 12
-
-
-def test_ranks_that_end_before_they_ask_again_were_asked_nevertheless():
-    result = mpwatch.run(functions.rank, 2, on_event=lambda event: mpwatch.request_stop())
-    assert (list(result), result.stopped_at, result.stop_cause) == ([0, 1], None, "request_stop()")
 
 
 @pytest.mark.parametrize(("is_killed", "text"), [(False, "OSError: the disk is full"), (True, "SIGKILL")])
@@ -348,15 +313,20 @@ def test_a_fork_of_a_rank_neither_stops_nor_asks():
     ("step", "error", "text"),
     [
         (1.5, TypeError, r"should_stop\(\) takes the step as an int, not a float"),
-        ("1", TypeError, r"should_stop\(\) takes the step as an int, not a str"),
         (1 << 64, ValueError, "64 bits"),
     ],
 )
-def test_a_step_is_an_int(step, error, text):
-    with WorkerGroup(1) as group:
-        with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
-            group.run(stop_functions.ask, (step,))
-        assert isinstance(caught.value.__cause__, error)
+def test_a_step_is_an_int_of_64_bits(step, error, text):
+    with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
+        mpwatch.run(stop_functions.ask, 1, args=(step,))
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_signals_need_the_main_thread():
+    with pytest.raises(ValueError, match="the signals of stop= need a run in the main thread"):
+        mpwatch.submit(functions.rank, 1, stop=USR1)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="the signals of stop= need a run in the main"):
+        pool.submit(mpwatch.run, functions.rank, 1, stop=USR1).result()
 
 
 def test_a_signal_that_c_code_handles_is_refused():
@@ -366,24 +336,6 @@ def test_a_signal_that_c_code_handles_is_refused():
             mpwatch.run(functions.rank, 1, stop=[signal.SIGUSR2])
     finally:
         faulthandler.unregister(signal.SIGUSR2)
-
-
-def test_signals_need_the_main_thread():
-    text = "the signals of stop= need a run in the main thread"
-    with pytest.raises(ValueError, match=text):
-        mpwatch.submit(functions.rank, 1, stop=USR1)
-    errors = []
-
-    def run():
-        try:
-            mpwatch.run(functions.rank, 1, stop=USR1)
-        except ValueError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert text in errors[0]
 
 
 # --- random instants

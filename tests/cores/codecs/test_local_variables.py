@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from mpwatch.wire.exceptions import local_variables
-from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.exceptions.local_variables import MAX_TEXT, MAX_VARIABLES, STOPPED, format_local_variables
 
 FIRST_20 = ", ".join(map(str, range(20)))
@@ -104,8 +103,3 @@ def test_texts_variables_and_frames_are_bounded():
     assert len(texts_of(space["many"])[0]) == MAX_VARIABLES
     texts = texts_of(recurse, 500)
     assert (len(texts), texts[0]["depth"], texts[500]["depth"]) == (100, "500", "0")
-
-
-def test_an_exception_without_variables_starts_no_thread(monkeypatch):
-    monkeypatch.setattr(threading, "Thread", None)
-    assert ExceptionEncoder(KeyError("x")).locals()

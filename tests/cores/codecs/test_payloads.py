@@ -1,7 +1,6 @@
 """Arguments and return values within one process: they arrive whole, large ones without a copy, and memory is freed."""
 
 import ctypes
-import gc
 import os
 import sys
 from pathlib import Path
@@ -152,22 +151,6 @@ def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
     row[:] = 1
     del row
     assert list_mappings() == before
-
-
-@both_ways
-def test_a_finaliser_in_a_cycle_may_look_at_what_came(sent):
-    """A weakref callback of the mapping would run before the finalizer."""
-    seen = []
-
-    class Node:
-        def __del__(self):
-            seen.append(self.view[5])
-
-    node = Node()
-    node.me, node.view = node, sent(memoryview(bytes(range(256)) * MIN_BUFFER_SIZE))
-    del node
-    gc.collect()
-    assert seen == [5]
 
 
 class Unpicklable:
