@@ -16,7 +16,7 @@ submitit = pytest.importorskip("submitit")
 
 from engines import cases, functions, slurm_stand_in  # noqa: E402
 from engines.cases import wait_until  # noqa: E402
-from mpwatch.events import CallStarted, WorkerStarted  # noqa: E402
+from mpwatch.events import CallStarted  # noqa: E402
 from mpwatch.integrations.submitit import Job, run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -210,17 +210,17 @@ def preempt(slurm, folder):
     slurm_stand_in.scancel(slurm, "101", "--signal", "USR2")
 
 
-class PreemptAfterCalls:
-    """An observer that preempts the job when both of its nodes have called their ranks."""
+def make_observer(slurm, folder):
+    """Return an observer that preempts the job when both of its nodes have called their ranks."""
+    started = []
 
-    def __init__(self, slurm, folder):
-        self.slurm, self.folder, self.calls = slurm, folder, 0
-
-    def __call__(self, event):
+    def observe(event):
         if isinstance(event, CallStarted):
-            self.calls += 1
-            if self.calls == 2:
-                preempt(self.slurm, self.folder)
+            started.append(event)
+            if len(started) == 2:
+                preempt(slurm, folder)
+
+    return observe
 
 
 def check_steps(folder, ranks, end):
@@ -231,7 +231,7 @@ def check_steps(folder, ranks, end):
 
 
 def test_a_preempted_job_stops_at_the_same_step_and_run_submits_it_again(slurm, slurm_executor, tmp_path):
-    observe = PreemptAfterCalls(slurm, tmp_path)
+    observe = make_observer(slurm, tmp_path)
     result = run(slurm_executor, count_to, 2, nodes=2, args=(0, str(tmp_path)), on_event=observe)
     assert result.stopped_at is None
     assert sorted(slurm_stand_in.list_states(slurm)) == ["101", "102"]
@@ -239,27 +239,10 @@ def test_a_preempted_job_stops_at_the_same_step_and_run_submits_it_again(slurm, 
 
 
 def test_without_requeues_the_result_says_where_all_ranks_have_stopped(slurm, slurm_executor, tmp_path):
-    observe = PreemptAfterCalls(slurm, tmp_path)
+    observe = make_observer(slurm, tmp_path)
     result = run(slurm_executor, count_to, 2, nodes=2, args=(0, str(tmp_path)), on_event=observe, max_requeues=0)
     assert list(result) == [result.stopped_at] * 4
     assert sorted(slurm_stand_in.list_states(slurm)) == ["101"]
-
-
-def test_a_job_that_is_preempted_while_its_ranks_start_is_submitted_again(slurm, slurm_executor):
-    signalled = []
-
-    def preempt_at_once(event):
-        if isinstance(event, WorkerStarted) and not signalled:
-            signalled.append(event)
-            slurm_stand_in.scancel(slurm, "101", "--signal", "USR2")
-
-    def stop_or_return_job():
-        job = os.environ["SLURM_JOB_ID"]
-        while job == "101" and not mpwatch.should_stop(0):
-            pass
-        return job
-
-    assert list(run(slurm_executor, stop_or_return_job, 2, nodes=2, on_event=preempt_at_once)) == ["102"] * 4
 
 
 # ---- Job objects

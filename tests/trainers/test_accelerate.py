@@ -7,7 +7,6 @@ import pytest
 
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
-from notebooks.kernels import Kernel
 from support.ports import free_port
 from support.programs import ENV, call, python
 from trainers import trainer_programs
@@ -112,23 +111,3 @@ def test_bad_arguments_are_named(arguments, message):
 def test_accelerate_starts_ranks_on_two_nodes():
     done = call(trainer_programs.launch_on_two_nodes, env={**ENV, "PYTHONWARNINGS": "ignore"})
     assert done.stdout.splitlines()[-1] == "0 of 2 1 of 2"
-
-
-@pytest.mark.slow
-def test_in_a_notebook():
-    """The kernel has an Accelerator already. Values and exceptions have the classes of its cells."""
-    kernel = Kernel()
-    try:
-        kernel.run("from accelerate import Accelerator\nfrom mpwatch.integrations.accelerate import notebook_launcher")
-        kernel.run("class TooBad(Exception): pass\nmine, scale = Accelerator(), 3")
-        kernel.run("def train(x):\n    if x < 0: raise TooBad(x)\n    return Accelerator().num_processes, x * scale")
-        assert kernel.value("list(notebook_launcher(train, args=(5,), num_processes=2))") == [(2, 15), (2, 15)]
-        (shown,) = kernel.run("notebook_launcher(train, (-1,), 2)")
-        assert shown["ename"] == "RunFailedError"
-        assert "failed first: TooBad: -1 (Cell In[3]:2 in train" in shown["evalue"]
-        assert kernel.value("import sys\ncause = sys.last_value.__cause__\ntype(cause) is TooBad, cause.args") == (
-            True,
-            (-1,),
-        )
-    finally:
-        kernel.close()

@@ -4,42 +4,11 @@ import json
 
 import pytest
 
-from notebooks.kernels import Kernel
 from support.programs import ENV, call
 from trainers import trainer_programs as programs
 
 pytestmark = pytest.mark.slow
 QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}  # Lightning uses what torch has deprecated
-
-CELL = """
-import torch
-from lightning.pytorch import LightningModule
-from trainers import mean
-
-class Mean(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-    def training_step(self, batch):
-        return (self.weight - batch.mean()).square()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-mean.Mean = Mean
-trainer, model = mean.fit(1)
-"""
-
-
-def test_a_trainer_in_a_notebook():
-    kernel = Kernel()
-    try:
-        kernel.run(CELL)
-        values = kernel.value(
-            "type(model) is Mean, 0 < model.weight.item() < 1, trainer.global_step, trainer.state.finished"
-        )
-        assert values == (True, True, 4, True)
-    finally:
-        kernel.close()
 
 
 def test_lightning_trains_on_two_nodes():

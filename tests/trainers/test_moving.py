@@ -79,23 +79,23 @@ def test_the_process_group_is_made_by_backend_or_by_the_function(spawned):
         assert list(mpwatch.run(all_reduced, 2, args=(5,), backend=backend)) == spawned["values"]
 
 
-@row("`except ProcessRaisedException as error:`, whose text has the traceback")
-def test_the_cause_is_the_exception_itself(spawned):
-    text, cause = spawned["raised"]
+@row(
+    "`except ProcessRaisedException as error:`, whose text has the traceback",
+    "`except ProcessExitedException as error:`, then `error.exit_code`",
+)
+@pytest.mark.parametrize(
+    ("fail", "cause", "exit_code"), [(lambda: {}["lr"], KeyError, 1), (lambda: os._exit(3), type(None), 3)]
+)
+def test_the_error_has_the_exception_itself_and_the_exit_code(spawned, fail, cause, exit_code):
+    text, their_cause = spawned["raised"]
     assert "KeyError: 'lr'" in text
-    assert cause == "None"
+    assert their_cause == "None"
+    assert spawned["exited"] == 3
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(lambda: {}["lr"], 2)
-    assert type(caught.value.__cause__) is KeyError
-    assert caught.value.__cause__.args == ("lr",)
-
-
-@row("`except ProcessExitedException as error:`, then `error.exit_code`")
-def test_the_error_has_the_exit_code(spawned):
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(os._exit, 2, args=(3,))
-    assert caught.value.exit_code == spawned["exited"] == 3
-    assert caught.value.root_cause.kind is mpwatch.FailureKind.EXIT
+        mpwatch.run(fail, 2)
+    assert type(caught.value.__cause__) is cause
+    assert caught.value.exit_code == exit_code
+    assert caught.value.root_cause.kind is (mpwatch.FailureKind.EXIT if exit_code == 3 else mpwatch.FailureKind.EXCEPTION)
 
 
 @row("`context = mp.spawn(fn, join=False)`, then `while not context.join(): ...`")

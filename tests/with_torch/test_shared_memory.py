@@ -23,9 +23,7 @@ def call_with_own_shared_memory(function, *args, size="1g"):
     return call(function, *args, within=command, env={**ENV, "PYTHONWARNINGS": "ignore"}).stdout
 
 
-@pytest.mark.parametrize(
-    "context", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
-)
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_files_of_killed_workers_are_removed_when_the_rank_has_returned(context):
     made, left = ast.literal_eval(call_with_own_shared_memory(programs.kill_workers, context))
     assert (made, left) == (2, [])

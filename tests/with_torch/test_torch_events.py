@@ -130,9 +130,7 @@ def run_with_a_rank_restarted_alone():
     return history.change_state(WorkerState.SUCCEEDED, 3.0).end(3.1)
 
 
-NO_NODES = EventHistory(is_multi_node=True).change_state(WorkerState.FAILED, 1.0)
-NO_PROCESS = EventHistory().change_state(WorkerState.FAILED, 0.1)
-NOT_STARTED = [("TERMINATED", 0), ("TERMINATED", 1), ("FAILED", None)]
+NO_NODES = EventHistory(is_multi_node=True).change_state(WorkerState.FAILED, 1.0).end(1.0, reason="no node")
 STARTS = [("START", 0), ("START", 1)]
 
 
@@ -153,14 +151,7 @@ STARTS = [("START", 0), ("START", 1)]
             {"run_total": [], "stopped": [1]},
             id="interrupted",
         ),
-        pytest.param(NO_NODES.end(1.0, reason="no node"), [("FAILED", None)], "no node", {}, id="no rendezvous"),
-        pytest.param(
-            NO_PROCESS.end(0.1, reason="no process"),
-            NOT_STARTED,
-            "no process",
-            {"run_failed_no_retries": [1]},
-            id="not started",
-        ),
+        pytest.param(NO_NODES, [("FAILED", None)], "no node", {}, id="no rendezvous"),
         pytest.param(
             closed_group(),
             [*STARTS, ("SUCCEEDED", 0), ("FAILED", 1), ("SUCCEEDED", None)],
@@ -195,17 +186,8 @@ def test_ranks_of_several_nodes_have_the_numbers_of_their_round(recorded):
     send_events(moved_node_run())
     last = [line for line in recorded.events if line["source"] == "WORKER"][-1]["metadata"]
     assert (last["run_id"], last["group_rank"], last["rdzv_backend"]) == ("job", 1, "c10d")
-    details = json.loads(last["metadata"])
-    assert (details["group_world_size"], details["role_rank"], details["role_world_size"]) == (3, [3], [6])
-    assert details["local_rank"] == [1]
-
-
-def test_events_have_their_times(recorded):
-    stream = restarted_run()
-    send_events(stream)
-    assert recorded.events[0]["timestamp"] == int(stream[2].time * 1000)
-    assert recorded.events[-1]["timestamp"] == int(stream[-1].time * 1000)
-    assert recorded.events[-1]["metadata"]["total_run_time"] == 4
+    expected = {"group_world_size": 3, "role_rank": [3], "role_world_size": [6], "local_rank": [1]}
+    assert json.loads(last["metadata"]).items() >= expected.items()
 
 
 def test_a_rank_that_did_not_raise_has_the_same_form_of_error(recorded):
@@ -220,12 +202,14 @@ def test_a_rank_that_did_not_raise_has_the_same_form_of_error(recorded):
 
 
 def test_one_observer_serves_several_runs(recorded):
-    other = EventHistory(run_id="b").start_and_call().succeed(1.0).end(1.2)
-    both = zip(restarted_run(), other + [None] * 100, strict=False)
+    stream, other = restarted_run(), EventHistory(run_id="b").start_and_call().succeed(1.0).end(1.2)
+    both = zip(stream, other + [None] * 100, strict=False)
     send_events(event for pair in both for event in pair if event is not None)
     of_b = [line["name"].removeprefix(STATUS) for line in recorded.events if line["metadata"]["run_id"] == "b"]
     assert of_b == ["START", "START", "SUCCEEDED", "SUCCEEDED", "SUCCEEDED"]
     assert len(recorded.events) == 5 + 7
+    assert recorded.events[-1]["timestamp"] == int(stream[-1].time * 1000)
+    assert recorded.events[-1]["metadata"]["total_run_time"] == 4
 
 
 def test_an_unregistered_handler_is_an_error_at_once():
