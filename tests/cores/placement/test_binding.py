@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpwatch import Worker
 from mpwatch.os_support.cpu_topology import Core, read_cores
 from mpwatch.watcher.processes.binding import bind_rank, choose_nodes, split_cores
-from support.simulated_machine import SimulatedMachine
+from cores.placement.simulated_machine import SimulatedMachine
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mpwatch.os_support.cpu_topology import Core, read_cores
-from support.simulated_machine import SimulatedMachine
+from cores.placement.simulated_machine import SimulatedMachine
 
 
 @pytest.fixture
