@@ -95,7 +95,7 @@ def test_only_the_pure_cores_are_tested_from_inside():
     """
     private = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()} - PUBLIC
     module = re.compile(
-        rf"mpwatch\.({'|'.join(sorted(private - set(mpwatch.__all__)))})\b(?!\()|from mpwatch import _|mpwatch\._"
+        rf"mpwatch\.({'|'.join(sorted(private - set(mpwatch.__all__)))})\b(?!\()|from mpwatch import _[a-z]|mpwatch\._[a-zA-Z]"
     )
     assert {path.name for path in (TESTS / "cores").iterdir() if path.is_dir() and path.name != "__pycache__"} <= PURE_CORES
     found = [
