@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from cores.placement.simulated_machine import SimulatedMachine
 from mpwatch import Worker
 from mpwatch.os_support.cpu_topology import Core, read_cores
 from mpwatch.watcher.processes.binding import bind_rank, choose_nodes, split_cores
-from cores.placement.simulated_machine import SimulatedMachine
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from mpwatch.os_support.cpu_topology import Core, read_cores
 from cores.placement.simulated_machine import SimulatedMachine
+from mpwatch.os_support.cpu_topology import Core, read_cores
 
 
 @pytest.fixture

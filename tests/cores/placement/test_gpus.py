@@ -4,11 +4,11 @@ import os
 
 import pytest
 
+from cores.placement.simulated_machine import SimulatedMachine
 from mpwatch import Placement, WorkerSpec
 from mpwatch.os_support.gpus import Gpu, list_amd_gpus, list_nvidia_gpus
 from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
 from mpwatch.watcher.processes.visible_devices import DEVICE_VARIABLES, find_gpu_nodes, find_visible_devices
-from cores.placement.simulated_machine import SimulatedMachine
 
 # The GPU with the lowest PCI address has the minor number 1, see add_nvidia_gpus.
 UUIDS = [f"GPU-{f'{number ^ 1}' * 8}-0000-0000-0000-000000000000" for number in range(8)]
