@@ -16,7 +16,6 @@ import mpwatch
 import mpwatch.events
 from mpwatch import Collective, CollectiveState, FailureKind, Progress, RunResult, WorkerState
 from mpwatch.events import (
-    CallStarted,
     CollectivesRecorded,
     Event,
     JsonLines,
@@ -406,21 +405,6 @@ def test_ranks_that_moved_from_another_node_are_drawn(tmp_path):
     check_nesting(lines)
 
 
-def test_the_calls_of_a_group_are_numbered(tmp_path):
-    history = (
-        EventHistory(fn="", nprocs=1)
-        .change_state(WorkerState.INIT, 0.0)
-        .start_ranks(0.0)
-        .add_for_each_rank(WorkerReady, 0.5)
-    )
-    for second in range(1, 4):
-        history.add(CallStarted, float(second)).add_for_each_rank(WorkerSucceeded, second + 0.5)
-    lines = write_trace(tmp_path, history.events)
-    calls = [(name, start, end) for name, start, end in find_spans(lines, 2) if name.startswith("call")]
-    assert calls == [(f"call {n}", n * 1_000_000, n * 1_000_000 + 500_000) for n in (1, 2, 3)]
-    assert [name for name, _, _ in find_spans(lines, 2)][:2] == ["attempt 0", "start-up"]
-
-
 def test_a_rank_that_is_restarted_alone(tmp_path):
     history = EventHistory().start_and_call().add(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
     history.add(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
@@ -430,13 +414,6 @@ def test_a_rank_that_is_restarted_alone(tmp_path):
     assert ("train", 500_000, 3_000_000) in find_spans(lines, 2)
     assert [name for name, _, _ in find_spans(lines, 3)].count("train") == 2
     assert find_spans(lines, 3)[-1] == ("train", 2_500_000, 4_000_000)
-
-
-def test_a_rank_that_could_not_be_started_has_no_spans(tmp_path):
-    history = EventHistory().add(WorkerFailed, 0.2, (1,), failure=failure(1, FailureKind.START), is_root_cause=True)
-    lines = write_trace(tmp_path, history.change_state(WorkerState.FAILED, 0.3).events)
-    assert not find_spans(lines, 3)
-    assert find_marks(lines, 3) == [("failed first", 200_000)]
 
 
 AT = {"run_id": "a1b2c3d4e5", "ranks": (0, 1), "time": START, "monotonic": START}
@@ -455,12 +432,6 @@ def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
     events = [event if at is None else replace(event, monotonic=START + at) for event, at in events]
     check_nesting(write_trace(folder, events))
     RunResult(WorkerState.STOPPED, events=tuple(events)).to_html(folder / "run.html")
-
-
-@pytest.mark.parametrize("length", range(1, len(failed_run()) + 1, 3))
-def test_the_begin_or_the_end_of_a_stream_can_be_drawn(tmp_path, length):
-    check_nesting(write_trace(tmp_path, failed_run()[:length]))
-    check_nesting(write_trace(tmp_path, failed_run()[-length:]))
 
 
 def test_each_type_of_event_is_drawn():

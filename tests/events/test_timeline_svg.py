@@ -6,7 +6,7 @@ import mpwatch
 from mpwatch import RunResult, WorkerState
 from mpwatch.events import WorkerFailed, WorkerStarted
 from mpwatch.events.timeline_svg import COLOURS, draw_timelines
-from support.event_streams import EventHistory, failed_run, failure, moved_node_run, restarted_run
+from support.event_streams import EventHistory, failed_run, failure, restarted_run
 
 NAME = "{http://www.w3.org/2000/svg}"
 COLOUR_NAMES = {colour: name for name, colour in COLOURS.items()}
@@ -74,10 +74,6 @@ def test_bars_are_in_proportion_to_their_times():
     assert abs(x - (axis["0 s"] + 3.5 * second)) < 0.1
     assert abs(width - second) < 0.1
     assert others == [(x, width)]
-
-
-def test_a_run_of_several_nodes():
-    assert [row[0] for row in rows(draw(moved_node_run()))[:-1]] == [f"rank {rank}" for rank in range(2, 6)]
 
 
 def test_a_call_that_has_not_ended_is_unfinished():

@@ -145,6 +145,7 @@ SILENCE = {
     "of two outside the silent one": ([WAITS, LOADS, LOADS], {0, 2}, {2}, {0}),
     "one may wait": ([WAITS, MAY_WAIT, LOADS], {0, 1}, {2}, {0, 1}),
     "not certain": ([WAITS, MAY_WAIT], {0, 1}, {0, 1}, set()),
+    "no majority of all": ([WAITS, WAITS, WAITS_ELSEWHERE, MAY_WAIT], {0, 1, 2, 3}, {0, 1, 2, 3}, set()),
     "silent ranks in two collectives": ([WAITS, WAITS_ELSEWHERE, LOADS], {0, 1}, {0, 1}, set()),
     "no stacks": ([WAITS, STOPPED], {0}, {0}, set()),
     "no rank waits": ([LOADS, LOADS], {1}, {1}, set()),

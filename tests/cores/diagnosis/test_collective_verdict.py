@@ -206,18 +206,6 @@ def test_a_rank_whose_old_collectives_are_forgotten_may_have_joined():
     assert find_verdict({**answers, 1: replace(late, has_all=True)}).blamed == (1,)
 
 
-def test_the_root_of_a_rank_that_has_gone_on_is_not_known():
-    ranks = (0, 1, 2, 3)
-    verdict = verdict_of((call("broadcast", 1, 4, ranks=ranks),), *of_all("broadcast", "root", 0, 1, 1, ranks=ranks))
-    assert (verdict.kind, verdict.blamed) == (MISMATCH, ())
-
-
-def test_the_last_collective_is_the_one_that_was_called_last():
-    history = (call("broadcast", 1, 4, **PAIR), call("barrier", 6), call("all_reduce", 1, 4, **PAIR))
-    verdict = verdict_of((waiting("all_reduce", 7, 16, ranks=(0, 1)),), history)
-    assert verdict.sentence.endswith("; its last collective was all_reduce #1")
-
-
 # --- torch's ranks and mpwatch's
 
 

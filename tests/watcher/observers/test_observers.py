@@ -253,20 +253,6 @@ def test_a_result_with_its_events_can_be_pickled_and_written(tmp_path):
     assert all(str(event.pid) in trace.read_text() for event in of_kind(WorkerStarted, result.events))
 
 
-def test_json_lines_that_cannot_be_written_do_not_end_the_run(tmp_path, caplog):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    observer = JsonLines(folder / "events.jsonl")
-
-    def remove(event):
-        if event.name == "worker_ready" and folder.exists():
-            os.remove(folder / "events.jsonl")
-            os.rmdir(folder)
-
-    assert list(mpwatch.run(functions.rank, 2, on_event=[remove, observer])) == [0, 1]
-    assert "the observer JsonLines(" in caplog.text
-
-
 # --- a group
 
 

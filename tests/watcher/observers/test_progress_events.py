@@ -20,43 +20,23 @@ def report_often():
         mpwatch.report(step=step)
 
 
-class Recorder:
-    """Lets the ranks go on when it has seen a step of both of them."""
-
-    def __init__(self, go_on):
-        self.seen = []
-        self.threads = set()
-        self._go_on = go_on
-
-    def __call__(self, event):
-        self.threads.add(threading.current_thread())
-        self.seen.append((event.ranks, event.step, event.total, dict(event.metrics)))
-        if sum(step == event.step for _, step, _, _ in self.seen) == 2:
-            self._go_on[event.step - 1].set()
-
-
-def expected(ranks):
-    return sorted(((number,), step, 3, {"loss": step / 4}) for number in ranks for step in (1, 2, 3))
-
-
 def test_on_progress_sees_each_report_while_the_ranks_run():
     go_on = [SPAWN.Event() for _ in range(3)]
-    recorder, others = Recorder(go_on), []
-    result = mpwatch.run(report_steps, 2, args=(go_on,), on_progress=recorder, on_event=others.append)
-    assert sorted(recorder.seen, key=str) == sorted(expected([0, 1]), key=str)
-    assert recorder.threads == {threading.current_thread()}
+    seen, others, threads = [], [], set()
+
+    def record(event):
+        threads.add(threading.current_thread())
+        seen.append((event.ranks, event.step, event.total, dict(event.metrics)))
+        if sum(step == event.step for _, step, _, _ in seen) == 2:
+            go_on[event.step - 1].set()
+
+    result = mpwatch.run(report_steps, 2, args=(go_on,), on_progress=record, on_event=others.append)
+    expected = [((rank,), step, 3, {"loss": step / 4}) for rank in (0, 1) for step in (1, 2, 3)]
+    assert sorted(seen, key=str) == expected
+    assert threads == {threading.current_thread()}
     for events in (others, result.events):
         assert events
         assert not any(isinstance(event, Progressed) for event in events)
-
-
-def test_calls_of_a_group_have_them_too():
-    with mpwatch.WorkerGroup(3, on_progress=(recorder := Recorder([]))) as group:
-        for ranks in ([0, 2], [1, 2]):
-            recorder._go_on[:] = [SPAWN.Event() for _ in range(3)]
-            recorder.seen.clear()
-            group.run(report_steps, [recorder._go_on], ranks=ranks)
-            assert sorted(recorder.seen, key=str) == sorted(expected(ranks), key=str)
 
 
 def test_the_last_report_of_a_short_call_is_not_lost():

@@ -100,22 +100,6 @@ def test_a_stopped_rank_is_called_stopped(group):
     assert text == "suspended, by SIGSTOP or SIGTSTP"
 
 
-def test_many_requests_at_once_are_all_answered(group, gate):
-    answers = []
-
-    def condition(stacks):
-        threads = [threading.Thread(target=lambda: answers.append(group.stacks())) for _ in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return all(map(is_reading, stacks.values()))
-
-    stacks_during(group, fn.wait_at_gate, gate, condition)
-    assert len(answers) % 20 == 0
-    assert all(sorted(stacks) == [0, 1, 2] for stacks in answers)
-
-
 def test_an_observer_gets_stacks():
     seen = []
 
