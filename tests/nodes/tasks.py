@@ -39,6 +39,10 @@ def get_worker_info():
     return {**known, "node": os.environ[NODE], "environment": {name: os.environ.get(name) for name in VARIABLES}}
 
 
+def print_rank():
+    print("rank", mpwatch.current_worker().rank)
+
+
 def get_cpus():
     return sorted(os.sched_getaffinity(0))
 

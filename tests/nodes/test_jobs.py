@@ -70,6 +70,13 @@ def test_nodes_may_differ_in_their_ranks_and_roles(job):
             assert {name: getattr(workers[rank], name) for name in tasks.WORKER_FIELDS}.items() <= value.items()
 
 
+def test_nodes_may_share_a_folder_of_logs(job, tmp_path):
+    job.start_several(2, tasks.print_rank, logs=mpwatch.LogSpec(tmp_path))
+    job.results()
+    written = {path.parent.name: path.read_text() for path in tmp_path.rglob("stdout.log")}
+    assert written == {"0": "rank 0\n", "1": "rank 1\n"}
+
+
 def test_rank_0_can_be_reached_at_the_address_of_its_node(job):
     job.rendezvous["nnodes"] = 4
     job.start_several(4, tasks.connect_to_rank_0)
