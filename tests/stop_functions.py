@@ -1,5 +1,6 @@
 """Functions of ranks that ask `should_stop`. Every rank of many tests imports this module, so it imports little."""
 
+import itertools
 import os
 import random
 import signal
@@ -30,6 +31,18 @@ def stop_itself(rank, at_step):
             return step
         if get_rank() == rank and step == at_step:
             assert mpwatch.request_stop()
+    return None
+
+
+def train_epochs(barrier, agreed):
+    """Do epochs of ten steps. Rank 0 requests a stop in its third one, when rank 1 is in its fourth. Return where it stops."""
+    for epoch, step in itertools.product(range(6), range(10)):
+        if mpwatch.should_stop(step):
+            return epoch, step
+        if (epoch, step) == (2 + get_rank(), 5):
+            barrier.wait()
+            assert get_rank() == 1 or mpwatch.request_stop()
+            assert agreed.wait(60)
     return None
 
 

@@ -1,7 +1,6 @@
 """Ranks that are asked to save and return: `should_stop`, `request_stop` and the option `stop`."""
 
 import faulthandler
-import multiprocessing.resource_tracker
 import os
 import random
 import re
@@ -105,14 +104,13 @@ def test_a_handle_stops_its_own_ranks_only():
 
 def test_a_signal_to_all_processes_is_for_the_watcher_alone():
     """SLURM sends its warning to each process of a job step: to the interpreters that are starting, too."""
-    tracker = multiprocessing.resource_tracker._resource_tracker._pid
-    signalled = []
+    others, signalled = children(), []
 
     def observe(event):
         if isinstance(event, WorkerStarted):
             os.kill(event.pid, signal.SIGUSR1)
         elif isinstance(event, WorkerReady):
-            signalled[:] = children() - {tracker}
+            signalled[:] = children() - others
             for pid in signalled:
                 os.kill(pid, signal.SIGUSR1)
             assert all(map(is_alive, signalled))
@@ -134,6 +132,12 @@ def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
         check_stopped(result, "request_stop() in rank 0")
         os.kill(os.getpid(), signal.SIGUSR1)  # between two calls it is the program's
         assert received == [signal.SIGUSR1]
+
+
+def test_a_rank_may_request_a_stop_in_each_call():
+    with WorkerGroup(1, timeout=20) as group:
+        for step in (5, 3):
+            check_stopped(group.run(stop_functions.stop_itself, (0, step)), "request_stop() in rank 0", ranks=1)
 
 
 def test_a_signal_stops_the_call_that_the_main_thread_waits_for():
@@ -216,6 +220,19 @@ def test_a_rank_that_has_returned_has_passed_its_last_step(barrier, nprocs):
     result = mpwatch.run(stop_functions.end_early, nprocs, args=(barrier,))
     assert result[1] == [False] * 12
     assert result[0] == result.stopped_at >= 12
+
+
+def test_ranks_in_different_epochs_stop_in_the_same_one():
+    """The request comes when rank 1 is an epoch ahead of rank 0, and they go on when all have agreed on a step."""
+    agreed = SPAWN.Event()
+
+    def observe(event):
+        if isinstance(event, Stopping):
+            agreed.set()
+
+    result = mpwatch.run(stop_functions.train_epochs, 2, args=(SPAWN.Barrier(2), agreed), on_event=observe)
+    assert list(result) == [(3, 6), (3, 6)]
+    assert result.stopped_at == 6
 
 
 @pytest.mark.parametrize(("is_killed", "text"), [(False, "OSError: the disk is full"), (True, "SIGKILL")])
