@@ -319,10 +319,11 @@ def test_a_call_that_is_cancelled_while_it_is_pickled_starts_no_ranks_after_clos
     assert not caplog.messages
 
 
-def test_a_block_that_raises_stops_the_calls():
-    with pytest.raises(ZeroDivisionError), WorkerGroup(2) as group:
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_block_that_raises_stops_the_calls(error):
+    with pytest.raises(error), WorkerGroup(2, timeout=20) as group:
         running, waiting = submit_waiting(group, [0]), group.submit(functions.rank)
-        1 / 0
+        raise error
     assert waiting.cancelled()
     with pytest.raises(RunFailedError, match=r"terminate\(\) was called"):
         running.result(0)
