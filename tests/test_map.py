@@ -174,11 +174,12 @@ def test_an_item_that_takes_too_long():
     assert time.monotonic() - started_at < 30
 
 
-def test_a_rank_without_items_is_not_late():
+def test_a_rank_without_items_is_not_late(caplog):
     values = mpwatch.map(fn.identity, range(10), 2, heartbeat_timeout=0.2, buffersize=1)
     assert next(values) == 0
     time.sleep(1)  # twice the time in which a late rank would be stopped
     assert list(values) == list(range(1, 10))
+    assert not caplog.records  # no rank was restarted
 
 
 @pytest.mark.parametrize("function", [fn.make_lock, fn.make_bad_value])
