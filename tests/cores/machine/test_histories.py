@@ -311,6 +311,15 @@ def failed_machine():
     return after(1.0, m.Failed(0), m.Exited(0), n=1, **RESTARTABLE)
 
 
+@pytest.mark.parametrize("kind", [m.Ready, m.Returned, m.Failing, m.Failed, m.StackDumped, m.Exited, m.DoNotRestart])
+def test_an_event_of_an_earlier_attempt_changes_nothing(kind):
+    machine = failed_machine()
+    handle(machine, 2.0, m.Restart(0))
+    before = dict(machine.phase_table.phases), machine.stage, machine.deadline
+    assert handle(machine, 3.0, kind(0, generation=0)) == []
+    assert (dict(machine.phase_table.phases), machine.stage, machine.deadline) == before
+
+
 @pytest.mark.parametrize(
     ("event", "signum", "cause"),
     [
