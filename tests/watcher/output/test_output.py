@@ -45,6 +45,7 @@ def run_and_fail(*args, **options):
     [
         (None, [["out 0", "out 1"], ["err 0", "err 1"]], {}),
         ({"show": "none"}, [[], []], {}),
+        ({"show": {"stdout": 0}}, [["out 0"], []], {}),
         ({"dir": "logs"}, [OUT, ERR], ALL_FILES),
         ({"dir": "logs", "show": "none"}, [[], []], ALL_FILES),
         (
