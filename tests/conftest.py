@@ -34,12 +34,10 @@ SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
     "notebooks/test_notebook.py",
     "notebooks/test_output_in_cells.py",
     "notebooks/test_ranks_magic.py",
-    "notebooks/test_view_in_notebook.py",
     "trainers/test_accelerate.py",
     "trainers/test_lightning_results.py",
     "trainers/test_moving.py",
     "with_torch/test_torch.py",
-    "with_torch/test_torch_events.py",
 }
 
 

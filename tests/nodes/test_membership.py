@@ -54,6 +54,7 @@ def test_without_enough_nodes_the_job_fails_and_names_the_one_that_was_lost(job)
     assert world.ended_at - killed_at < DETECTION_SECONDS
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_replaced_if_restarts_are_left(job):
     kept, lost = job.start_several(2, max_restarts=1)
     first = job.await_world(2)
@@ -115,6 +116,7 @@ def test_a_newcomer_costs_no_restart_if_ranks_wait_for_ranks_of_other_nodes(job)
     assert states(newcomer)[-1] == "SUCCEEDED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minutes", [5, pytest.param(-5, marks=SLOW)])
 def test_a_wrong_clock_does_no_harm(job, minutes):
     job.rendezvous["nnodes"] = 2, 3

@@ -46,6 +46,7 @@ def assert_blamed(outcome, rank, kind):
     return cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nprocs", "missing"), [(1, 1), pytest.param(2, 0, marks=SLOW)])
 def test_a_rank_that_others_wait_for_is_blamed_on_every_node(patient_job, nprocs, missing):
     """The victims are on the other node, and on its own if that has two ranks."""

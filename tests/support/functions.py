@@ -47,11 +47,6 @@ def count_arguments():
     return len(sys.argv)
 
 
-def add_one(tensor, views):
-    tensor += 1
-    return tensor, views
-
-
 def write_rank(array, barrier):
     """Return the array's values, the inodes of its memory, and the descriptors that are open for that memory."""
     array[:] = rank()

@@ -26,6 +26,7 @@ def test_accelerate_finds_the_ranks_of_a_plain_run(backend):
     assert list(mpwatch.run(get_accelerate_info, 2, backend=backend)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_partial_state_needs_the_argument_cpu():
     """It does not read the variable, under any launcher."""
 

@@ -31,6 +31,7 @@ def _without_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_thread_pools_follow_the_cpus_of_the_rank():
     assert mpwatch.run(get_thread_counts, 1, placement=lambda _: ALLOWED[:1])[0] == (1, {1})
 

@@ -51,6 +51,7 @@ def get_size_and_rank():
     return dist.get_world_size(), dist.get_rank()
 
 
+@pytest.mark.slow
 def test_some_ranks_have_the_process_group_of_all():
     """All ranks make it before the first call of some ranks, and again if a rank was lost."""
     with WorkerGroup(2, backend="gloo") as group:

@@ -100,6 +100,7 @@ def test_ranks_that_wait_in_different_groups_are_named(caplog):
     assert re.search(text, caplog.text), caplog.text
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_in_a_warning(caplog):
     result = mpwatch.run(faults.load_slowly, 2, args=(2.0,), backend=gloo(1.0))
     assert list(result) == [0, 1]

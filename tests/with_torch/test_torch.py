@@ -57,6 +57,7 @@ def test_backend_auto_is_nccl_with_gpus_and_gloo_without():
     assert list(mpwatch.run(all_reduce, 2, backend="auto")) == [(expected, 2, 3.0)] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_sends_its_value_before_it_destroys_the_group():
     """Otherwise ranks that lose the connection could fail before the watcher knows that this rank has returned."""
 
@@ -70,6 +71,7 @@ def test_a_rank_sends_its_value_before_it_destroys_the_group():
     assert mpwatch.run(break_destruction, 1, backend="gloo").return_values == {0: "sent"}
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_rank_that_hangs_while_it_destroys_the_group(caplog):
     """NCCL may wait for other ranks there. A deferred SIGTERM would have no effect until the grace period has passed."""
 
@@ -149,6 +151,7 @@ def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(
         assert " of rank 1: StepError" in str(error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_with_0_leaves_the_process_group():
     def leave():
         dist.barrier()  # both ranks have joined

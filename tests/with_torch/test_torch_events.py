@@ -102,7 +102,8 @@ def end_metrics(recorded):
     return ends, found[found.index(next(item for item in found if item[0] == "flakiness")) :]
 
 
-@pytest.mark.parametrize("failures", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("failures", [1, 2])
 def test_a_run_sends_the_events_and_metrics_of_torch_s_agent(recorded, failures):
     expected = record_torch_agent(failures)
     mpwatch.run(fail_at_first, 2, args=(failures,), max_restarts=1, check=False, on_event=TorchElasticEvents("test"))

@@ -3,6 +3,7 @@
 import datetime
 import socket
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ProcessGroupGloo, TCPStore
@@ -62,6 +63,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_errors_of_torch_are_classified():
     def classify_errors(functions):
         """Runs in a rank, since torch leaves descriptors open."""

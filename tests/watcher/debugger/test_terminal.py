@@ -101,6 +101,7 @@ def test_output_and_view_do_not_disturb_the_prompt():
     assert [line for line in lines if line not in rows] == [], "\n".join(rows)
 
 
+@pytest.mark.slow
 def test_completion_history_breakpoints_and_interact():
     with debugged("loop", [1]) as program:
         program.wait_for_prompt()
