@@ -56,7 +56,7 @@ class Node:
         self.job, self.name = job, name
         self.is_alive = True
         self.round = self.node_machine = self.leader = self.ranks = self.decision = None
-        self.history = messages.RestartHistory()
+        self.history, self.expected_nodes = messages.RestartHistory(), None
         self.stop_step = None  # that the nodes have agreed on
         self.is_unreported = self.is_stop_requested = False
         self.is_leaving = self.has_failing_env = self.is_refused = False
@@ -140,7 +140,7 @@ class Node:
             elif isinstance(action, node_machine.Rejoin) and self.is_stop_requested:
                 self.refuse()
             elif isinstance(action, node_machine.Rejoin):
-                self.history = action.history
+                self.history, self.expected_nodes = action.history, action.expected_nodes
                 job.rejoin(self)
             elif isinstance(action, node_machine.ReportJob):
                 self.decision = action.decision

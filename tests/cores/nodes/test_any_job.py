@@ -103,6 +103,13 @@ def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
     assert len({node.decision.next_step for node in job.alive()}) <= 1
 
 
+@pytest.mark.parametrize("killed", [0, NODES - 1])
+def test_the_remaining_nodes_know_how_many_of_them_join_again(killed):
+    job = SimulatedJob(NODES, nnodes=(1, NODES))
+    job.after(20.0, job.nodes[killed].kill)
+    assert [node.expected_nodes for node in job.run().alive()] == [NODES - 1] * (NODES - 1)
+
+
 @pytest.mark.parametrize("n", [2, 100])
 def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
     quiet, job = SimulatedJob(n), SimulatedJob(n)
