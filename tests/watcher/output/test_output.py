@@ -143,6 +143,12 @@ def test_a_failure_has_the_last_stderr_lines_of_its_call_and_the_log_paths(logs,
     assert errors[2].root_cause.stderr.splitlines() == [f"line {n}" for n in range(50, 100)]
 
 
+def test_a_failure_in_a_group_with_an_observer_has_the_stderr_of_its_own_call():
+    with mpwatch.WorkerGroup(1, logs=LogSpec(), on_event=lambda event: None, check=False) as group:
+        results = [group.run(fails) for fails in (printing_functions.warn_and_raise, failing.raises_value_error)]
+    assert [result.root_cause.stderr for result in results] == ["a warning\na warning\na warning\n20%", ""]
+
+
 def test_a_rank_aborted_by_its_nccl_watchdog_is_a_victim():
     args = (SPAWN.Barrier(2),)
     error = run_and_fail(printing_functions.abort_as_nccl_does, 2, args=args, logs=LogSpec(show="none"))
