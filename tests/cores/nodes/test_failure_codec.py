@@ -146,7 +146,7 @@ def test_a_recursion_keeps_its_first_and_last_frames():
         recurse()
     whole = traceback.extract_tb(caught.value.__traceback__)
     kept = traceback.extract_tb(send(caught.value).__traceback__)
-    assert 100 < len(kept) <= MAX_FRAMES < len(whole)
+    assert 10 < len(kept) <= MAX_FRAMES < len(whole)  # fewer if the path of this file is long
     for end in (0, -1):
         assert (kept[end].name, kept[end].lineno) == (whole[end].name, whole[end].lineno)
 
