@@ -4,7 +4,7 @@
     caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
 
     command           answer
-    PendingCall       its `observations` and `is_done`. See direct_calls.py for calls that need no command
+    PendingCall       its `observations` and `is_done`.
     CallEvent         none
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
     StacksRequest     its `stacks`; any thread may wait for its `is_answered`

@@ -18,13 +18,10 @@ Guarantees:
 - The loop handles the last message of a rank before it handles the rank's exit. When a rank has ended, `_on_exit` reads the
   rest of the rank's channel before it reads the rank's exit code.
 - The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns at the earliest of
-  these times: the deadline of a state machine, the time of a delayed action, and the time at which the loop withdraws
-  offered ranks (direct_calls.py). The loop also waits while the whole program is suspended (suspension.py). All other waits
-  of the loop are short. Before a restart, the loop waits at most KILL_SECONDS until the killed child processes of dead ranks
-  have ended. If a debugger traces a dead rank, the loop waits at most 50 ms for the rank's exit code. To reap this rank, the
-  loop waits at most 50 ms more.
-- While ranks of a WorkerGroup are idle, the caller's threads may use the channels of these ranks (direct_calls.py). At the
-  start of each wake-up, the loop takes over the direct calls that have not finished.
+  these times: the deadline of a state machine, and the time of a delayed action. The loop also waits while the whole program
+  is suspended (suspension.py). All other waits of the loop are short. Before a restart, the loop waits at most KILL_SECONDS
+  until the killed child processes of dead ranks have ended. If a debugger traces a dead rank, the loop waits at most 50 ms
+  for the rank's exit code. To reap this rank, the loop waits at most 50 ms more.
 - The loop handles all events of a wake-up before it executes the first action. So the loop has recorded all deaths of this
   wake-up before it sends a signal that could kill a rank.
 """
@@ -68,7 +65,6 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObse
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
-from mpwatch.watcher.direct_calls import DirectCalls
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor, StallCallback
@@ -106,7 +102,6 @@ class EventLoop:
         commands: commands of the caller's threads, and the answers.
         deferred_log: log records, which the caller's thread emits.
         event_bus: events, which the caller's thread passes to the observers.
-        direct_calls: calls that threads of the caller try to make themselves.
         output: where stdout and stderr of the ranks go.
         keep_ranks: whether the ranks stay after a call, for the next call.
         on_outcome_change: is called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
@@ -125,7 +120,6 @@ class EventLoop:
         deferred_log: DeferredLog,
         event_bus: EventBus,
         *,
-        direct_calls: DirectCalls,
         output: RankOutput,
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback,
@@ -147,8 +141,6 @@ class EventLoop:
         self._pool = ProcessPool(deferred_log, output, spec)
         self._capture_locals = spec.debug == "locals"
         self._commands = commands
-        self._direct_calls = direct_calls
-        self._has_ended_call = False  # since idle ranks were offered for the last time
         self._event_bus = event_bus
         self._deferred_log = deferred_log
         self._oom = OomDetector(deferred_log)
@@ -184,11 +176,7 @@ class EventLoop:
         with self._oom:
             with self._pool:
                 self._start_all_ranks()
-                try:
-                    self._handle_events_until_finished()
-                finally:
-                    self._direct_calls.stop()
-                    self._direct_calls.withdraw()
+                self._handle_events_until_finished()
             helpers_oom = self._oom.resolve_suspects()
         for group in self._groups:
             if group.call is not None:  # the ranks have ended with this call
@@ -280,18 +268,15 @@ class EventLoop:
         while self._unfinished_groups:
             due_times = [group.due_at for group in self._unfinished_groups]
             due_times += [due_at for due_at, _, _ in self._delayed_actions[:1]]
-            due_times += [self._direct_calls.due_at] if self._direct_calls.are_offered else []
             deadline = min(due_times)
             seconds = 0.0 if events else None if deadline == math.inf else deadline - monotonic()
             self._death_clock.start_wakeup()
             ready = self._pool.selector.wait(seconds)
-            events += self._take_over_calls()
             for read_events in ready:
                 events += read_events()
             self._run_due_actions()
             events = self._handle_events(events)
             events += self._suspend()
-            self._offer_idle_ranks()
 
     def _suspend(self) -> list[m.Event | CallEvent]:
         """If a suspension was requested, suspend all ranks until the program continues. Return the resulting events.
@@ -323,8 +308,7 @@ class EventLoop:
         events: list[m.Event | CallEvent] = []
         for command in self._commands.take():
             if isinstance(command, PendingCall):
-                if not command.is_taken_over:
-                    events.append(self._make_start(command))
+                events.append(self._make_start(command))
             elif isinstance(command, StatusRequest) and events:
                 self._commands.post(command)  # for the next wake-up: these events may start the call
             elif isinstance(command, StatusRequest):
@@ -361,49 +345,15 @@ class EventLoop:
             self._call_at(call.started_at + seconds, partial(self._commands.post, event))
         return CallEvent(call, m.StartCall(call.started_at, call.timeout))
 
-    def _take_over_calls(self) -> list[m.Event | CallEvent]:
-        """Take over the unfinished direct calls from the caller's threads (direct_calls.py).
-
-        Return events for the messages that the caller's threads have already received.
-        """
-        events: list[m.Event | CallEvent] = []
-        for call in self._direct_calls.stop():
-            assert call.direct is not None  # the call has begun
-            events += self._handle_events([self._make_start(call)])
-            for handle, received in zip(call.direct.idle_ranks.handles, call.direct.received, strict=False):
-                events += self._handle_messages(handle, handle.parse_messages(received))
-        return events
-
-    def _offer_idle_ranks(self) -> None:
-        """Allow threads of the caller to call the ranks directly while no call is running."""
-        direct_calls, groups = self._direct_calls, self._unfinished_groups
-        are_idle = self._keep_ranks and bool(groups) and all(group.is_idle() for group in groups)
-        if not are_idle or (direct_calls.are_offered and monotonic() >= direct_calls.due_at):
-            direct_calls.withdraw()
-        elif self._has_ended_call and not direct_calls.is_observed():
-            self._has_ended_call = False
-            for group in groups:
-                ranks = tuple(group.setups)
-                handles = [self._pool.handles[rank] for rank in ranks]
-                # If a rank has something to receive first, or an offer fails, the watcher thread makes the call.
-                with suppress(OSError):
-                    if all(handle.can_be_called_directly() for handle in handles):
-                        direct_calls.offer(None if len(ranks) == len(self._all_ranks) else ranks, handles, self._pool)
-        direct_calls.reopen()
-
     def _on_message(self, handle: RankHandle) -> list[m.Event | CallEvent]:
-        events = self._handle_messages(handle, handle.read_messages())
-        if handle.channel.fileno() == -1 and is_ending(handle.process.pid):
-            self._death_clock.record_dying(handle.observations)
-        return events
-
-    def _handle_messages(self, handle: RankHandle, messages: Collection[Message]) -> list[m.Event | CallEvent]:
         events: list[m.Event | CallEvent] = []
-        for message in messages:
+        for message in handle.read_messages():
             events += self._handle_message(handle, message)
             if message.kind is MessageKind.FAILING:
                 self._find_dying_ranks(handle)
                 self._death_clock.record_message(message.stamp)
+        if handle.channel.fileno() == -1 and is_ending(handle.process.pid):
+            self._death_clock.record_dying(handle.observations)
         return events
 
     def _find_dying_ranks(self, failing: RankHandle) -> None:
@@ -735,8 +685,7 @@ class EventLoop:
         if any(handle.collective_sockets.is_open for handle in handles):
             self._monitors[group].start()
         for handle in handles:
-            if not call.has_begun():
-                self._pool.begin_call(handle)
+            self._pool.begin_call(handle)
             group.observed[handle.observations.worker.rank] = handle.reset_observations()
         return True
 
@@ -751,8 +700,7 @@ class EventLoop:
         observed = handle.observations
         if isinstance(action, m.CallRank):
             assert group.call is not None
-            if not group.call.was_sent_to(handle):
-                self._pool.send_call(handle, group.call.number, group.call.payload)
+            self._pool.send_call(handle, group.call.number, group.call.payload)
         elif isinstance(action, m.RequestExit):
             handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
@@ -873,7 +821,6 @@ class EventLoop:
             handle = self._pool.handles[rank]
             self._read_slot(handle)
             self._take_stacks(handle)
-        self._has_ended_call = True
         self._answer_call(group, call, self._get_observations(group, ""))
         while self._are_independent and len(group.setups) > 1:
             self._add_group(group.split([max(group.setups)]))

@@ -45,7 +45,6 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, name_signal, set_handler
 from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
@@ -217,17 +216,6 @@ class HostSignals:
         """
         wait([self._caller_wakeup.fileno(), *others], seconds)
         self._forward_wakeups()
-
-    def wait_for_wakeup_until(self, deadline: float) -> bool:
-        """Wait as `wait_for_wakeup` does. Call this method only before mpwatch's signal handlers are installed.
-
-        Return False when `deadline` (CLOCK_MONOTONIC) has passed.
-        """
-        seconds = deadline - monotonic()
-        if seconds <= 0 or not wait([self._caller_wakeup.fileno()], seconds):
-            return False
-        self._caller_wakeup.drain()
-        return True
 
     def restore(self) -> None:
         """Restore the calling program's handlers and wake-up descriptor.

@@ -13,7 +13,6 @@ the lost rank when a call needs the rank. If all ranks are lost, the next call c
 
 import logging
 import math
-import platform
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,6 @@ from mpwatch.results.report import format_end_of_program, format_ended_ranks, fo
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import StartLostRanks, TerminalRestore
-from mpwatch.watcher.diagnosis.diagnose import LoadedValue, build_success, load_value
-from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -336,14 +333,14 @@ class PersistentRanks:
         try:
             self._execute(blocking_call, pending_call, until=pending_call.is_over)
             blocking_call.raise_error()
-            if not pending_call.observations and (pending_call.ranks_to_restart or not pending_call.is_over()):
+            if not pending_call.observations:
                 blocking_call.signals.deliver_received()
                 return None
-            result = blocking_call.build_result(partial(self._build_result, watcher_thread, pending_call))
+            result = blocking_call.build_result(partial(self._diagnose, watcher_thread, pending_call))
         except BaseException:
             self._restart_reason = CALL_ABORTED
             raise
-        has_succeeded = not pending_call.observations or pending_call.observations[0].stop_reason is StopReason.SUCCEEDED
+        has_succeeded = pending_call.observations[0].stop_reason is StopReason.SUCCEEDED
         why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
         self._loss_reasons |= dict.fromkeys(pending_call.ended_ranks, why)
         if not (watcher_thread.is_finished or pending_call.ended_ranks):
@@ -353,53 +350,17 @@ class PersistentRanks:
             self._restart_reason = f"not all of them survived the last call: {why}"
         return blocking_call, result, has_succeeded
 
-    def _build_result(self, watcher_thread: WatcherThread, call: PendingCall) -> RunResult[Any]:
-        if call.observations:
-            return self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
-        assert call.direct is not None  # it is over
-        workers = call.direct.idle_ranks.workers
-        values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
-        log_dir = self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else ""
-        progress, elapsed = call.direct.get_progress(call.started_at), monotonic() - call.started_at
-        result = build_success(workers, values, progress, log_dir, elapsed)
-        if result is None:
-            return self._diagnose(watcher_thread, self._observe(call), (), values)
-        watcher_thread.emit_logs_and_events()
-        return result
-
     def _list_ended_ranks(self, call: PendingCall) -> tuple[int, ...]:
         """Return the ranks that have ended during this call. If ranks can no longer be started, return an empty tuple."""
         if self._start_refusal:
             return ()
         return call.ended_ranks if call.is_over() else tuple(worker.rank for worker in self.workers)
 
-    def _observe(self, call: PendingCall) -> AttemptObservations:
-        """Return the AttemptObservations of a DirectCall. Call this method only when all ranks have returned."""
-        assert call.direct is not None
-        spec = self._spec
-        return AttemptObservations(
-            ranks=call.direct.observe_ranks(),
-            hostname=platform.node(),
-            run_started_at=call.started_at,
-            stopped_at=None,
-            stop_reason=StopReason.SUCCEEDED,
-            heartbeat_timeout=spec.heartbeat_timeout,
-            timeout=call.timeout,
-            start_timeout=spec.start_timeout,
-            log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",
-            ended_at=monotonic(),
-        )
-
-    def _diagnose(
-        self,
-        watcher_thread: WatcherThread,
-        observations: AttemptObservations,
-        lost_ranks: Sequence[int],
-        loaded_values: Mapping[int, LoadedValue] | None = None,
-    ) -> RunResult[Any]:
-        result = diagnose_attempt(observations, loaded_values)
+    def _diagnose(self, watcher_thread: WatcherThread, call: PendingCall) -> RunResult[Any]:
+        (observations,) = call.observations
+        result = diagnose_attempt(observations)
         if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call
-            reason = format_loss_in_other_call(lost_ranks) if lost_ranks else format_end_of_program()
+            reason = format_loss_in_other_call(call.lost_ranks) if call.lost_ranks else format_end_of_program()
             result = replace(result, reason=reason)
         publish_outcomes(self._event_bus, observations, result)
         watcher_thread.emit_logs_and_events()

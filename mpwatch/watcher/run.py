@@ -7,16 +7,12 @@ This module runs in the caller's thread. From `mpwatch.run()` to the process of 
 A BlockingCall posts a command and waits until it is done:
 
     start of the ranks:   install signal handlers -> post -> start the thread -> wait -> restore the program's handlers
-    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms     (not with signal options)
-                          or else: post -> wait until the 2 ms are over -> done
-                          or else: install signal handlers -> wait -> restore the program's handlers
+    call of idle ranks:   install signal handlers -> post -> wait -> restore the program's handlers
 
 While the caller's thread waits, it runs the code that must not run in the watcher thread: observers, logging handlers,
 decisions about restarts, and the live view.
 
-When a WorkerGroup calls its idle ranks, mpwatch usually waits 2 ms before it installs its signal handlers. In this time, the
-calling program's own handlers are installed, and they can raise exceptions. mpwatch's signal handlers raise no exception
-while the caller's thread waits (host_signals.py).
+mpwatch's signal handlers raise no exception while the caller's thread waits (host_signals.py).
 
 If Ctrl-C raises KeyboardInterrupt in the caller's thread while ranks work, these ranks are interrupted. After any exception
 except KeyboardInterrupt in the caller's thread, mpwatch stops the working ranks as if the calling program had received
@@ -43,7 +39,6 @@ from weakref import ref
 
 from mpwatch.errors import make_error
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_report
@@ -68,7 +63,6 @@ from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call, Payload
 
 T = TypeVar("T")
-QUICK_CALL_SECONDS = 0.002  # most calls of functions that do next to nothing are done by then
 MAX_INTERRUPTIONS = 1000  # of one abort; more exceptions than that are a bug in mpwatch
 
 
@@ -148,7 +142,7 @@ class BlockingCall:
     Args:
         watcher_thread: the thread that the command is for.
         handle_ended_attempts: decides about restarts.
-        make_view: makes the live view of a call that takes longer than QUICK_CALL_SECONDS.
+        make_view: makes the live view of a call.
     """
 
     def __init__(
@@ -187,15 +181,11 @@ class BlockingCall:
             if self.watcher_thread.keeps_ranks:
                 self.signals.call = command
         try:
-            if isinstance(command, PendingCall) and self._may_be_quick():
-                deadline = monotonic() + QUICK_CALL_SECONDS
-                if self.watcher_thread.direct_calls.execute(command, deadline):
-                    return
-                self._post_once(command)
-                if self._is_done_by(deadline, until):
-                    return
             self.signals.take_over()
-            self._post_once(command)
+            self._is_posted = True
+            if command is not None:
+                self.watcher_thread.commands.post(command)
+            self.signals.start_posting()
             self.watcher_thread.start()
             if isinstance(command, PendingCall):
                 commands = self.watcher_thread.commands
@@ -203,10 +193,8 @@ class BlockingCall:
                 self._progress_driver = ViewDriver(self.watcher_thread.make_progress_events, commands, command)
             self._wait(until)
             self._restore_host()
-        except BaseException as error:
-            # a Ctrl-C came before mpwatch's signal handlers were installed, and the program's own handler has raised
-            is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.is_taken_over
-            self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
+        except BaseException:
+            self._abort(until)
             self.signals.deliver_received()
             raise
         finally:
@@ -279,34 +267,6 @@ class BlockingCall:
                 add_note(error, format_report(result))
             raise
 
-    def _post_once(self, command: Command | None) -> None:
-        if not self._is_posted:
-            self._is_posted = True
-            if command is not None:
-                self.watcher_thread.commands.post(command)
-            self.signals.start_posting()
-
-    def _may_be_quick(self) -> bool:
-        """Return whether `execute` waits 2 ms for the call before `execute` installs mpwatch's signal handlers.
-
-        Return False if an observer receives Progressed events. `_progress_driver` publishes these events, and `execute`
-        creates `_progress_driver` only after the 2 ms.
-        """
-        thread = self.watcher_thread
-        has_signals = self._is_in_main_thread and bool(thread.stop_signals)
-        return thread.is_running() and not has_signals and not thread.wants_progress
-
-    def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
-        """Wait until the call is done or `deadline` has passed. Return whether the call is done.
-
-        The calling program's own signal handlers stay installed, so that a short call is fast. If a signal comes during the
-        wait, Python can delay the signal's handler until the wait is over.
-        """
-        while not until():
-            if not self.signals.wait_for_wakeup_until(deadline):
-                return False
-        return True
-
     def _wait(self, until: Callable[[], bool]) -> None:
         """Call `_run_callbacks` at each wakeup. Return as soon as `until()` is true or all ranks have ended.
 
@@ -369,8 +329,8 @@ class BlockingCall:
         self.signals.suspension.suspend_after_call()
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
-    def _abort(self, signum: int, until: Callable[[], bool]) -> None:
-        """Stop the ranks in the same way as after the signal `signum`. Then restore the program's signal handlers.
+    def _abort(self, until: Callable[[], bool]) -> None:
+        """Stop the ranks in the same way as after SIGTERM. Then restore the program's signal handlers.
 
         If another exception interrupts this method, the method ignores the exception and starts again from the beginning.
         """
@@ -379,7 +339,7 @@ class BlockingCall:
             try:
                 must_stop = must_stop or self._must_stop_ranks(until)
                 if must_stop:
-                    self._stop_ranks(signum, until)
+                    self._stop_ranks(until)
                 self._restore_host()
                 if must_stop and not self.watcher_thread.is_alive() and not self.watcher_thread.keeps_ranks:
                     self.watcher_thread.close()
@@ -389,15 +349,13 @@ class BlockingCall:
 
     def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
         """Return False if the ranks are idle: their call has not begun yet, or is already over."""
-        call = self.signals.call
-        has_begun = self._is_posted or (call is not None and call.has_begun())
-        return not self.watcher_thread.is_alive() or (has_begun and not until())
+        return not self.watcher_thread.is_alive() or (self._is_posted and not until())
 
-    def _stop_ranks(self, signum: int, until: Callable[[], bool]) -> None:
+    def _stop_ranks(self, until: Callable[[], bool]) -> None:
         self.watcher_thread.cancel_start()
         self.signals.take_over()
-        self.signals.post_interrupt(signum)
+        self.signals.post_interrupt(signal.SIGTERM)
         self.signals.start_posting()
         if self.watcher_thread.is_alive():
             # a call of a WorkerGroup may be answered before this signal comes: then its ranks stay
-            self._wait(until if signum == signal.SIGINT or self.signals.call is not None else lambda: False)
+            self._wait(until if self.signals.call is not None else lambda: False)

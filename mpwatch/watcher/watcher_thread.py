@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from mpwatch.errors import LaunchError
-from mpwatch.events.types import CallStarted, Progressed, WorkerSucceeded
+from mpwatch.events.types import Progressed
 from mpwatch.options.log_spec import default_logs
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
@@ -31,7 +31,6 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import CommandQueue, StacksRequest, StatusRequest
-from mpwatch.watcher.direct_calls import DirectCalls
 from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback, StopCallback
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.collective_monitor import StallCallback
@@ -46,7 +45,6 @@ from mpwatch.wire.resource_errors import with_remedy
 if TYPE_CHECKING:
     from mpwatch.watcher.debugger.console import DebuggerConsole
 
-EVENTS_OF_CALLS = (CallStarted, WorkerSucceeded)
 THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks whether the ranks have ended meanwhile
 
@@ -107,7 +105,6 @@ class WatcherThread:
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
-            self.direct_calls = DirectCalls(lambda: any(map(event_bus.wants, EVENTS_OF_CALLS)))
             self.deferred_log = DeferredLog(self.commands.wake_callers)
             self._event_bus.wake = self.commands.wake_callers
             assert isinstance(spec.nprocs, int)  # see GroupSpec
@@ -192,7 +189,6 @@ class WatcherThread:
                     self.commands,
                     self.deferred_log,
                     self._event_bus,
-                    direct_calls=self.direct_calls,
                     output=self.output,
                     keep_ranks=self.keeps_ranks,
                     on_outcome_change=self._on_outcome_change,

@@ -88,14 +88,6 @@ def encode_call(number: int, body: bytes) -> bytes:
     return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
 
 
-def is_whole_frame(kind: MessageKind, data: bytes) -> bool:
-    """Return whether these bytes are one message of this kind, and nothing else."""
-    if len(data) < HEADER.size:
-        return False
-    magic, number, _, length = HEADER.unpack_from(data)
-    return bool(magic == MAGIC and number == kind and HEADER.size + length == len(data))
-
-
 def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
     """Return the message's kind, time and body length. Raises ValueError if `head` is not a header of mpwatch."""
     magic, kind, stamp, length = HEADER.unpack_from(head)

@@ -23,11 +23,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpwatch.options.worker_info import Worker
 from mpwatch.results import report as texts
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure
-from mpwatch.results.model import Progress, WorkerState
+from mpwatch.results.model import WorkerState
 from mpwatch.results.places import format_raise_location
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.run_result import RunResult
@@ -67,17 +66,12 @@ Failures = dict[int, TimedFailure]  # by rank
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
 
 
-def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedValue"] | None = None) -> RunResult[Any]:
-    """Return the result of an attempt or a call. Call this function after the end of the attempt or the call.
-
-    Args:
-        attempt: the observations of the attempt.
-        loaded_values: the return values, if they have been rebuilt already.
-    """
+def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
+    """Return the result of an attempt or a call. Call this function after the end of the attempt or the call."""
     _correct_collectives(attempt)
     failures: Failures = {}
     have_all_returned = attempt.stop_reason is StopReason.SUCCEEDED
-    loaded_values = (loaded_values or _load_values(attempt)) if have_all_returned else {}
+    loaded_values = _load_values(attempt) if have_all_returned else {}
     for rank, observed in attempt.ranks.items():
         if rank not in loaded_values:
             failure = find_failure(attempt, observed)
@@ -166,37 +160,6 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
         raise
     except BaseException as error:  # noqa: BLE001  from the code of the value's classes
         return LoadedValue(None, error if error is content else explain_unloadable_value(kind, error))
-
-
-def build_success(
-    workers: tuple[Worker, ...],
-    values: Mapping[int, LoadedValue],
-    progress: Mapping[int, Progress],
-    log_dir: str,
-    elapsed: float,
-) -> RunResult[Any] | None:
-    """Return the result of a call that succeeded on all ranks. If a return value cannot be rebuilt, return None.
-
-    If this function returns None, call `diagnose` to build the result of the failed call.
-
-    Args:
-        workers: the ranks.
-        values: the return value of each rank.
-        progress: the last report of each rank.
-        log_dir: the folder of the log files. The text is empty if there are no log files.
-        elapsed: seconds of the call.
-    """
-    if any(loaded.error is not None for loaded in values.values()):
-        return None
-    return RunResult(
-        state=WorkerState.SUCCEEDED,
-        return_values={rank: loaded.value for rank, loaded in values.items()},
-        workers=workers,
-        worker_states=dict.fromkeys(values, WorkerState.SUCCEEDED),
-        progress=progress,
-        log_dir=log_dir,
-        elapsed=elapsed,
-    )
 
 
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:

@@ -18,12 +18,10 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
-    Received,
     map_private,
     open_anonymous_file,
     receive_with_fds,
     seal,
-    split_received,
     write_all,
 )
 from mpwatch.os_support.processes import has_descriptor, is_ending, read_process_state
@@ -98,27 +96,10 @@ class RankHandle:
         on_exit: Callable[[], Any],
     ) -> None:
         """Register the functions that handle the rank's messages, its stack data and its exit. Raises OSError."""
-        self._selector, self._on_message = selector, on_message
+        self._selector = selector
         self._register(self.channel.fileno(), on_message)
         self._register(self._stack_pipe, on_stack_data)
         self._register(self.process.sentinel, on_exit)
-
-    def can_be_called_directly(self) -> bool:
-        """Return whether the caller's thread can send a call to the rank without the watcher thread.
-
-        Return False if the rank's interpreter has printed text at its start. In this case, the watcher thread must first
-        send this text back to the rank (`ProcessPool.send_call`). The rank then writes the text to its stderr.
-        """
-        return self.channel.fileno() != -1 and not self.stack_parser.startup_output
-
-    def pause_messages(self) -> None:
-        """Stop reading the channel until `resume_messages` is called."""
-        self._unregister(self.channel.fileno())
-
-    def resume_messages(self) -> None:
-        """Read the channel again, unless it is closed. Raises OSError."""
-        if self.channel.fileno() != -1:
-            self._register(self.channel.fileno(), self._on_message)
 
     def reset_observations(self) -> RankObservations:
         """Replace the RankObservations of the previous call by a new object for the next call, and return the new object."""
@@ -210,17 +191,6 @@ class RankHandle:
         with suppress(OSError):  # BlockingIOError: the channel is open
             return bool(self.channel.recv(1, socket.MSG_PEEK))
         return True
-
-    def parse_messages(self, received: Received) -> list[Message]:
-        """Parse bytes that the caller's thread has read from the channel, and return the complete messages.
-
-        After an error, or if the rank has closed its end of the channel, close the channel.
-        """
-        messages: list[Message] = []
-        with self._close_channel_after_error():
-            data, files, is_cut = split_received(received)
-            self._add_received(messages, data, files, is_cut=is_cut)
-        return messages
 
     def _add_received(self, messages: list[Message], data: bytes, files: list[int], *, is_cut: bool) -> None:
         """Add `data` to the received bytes, and append each message that is now complete to `messages`.

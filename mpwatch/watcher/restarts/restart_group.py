@@ -86,12 +86,6 @@ class RestartGroup:
         """The `Worker` object that each rank got at its latest start."""
         return [setup.worker for setup in self.setups.values()]
 
-    def is_idle(self) -> bool:
-        """Return whether all ranks wait for a call."""
-        machine = self.machine
-        is_starting = machine.phase_table.counts[m.RankPhase.STARTING]
-        return self.call is None and machine.stage is m.RunStage.IDLE and not is_starting
-
     def read_machine(self) -> None:
         """Copy the present state of the state machine to attributes of this object.
 

@@ -14,7 +14,7 @@ exception ends the run.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,7 @@ from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_attempts, format_verdict, make_restart_notes
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, RestartCommand
-from mpwatch.watcher.diagnosis.diagnose import LoadedValue, diagnose
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -217,13 +217,11 @@ class RunController(Generic[T]):
         self.event_bus.publish_run_ended(state, workers, restarts=restarts, reason=reason)
 
 
-def diagnose_attempt(
-    observations: AttemptObservations, loaded_values: Mapping[int, LoadedValue] | None = None
-) -> RunResult[Any]:
+def diagnose_attempt(observations: AttemptObservations) -> RunResult[Any]:
     """Diagnose an attempt that is over, and drop the data that only the diagnosis needs. See `diagnose`."""
     observations.collect_stderr()
     try:
-        return diagnose(observations, loaded_values)
+        return diagnose(observations)
     finally:
         observations.drop_payloads()
 
