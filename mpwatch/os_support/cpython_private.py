@@ -99,20 +99,6 @@ def forget_child(child: BaseProcess) -> None:
     mp_process._children.discard(child)
 
 
-def observe_children(on_start: Callable[[int], object]) -> None:
-    """Call `on_start` each time this process starts a child with multiprocessing. The argument is the child's pid."""
-    # multiprocessing adds each process to this set. Without this name, a DataLoader worker that is killed while it shares a
-    # tensor leaves a file in /dev/shm.
-
-    class Children(set["BaseProcess"]):
-        def add(self, child: BaseProcess) -> None:
-            super().add(child)
-            if child.pid is not None:
-                on_start(child.pid)
-
-    mp_process._children = Children(mp_process._children)
-
-
 def get_spawn_reducers() -> dict[type, Any]:
     """Return a dict from each type to the pickling function that multiprocessing or torch has registered for the type."""
     # Without this name, only `copyreg.dispatch_table` is used, and no connection, socket or shared tensor can be in a call.

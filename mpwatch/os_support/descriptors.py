@@ -73,28 +73,6 @@ def seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
 
-def is_used_elsewhere(fd: int) -> bool:
-    """Return whether another process, or other code in this process, has opened or mapped the file of `fd`.
-
-    On systems other than Linux, always return True. On Linux, also return True if the kernel supports no leases on this
-    file. `fd` must be a read-only descriptor.
-    """
-    if sys.platform != "linux":
-        return True
-    import fcntl
-    import signal
-
-    try:
-        # The kernel grants this lease only for a file that no other process has open. If another process opens the file now,
-        # this program gets a signal. SIGIO would end it, and SIGURG does nothing by default.
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:
-        return True
-    return False
-
-
 def map_private(fd: int, size: int) -> memoryview:
     """Map the first `size` bytes of a file into writable memory. Writing to this memory does not change the file.
 

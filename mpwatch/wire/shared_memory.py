@@ -4,7 +4,7 @@ Each rank has its own part of the shared memory, which is called the rank's slot
 rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
+    a slot:            [ black box ][ stop memory ][ heartbeat memory ][ number of the interrupted call ]
     black box:         [ frame ][ frame ][ zeros ]
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
@@ -14,9 +14,6 @@ rank is dead.
 - A heartbeat is one write of eight bytes to memory, so a rank can send heartbeats in its innermost loop, from any thread.
   While the rank writes a report, the report's checksum is wrong. If the watcher finds a wrong checksum, it reads the report
   again.
-- A slot contains the pids of the last 1,014 processes that the rank has started by multiprocessing. The name of a torch file
-  in /dev/shm contains the pid of the process that made the file. With the pids in the slot, the watcher can find the torch
-  files that dead child processes have left (watcher/processes/torch_files.py).
 - Before the watcher interrupts a call with SIGINT, it writes the number of this call (`PendingCall.number`) into the rank's
   slot. A SIGINT itself carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its
   slot with the number of its next call. If the number in the slot is not the number of the next call, the rank ignores the
@@ -33,7 +30,6 @@ import os
 import struct
 import sys
 from binascii import crc32
-from itertools import count
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.wire import stop_step
@@ -48,13 +44,9 @@ if TYPE_CHECKING:
 SLOT_SIZE = 1 << 20  # only pages that are written take memory
 HEARTBEAT_SIZE = 4096
 CALL_NUMBER = struct.Struct("Q")
-PID = struct.Struct("=i")
-MAX_CHILD_PIDS = 1014  # with this number the stop memory and the heartbeat memory begin at a page
-CHILD_PIDS_SIZE = MAX_CHILD_PIDS * PID.size
-BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - HEARTBEAT_SIZE - CHILD_PIDS_SIZE - CALL_NUMBER.size
+BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - 2 * HEARTBEAT_SIZE  # the last page is for the call's number
 STOP_AT = BLACK_BOX_SIZE  # where the stop memory begins in a slot
 HEARTBEAT_AT = STOP_AT + len(stop_step.CLEARED)
-CHILD_PIDS_AT = HEARTBEAT_AT + HEARTBEAT_SIZE
 
 # A time of CLOCK_MONOTONIC. It is 0 before the first heartbeat, and infinity if no heartbeat will follow. In native byte
 # order the time is written at once.
@@ -104,31 +96,6 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
     """In the rank: return the number of the last call that the watcher has interrupted, or 0 if there was none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
-
-
-# --- The pids of children ---
-
-
-class ChildPidsWriter:
-    """In the rank: writes the pids of the rank's children.
-
-    Args:
-        memory: the rank's slot.
-    """
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._numbers = count()
-
-    def append(self, pid: int) -> None:
-        """Write a pid. If there are already MAX_CHILD_PIDS pids, replace the oldest pid. Any thread may call `append`."""
-        PID.pack_into(self._memory, CHILD_PIDS_AT + next(self._numbers) % MAX_CHILD_PIDS * PID.size, pid)
-
-
-def read_child_pids(fd: int, slot: int) -> set[int]:
-    """In the watcher: return the pids of the processes that a rank has started by multiprocessing."""
-    data = os.pread(fd, CHILD_PIDS_SIZE, slot * SLOT_SIZE + CHILD_PIDS_AT)
-    return {pid for (pid,) in PID.iter_unpack(data) if pid > 0} if any(data) else set()
 
 
 # --- The black box ---

@@ -29,7 +29,6 @@ from functools import partial
 from importlib import import_module
 
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.cpython_private import observe_children
 from mpwatch.os_support.signals import die_if_ended, die_with_writer
 
 # What an answer needs is imported before the function runs: later the package may have been removed or replaced, or the
@@ -40,7 +39,7 @@ from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
-from mpwatch.wire.shared_memory import STOP_AT, BlackBox, ChildPidsWriter, HeartbeatWriter, open_slot
+from mpwatch.wire.shared_memory import STOP_AT, BlackBox, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
 from mpwatch.worker import context, debugger_hook, stdio
 from mpwatch.worker.channel import Channel
@@ -71,7 +70,6 @@ def main(launch_info: LaunchInfo) -> None:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
-    observe_children(ChildPidsWriter(memory).append)
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)

@@ -38,7 +38,7 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any, Self
 
-from mpwatch.os_support.clock import monotonic, wall_time
+from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.cpu_affinity import limit_thread_to
 from mpwatch.os_support.cpython_private import (
     forget_child,
@@ -70,7 +70,6 @@ class RankPopen(Popen):
     Attributes:
         name: the name of the multiprocessing.Process.
         pid: the pid of the rank. It is also the number of its process group.
-        wall_started_at: when the rank was started, by the wall clock.
         sentinel: descriptor that becomes readable when the rank ends.
         signal_error: why a signal could not be sent, if this was a surprise.
     """
@@ -125,7 +124,6 @@ class RankPopen(Popen):
         cpus: frozenset[int] | None,
     ) -> None:
         self.name = process.name
-        self.wall_started_at = wall_time()
         self._description = description
         self._process: _WatchedProcess | None = process
         self._env = env

@@ -29,7 +29,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -47,7 +47,6 @@ from mpwatch.watcher.processes.process import POLL_SECONDS, RankPopen
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.processes.selector import Selector
-from mpwatch.watcher.processes.torch_files import find_makers, remove_left_files
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import Message, MessageKind, encode_call
 from mpwatch.wire.pickling.call_payload import Payload
@@ -60,7 +59,6 @@ from mpwatch.wire.shared_memory import (
     get_stop_memory,
     prepare_slot,
     read_black_box,
-    read_child_pids,
     read_heartbeat,
     read_heartbeat_time,
     record_interrupt,
@@ -98,7 +96,7 @@ class ProcessPool:
         self._slots: dict[int, int] = {}  # number of the slot, by rank
         # Each with the time when the pool began to reap the rank. At that time the rank's process group is killed.
         self._held_by_debugger: dict[RankPopen, float] = {}  # dead ranks that cannot be reaped yet
-        self._killed_groups: list[_KilledGroup] = []  # groups of reaped ranks that may still have members (helpers)
+        self._killed_groups: dict[int, float] = {}  # groups of reaped ranks that may still have members (helpers)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -248,20 +246,16 @@ class ProcessPool:
         """Kill the processes that are left in the group of a dead rank, and reap the rank."""
         rank, pid = handle.observations.worker.rank, handle.process.pid
         del self.handles[rank]  # first: after an error the end of the pool must not reap it again
-        group = _KilledGroup(pid, handle.process.wall_started_at, killed_at=monotonic())
+        killed_at = monotonic()
         try:
             handle.close()
         finally:  # even if the calling program has closed descriptors of mpwatch
-            with suppress(OSError):
-                group.torch_file_makers |= find_makers(pid) | read_child_pids(self._slots_fd, self._slots[rank])
             if not handle.process.reap():
-                self._held_by_debugger[handle.process] = group.killed_at
+                self._held_by_debugger[handle.process] = killed_at
             self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
             self.guardian.release(pid)
             if group_exists(pid):
-                self._killed_groups.append(group)
-            else:
-                group.remove_torch_files()
+                self._killed_groups[pid] = killed_at
 
     def abandon(self, handle: RankHandle) -> None:
         """Log a warning about a rank that cannot be killed, close the connections to it, and never wait for it again."""
@@ -305,36 +299,15 @@ class ProcessPool:
         The kernel needs time to free the memory or the GPU of a helper, and a restarted rank may need that memory or GPU.
         """
         while self._killed_groups:
-            group = self._killed_groups.pop()
-            deadline = group.killed_at + KILL_SECONDS
+            group, killed_at = self._killed_groups.popitem()
+            deadline = killed_at + KILL_SECONDS
             try:
-                _wait_for_group(group.pgid, deadline, self.deferred_log)
+                _wait_for_group(group, deadline, self.deferred_log)
             except OSError:  # no descriptors are left to read /proc or to wait with
-                while group_exists(group.pgid) and monotonic() < deadline:
-                    reap_adopted(group.pgid)
+                while group_exists(group) and monotonic() < deadline:
+                    reap_adopted(group)
                     time.sleep(POLL_SECONDS)
-            reap_adopted(group.pgid)
-            group.remove_torch_files()
-
-
-class _KilledGroup:
-    """The process group of a dead rank.
-
-    Attributes:
-        pgid: number of the group, and pid of the rank.
-        killed_at: when the group was killed, in seconds of CLOCK_MONOTONIC.
-        torch_file_makers: pids of the processes whose files in /dev/shm are removed. See torch_files.py.
-    """
-
-    def __init__(self, pgid: int, wall_started_at: float, *, killed_at: float) -> None:
-        self.pgid = pgid
-        self.killed_at = killed_at
-        self.torch_file_makers = {pgid}
-        self._wall_started_at = wall_started_at
-
-    def remove_torch_files(self) -> None:
-        """Remove the files that torch has left in /dev/shm when processes of the rank were killed."""
-        remove_left_files(self.torch_file_makers, self._wall_started_at)
+            reap_adopted(group)
 
 
 def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> None:
