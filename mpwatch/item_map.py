@@ -318,10 +318,6 @@ class _ItemGroup(WorkerGroup):
             handle._interrupt(signum, InterruptCause.SIGNAL)
         raise _EndedBySignalError(signum, handles)
 
-    def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Set the bytes that the guardian process writes to a terminal if this process is killed. None: no bytes."""
-        self._ranks.set_terminal_restore(restore)
-
     def explain_loss(self, rank: int, reason: str) -> None:
         """Set the reason that mpwatch logs when it restarts this rank.
 
@@ -368,7 +364,6 @@ class ItemMap:
         self._done_count = self._failed_count = 0
         self._pid = os.getpid()
         self._losses_at_start = 0  # since a rank has loaded the function
-        self._terminal_restore: tuple[str, bytes] | None = None  # that the guardian knows
         self._group: _ItemGroup
         self._view: ItemView
         self._selector: selectors.BaseSelector
@@ -548,18 +543,10 @@ class ItemMap:
 
     def _update_view(self) -> None:
         self._view.update(self._done_count, self._failed_count)
-        self._post_terminal_restore()
 
     def _close_view(self) -> None:
         if os.getpid() == self._pid:  # not a fork that leaves the loop, too
             self._view.close(self._done_count, self._failed_count)
-            self._post_terminal_restore()
-
-    def _post_terminal_restore(self) -> None:
-        """If the bytes that restore the terminal have changed, send them to the guardian process."""
-        if self._view.terminal_restore != self._terminal_restore:
-            self._terminal_restore = self._view.terminal_restore
-            self._group.set_terminal_restore(self._terminal_restore)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
         """Read all messages that a rank has sent, and return the new values and ItemFailures, with their indices."""

@@ -162,8 +162,6 @@ def _send_event(link: _DriverLink, event: mpwatch.Event) -> None:
 class _LinkView:
     """A view that sends the statuses of the node's ranks to the driver. See View in watcher/observers/view_driver.py."""
 
-    terminal_restore = None
-
     def __init__(self, link: _DriverLink, period: float) -> None:
         self._link = link
         self.period = period

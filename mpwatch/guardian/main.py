@@ -1,16 +1,12 @@
-r"""Each run has one guardian process. If the watcher is killed, the guardian kills the ranks and restores the terminal.
+"""Each run has one guardian process. If the watcher is killed, the guardian kills the ranks.
 
 This script runs in a bare interpreter (`python -I -S`), so it imports only the standard library. The watcher starts this
 script: see watcher/processes/guardian.py.
 
     watcher --- socket pair: one line for each order ---> guardian --- SIGKILL, when the watcher is gone ---> ranks
 
-    "+1234\n"                 a rank has started: kill process group 1234 if the watcher dies (the rank sends it, too)
-    "-1234\n"                 that rank is dead and reaped: do not kill its group
-    "=1b5b72 /dev/pts/0\n"    a live view is on this terminal: write these bytes (hexadecimal) to it if the watcher dies
-    "=\n"                     no terminal has to be restored
-    "~[...] /dev/pts/0\n"     a prompt is open on this terminal: set these modes (tcgetattr's values as JSON) if it dies
-    "~\n"                     no modes have to be restored
+    "+1234" and a newline    a rank has started: kill process group 1234 if the watcher dies (the rank sends it, too)
+    "-1234" and a newline    that rank is dead and reaped: do not kill its group
 
 If the watcher dies, both the kernel and the guardian kill the ranks. The watcher holds the write end of a pipe to each rank.
 When the write end is closed, the kernel kills the Unix process group of the rank (`die_with_writer` in
@@ -32,11 +28,9 @@ import select
 import signal
 import sys
 
-TRIES, TRY_SECONDS = 10, 0.1  # if a terminal accepts no output at the moment
-
 
 def main(orders: int, watcher: int | None = None) -> None:
-    """Read orders until the watcher is gone, and then kill the Unix process groups of the ranks and restore the terminal.
+    """Read orders until the watcher is gone, and then kill the Unix process groups of the ranks.
 
     Args:
         orders: descriptor of the socket.
@@ -44,7 +38,7 @@ def main(orders: int, watcher: int | None = None) -> None:
     """
     os.set_blocking(orders, False)
     groups: set[int] = set()
-    restore = modes = rest = b""
+    rest = b""
     poll = select.poll()
     poll.register(orders, select.POLLIN)
     if watcher is not None:
@@ -56,25 +50,13 @@ def main(orders: int, watcher: int | None = None) -> None:
         is_watcher_gone = is_watcher_gone or data is None
         *lines, rest = (rest + (data or b"")).split(b"\n")
         for line in lines:
-            if line[:1] == b"=":
-                restore = line[1:]
-            elif line[:1] == b"~":
-                modes = line[1:]
-            else:
-                (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+            (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
     for group in groups - {0, 1}:  # these numbers stand for many processes, see kill(2)
         for kill in (os.kill, os.killpg):  # the rank itself may have joined another group
             try:
                 kill(group, signal.SIGKILL)
             except OSError:
                 pass  # the rank has ended together with the watcher
-    if restore:
-        try:
-            restore_terminal(*restore.split(b" ", 1))
-        except OSError:
-            pass  # the terminal is gone, too
-    if modes:
-        restore_modes(*modes.rsplit(b" ", 1))
 
 
 def read_available(orders: int) -> bytes | None:
@@ -88,35 +70,6 @@ def read_available(orders: int) -> bytes | None:
         if not more:
             return data or None
         data += more
-
-
-def restore_terminal(data: bytes, path: bytes) -> None:
-    """Decode the hexadecimal `data`, and write the decoded bytes to the terminal `path`, such as "/dev/pts/0"."""
-    fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    rest = bytes.fromhex(data.decode())
-    tries = TRIES
-    while rest and tries:
-        tries -= 1
-        if poll.poll(TRY_SECONDS * 1000):
-            try:
-                rest = rest[os.write(fd, rest) :]  # mostly all at once, so that no other output gets in between
-            except BlockingIOError:
-                pass  # another process filled the terminal's buffer first
-
-
-def restore_modes(modes: bytes, path: bytes) -> None:
-    """Set the modes of the terminal at `path`. For example, a mode says whether the terminal shows typed characters."""
-    import json
-    import termios
-
-    *numbers, characters = json.loads(modes)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
-        termios.tcsetattr(fd, termios.TCSANOW, [*numbers, [bytes.fromhex(character) for character in characters]])
-    except (OSError, termios.error):
-        pass  # the terminal is gone, too
 
 
 if __name__ == "__main__":

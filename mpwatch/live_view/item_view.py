@@ -43,14 +43,6 @@ class ItemView:
         """Seconds until `update` must be called, or None if no further call of `update` is needed."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - self._clock())
 
-    @property
-    def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the bytes that restore the terminal if this process is killed.
-
-        `terminal_restore` is None if there is no terminal to restore, for example in a notebook.
-        """
-        return None if self._display is None else self._display.terminal_restore
-
     def update(self, done: int, failed: int) -> None:
         """Draw the bar if enough time has passed since the last drawing.
 

@@ -17,7 +17,6 @@ class LineDisplay:
     """Writes the live view as lines to a stream."""
 
     period = PERIOD
-    terminal_restore = None  # no rows are reserved
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -25,13 +25,6 @@ class Display(Protocol):
     def period(self) -> float:
         """Seconds between two drawings."""
 
-    @property
-    def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the encoded escape sequences that release the reserved rows of the view.
-
-        `terminal_restore` is None if the display has reserved no rows of a terminal.
-        """
-
     def show(self, snapshot: Snapshot) -> None:
         """Draw this snapshot in place of the previous snapshot."""
 
@@ -74,14 +67,6 @@ class LiveView:
     def period(self) -> float:
         """Seconds until `show` must be called with new statuses, or infinity if there is no display."""
         return self._period
-
-    @property
-    def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the bytes to write to the terminal if this process is killed.
-
-        `terminal_restore` is None if the view has reserved no rows of a terminal.
-        """
-        return None if self._display is None else self._display.terminal_restore
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """Draw the present statuses of the ranks. The caller must sort `statuses` by rank."""

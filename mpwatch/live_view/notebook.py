@@ -18,7 +18,6 @@ class NotebookDisplay:
     """A table below the output that the running cell already has."""
 
     period = PERIOD
-    terminal_restore = None  # there is no terminal
 
     def __init__(self) -> None:
         self._display_handle: Any = None  # IPython's handle of the table

@@ -16,7 +16,7 @@ from typing import Protocol
 from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot
 from mpwatch.live_view.scroll_region import RECOVER, ScrollRegion, go_to_line_start
-from mpwatch.live_view.tty import is_foreground, is_writable, terminal_name
+from mpwatch.live_view.tty import is_foreground, is_writable
 from mpwatch.os_support.clock import monotonic
 
 PERIOD = 0.25
@@ -50,7 +50,6 @@ class TerminalDisplay:
         self._encoding = encoding
         self._clock = clock
         self._region = ScrollRegion()
-        self._name = terminal_name(fd)
         self._drawn_at = clock()
         self._was_drawn = self.is_closed = False
         self._is_write_incomplete = False  # the last write was interrupted, or the terminal did not take all of it
@@ -59,15 +58,6 @@ class TerminalDisplay:
     @property
     def period(self) -> float:
         return PERIOD
-
-    @property
-    def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of the terminal, and the encoded escape sequences that release the reserved rows.
-
-        `terminal_restore` is None if the terminal has no path, or if no rows are reserved.
-        """
-        text = self._region.recover()
-        return (self._name, text.encode()) if text and self._name else None
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw the snapshot. If this program is in the background, release the reserved rows."""

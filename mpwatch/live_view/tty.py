@@ -27,14 +27,6 @@ def is_foreground(fd: int) -> bool:
         return False
 
 
-def terminal_name(fd: int) -> str:
-    """Return the path of the terminal, or "" if the terminal has no path, as in some containers."""
-    try:
-        return os.ttyname(fd)
-    except OSError:
-        return ""
-
-
 def is_writable(fd: int, timeout: float) -> bool:
     """Return whether the terminal or pipe becomes ready for a write within `timeout` seconds."""
     poll = select.poll()

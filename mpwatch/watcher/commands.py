@@ -12,8 +12,6 @@
     StopAfter         none
     Suspend           `are_ranks_stopped`. Then the watcher thread waits for its `is_over`
     RestartCommand    none; this command is itself the answer to `request_decision` of the watcher thread
-    TerminalRestore   none
-    TerminalModes     none
     DelayedAction     none
     machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
                       ResumeLimits
@@ -29,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 from mpwatch.os_support.clock import monotonic
@@ -93,23 +91,6 @@ class StacksRequest:
     is_answered: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(eq=False)
-class TerminalRestore:
-    """A command to send bytes to the guardian process, which writes them to a terminal if the watcher is killed."""
-
-    restore: tuple[str, bytes] | None
-    """The name of the terminal, and the bytes to write to the terminal. None if there is nothing to restore."""
-
-
-@dataclass(eq=False)
-class TerminalModes:
-    """A command to send terminal modes to the guardian process, which sets these modes if the watcher is killed."""
-
-    path: str
-    modes: list[Any] | None
-    """The modes as `termios.tcgetattr` returns them. None if there is nothing to restore."""
-
-
 def _make_locked() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
@@ -150,8 +131,6 @@ Command = (
     | PendingCall
     | StatusRequest
     | StacksRequest
-    | TerminalRestore
-    | TerminalModes
     | RestartCommand
     | StartLostRanks
     | StopAfter

@@ -56,8 +56,6 @@ from mpwatch.watcher.commands import (
     StatusRequest,
     StopAfter,
     Suspend,
-    TerminalModes,
-    TerminalRestore,
 )
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
@@ -317,10 +315,6 @@ class EventLoop:
                 self._commands.wake_callers()
             elif isinstance(command, StacksRequest):
                 self._stack_requests.begin(command, self._groups)
-            elif isinstance(command, TerminalRestore):
-                self._pool.guardian.set_terminal_restore(command.restore)
-            elif isinstance(command, TerminalModes):
-                self._pool.guardian.set_terminal_modes(command.path, command.modes)
             elif isinstance(command, RestartCommand):
                 # The group uses them when its machine handles the event. Commands before it may end the run.
                 self._group_of(command.event.rank).next_setups = command.setups

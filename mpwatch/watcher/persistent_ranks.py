@@ -29,7 +29,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.commands import StartLostRanks, TerminalRestore
+from mpwatch.watcher.commands import StartLostRanks
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -200,16 +200,6 @@ class PersistentRanks:
         """
         watcher_thread = self._watcher_thread
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
-
-    def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Make the guardian process restore a terminal if the calling program is killed.
-
-        `restore` is a tuple: the path of the terminal, and the bytes that the guardian writes to the terminal. If `restore`
-        is None, the guardian restores no terminal.
-        """
-        watcher_thread = self._watcher_thread
-        if watcher_thread is not None:
-            watcher_thread.commands.post(TerminalRestore(restore))
 
     def explain_loss(self, rank: int, reason: str) -> None:
         """Set the reason that the log gives when the lost rank, or the whole WorkerGroup, is restarted.

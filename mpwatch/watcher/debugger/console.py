@@ -160,7 +160,7 @@ class DebuggerConsole:
         if signals.received:  # Ctrl-C came while a rank executed a command
             self._quit(first, signals)
             return
-        with self._suspended_run(view), LineInput(self._commands, self._history) as line_input:
+        with self._suspended_run(view), LineInput(self._history) as line_input:
             while (session := self._choose()) is not None:
                 try:
                     self._show_output(session)

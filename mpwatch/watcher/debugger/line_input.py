@@ -6,7 +6,6 @@ rank's socket. If the rank ends, the watching thread sends SIGURG to the main th
 PromptClosedError. A process ignores SIGURG by default, so a late SIGURG has no effect.
 """
 
-import os
 import select
 import signal
 import sys
@@ -18,7 +17,6 @@ from types import ModuleType
 from typing import Self
 
 from mpwatch.options.log_spec import in_notebook
-from mpwatch.watcher.commands import CommandQueue, TerminalModes
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
 
@@ -57,12 +55,10 @@ class LineInput:
     """A context manager that reads the user's input at debugger prompts.
 
     Args:
-        commands: the command queue of the watcher thread.
         history: the lines that the user entered in earlier interactions.
     """
 
-    def __init__(self, commands: CommandQueue, history: list[str]) -> None:
-        self._commands = commands
+    def __init__(self, history: list[str]) -> None:
         self._history = history
         self._readline = _readline if not in_notebook() else None
         self._is_reading = False
@@ -116,23 +112,18 @@ class LineInput:
 
     @contextmanager
     def _terminal_modes(self) -> Iterator[None]:
-        """Restore the modes of the terminal when the `with` block ends.
-
-        If this process is killed, the guardian process restores the modes of the terminal.
-        """
+        """Restore the modes of the terminal when the `with` block ends."""
         try:
             fd = sys.stdin.fileno()
-            modes, path = termios.tcgetattr(fd), os.ttyname(fd)
+            modes = termios.tcgetattr(fd)
         except Exception:  # noqa: BLE001  no terminal, but a notebook
             yield
             return
-        self._commands.post(TerminalModes(path, modes))
         try:
             yield
         finally:
             with suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(fd, termios.TCSADRAIN, modes)
-            self._commands.post(TerminalModes(path, None))
 
 
 def _watch_socket(socket: int, stop: int, main_thread: int) -> None:

@@ -15,7 +15,6 @@ class ProgressEvents:
     """
 
     period = 0.25
-    terminal_restore = None
 
     def __init__(self, event_bus: EventBus) -> None:
         self._event_bus = event_bus

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.watcher.commands import CommandQueue, StatusRequest, TerminalRestore
+from mpwatch.watcher.commands import CommandQueue, StatusRequest
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
@@ -33,10 +33,6 @@ class View(Protocol):
     @property
     def period(self) -> float:
         """The seconds from one update of the view to the next. If the view needs no more updates, the period is infinite."""
-
-    @property
-    def terminal_restore(self) -> tuple[str, bytes] | None:
-        """The path of a terminal and the bytes that restore it, or None if there is nothing to restore."""
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """Show the present statuses, which are sorted by rank."""
@@ -71,7 +67,6 @@ class ViewDriver:
         self._view: View | None = None
         self._due_at = 0.0  # when the next update is due
         self._close_count = 0
-        self._posted_restore: tuple[str, bytes] | None = None
         self._guard(lambda: self._open_view(make_view))
 
     def seconds_to_next_update(self) -> float | None:
@@ -105,7 +100,6 @@ class ViewDriver:
         view = self._view
         if view is not None:
             self._guard(view.pause)
-            self._post_restore(view)
 
     def resume(self) -> None:
         """After `pause`, schedule an immediate update, so that the view is drawn again."""
@@ -133,23 +127,14 @@ class ViewDriver:
     def _show(self, statuses: Sequence[RankStatus]) -> None:
         if self._view is not None:
             self._view.show(statuses)
-            self._post_restore(self._view)
             self._schedule_update()
 
     def _close_view(self, view: View) -> None:
         view.close(final_statuses(self._pending_call.observations))
-        self._post_restore(view)
 
     def _schedule_update(self) -> None:
         if self._view is not None:
             self._due_at = monotonic() + self._view.period
-
-    def _post_restore(self, view: View) -> None:
-        """If the bytes that restore the terminal have changed, send them to the guardian process."""
-        terminal_restore = view.terminal_restore
-        if terminal_restore != self._posted_restore:
-            self._posted_restore = terminal_restore
-            self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
         """Call a function that uses the view. If the function raises an exception, remove the view and log a warning.
@@ -167,5 +152,4 @@ class ViewDriver:
             with ignore_user_errors():  # so that the view releases its rows of the terminal, if it still can
                 if view is not None:
                     view.close(())
-                    self._post_restore(view)
             log_now(logging.WARNING, "the live view failed; the run goes on without it", error=error)

@@ -1,17 +1,15 @@
 """Starts the guardian process and sends it orders. Runs in the watcher thread.
 
-If the calling program is killed, the guardian carries out the orders: it kills process groups, and restores a terminal. See
-guardian/main.py for the format of the orders.
+If the calling program is killed, the guardian kills the process groups that it was told. See guardian/main.py for the format
+of the orders.
 """
 
-import json
 import os
 import signal
 import socket
 from contextlib import ExitStack, suppress
 from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
 
 from mpwatch.os_support.processes import open_pidfd, peek_exit_code, start_process
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -59,29 +57,6 @@ class Guardian:
     def release(self, pgid: int) -> None:
         """Cancel the order to kill this process group, because the group is dead and a new group can get its number."""
         self._send(b"-%d\n" % pgid)
-
-    def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Make the guardian restore a terminal if the calling program dies.
-
-        Args:
-            restore: the terminal's path and the bytes to write to it, or None if no terminal needs this any more.
-        """
-        path, data = restore or ("", b"")
-        self._send(b"=%s\n" % (data.hex().encode() + b" " + os.fsencode(path) if restore else b""))
-
-    def set_terminal_modes(self, path: str, modes: list[Any] | None) -> None:
-        """Make the guardian set the modes of a terminal to `modes` if the calling program dies.
-
-        Args:
-            path: the path of the terminal.
-            modes: the modes as `termios.tcgetattr` returns them, or None if no terminal needs this any more.
-        """
-        if modes is None:
-            self._send(b"~\n")
-            return
-        # a character is a number in some modes
-        characters = [(one if isinstance(one, bytes) else bytes([one])).hex() for one in modes[-1]]
-        self._send(b"~%s %s\n" % (json.dumps([*modes[:-1], characters]).encode(), os.fsencode(path)))
 
     def _send(self, line: bytes) -> None:
         try:

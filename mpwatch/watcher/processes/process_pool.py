@@ -19,8 +19,7 @@ A helper is a process that a rank has started in its process group. When the poo
 rank's helpers.
 
 Guarantee: when the pool is closed, every rank is dead and reaped, and every descriptor of the pool is closed. Only two kinds
-of ranks can remain: a rank that SIGKILL does not end, and a dead rank that the pool cannot reap because of a debugger. The
-pool logs a warning about each rank that is not dead and reaped.
+of ranks can remain, each with a warning: a rank that SIGKILL does not end, and a dead rank that a debugger (ptrace) holds.
 """
 
 import dataclasses
@@ -94,9 +93,7 @@ class ProcessPool:
         self.guardian: Guardian
         self.slots: SlotsMemory
         self._slots: dict[int, int] = {}  # number of the slot, by rank
-        # Each with the time when the pool began to reap the rank. At that time the rank's process group is killed.
-        self._held_by_debugger: dict[RankPopen, float] = {}  # dead ranks that cannot be reaped yet
-        self._killed_groups: dict[int, float] = {}  # groups of reaped ranks that may still have members (helpers)
+        self._killed_groups: dict[int, float] = {}  # when each group of a reaped rank was killed that may still have members
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -111,7 +108,6 @@ class ProcessPool:
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             # The stack calls these in the opposite order, before it closes the descriptors.
             stack.callback(self.wait_for_helpers)
-            stack.callback(self._wait_for_debuggers)
             stack.callback(self._kill_and_reap_all)
             self._stack = stack.pop_all()
         return self
@@ -251,7 +247,9 @@ class ProcessPool:
             handle.close()
         finally:  # even if the calling program has closed descriptors of mpwatch
             if not handle.process.reap():
-                self._held_by_debugger[handle.process] = killed_at
+                text = "rank %d (pid %d) is dead, but a debugger holds it: it stays a zombie until the debugger detaches"
+                self.deferred_log.warning(text, rank, pid)
+                handle.process.abandon()
             self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
             self.guardian.release(pid)
             if group_exists(pid):
@@ -280,18 +278,6 @@ class ProcessPool:
             self.reap(handle)
         else:
             self.abandon(handle)
-
-    def _wait_for_debuggers(self) -> None:
-        """Reap each dead rank that has a debugger. Abandon a rank that the pool cannot reap within KILL_SECONDS."""
-        for process, reap_started_at in self._held_by_debugger.items():
-            while not (is_reaped := process.reap()) and monotonic() < reap_started_at + KILL_SECONDS:
-                pass  # each `reap` waits for DEBUGGER_SECONDS
-            if not is_reaped:
-                text = (
-                    "%s (pid %d) is dead, but a debugger holds it: it is left behind, a zombie until the debugger detaches"
-                )
-                self.deferred_log.warning(text, process.name, process.pid)
-                process.abandon()
 
     def wait_for_helpers(self) -> None:
         """Wait until the killed helpers of reaped ranks are gone, and reap those that this process has adopted.
