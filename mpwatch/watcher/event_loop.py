@@ -141,7 +141,7 @@ class EventLoop:
         self._commands = commands
         self._event_bus = event_bus
         self._deferred_log = deferred_log
-        self._oom = OomDetector(deferred_log)
+        self._oom = OomDetector()
         self._on_outcome_change = on_outcome_change
         self._lost_ranks: list[int] = []  # of a WorkerGroup: those that have ended first, so that all others end, too
         # A heap of times, actions, and between them the order in which they came.
@@ -171,11 +171,10 @@ class EventLoop:
 
     def run(self) -> None:
         """Start the ranks, and handle events until no rank is left. Raises LaunchError."""
-        with self._oom:
-            with self._pool:
-                self._start_all_ranks()
-                self._handle_events_until_finished()
-            helpers_oom = self._oom.resolve_suspects()
+        with self._pool:
+            self._start_all_ranks()
+            self._handle_events_until_finished()
+        helpers_oom = self._oom.take_other_kills()
         for group in self._groups:
             if group.call is not None:  # the ranks have ended with this call
                 group.call.observations.append(self._get_observations(group, helpers_oom))
@@ -762,7 +761,7 @@ class EventLoop:
             self._note_lost_ranks(group)
             return [m.Abort()]  # the ranks of a WorkerGroup end together
         elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:
-            helpers_oom = self._oom.resolve_suspects()
+            helpers_oom = self._oom.take_other_kills()
             self._commands.request_decision(self._get_observations(group, helpers_oom))
         elif stage is m.RunStage.FINISHED and is_new_stage:
             self._unfinished_groups.remove(group)
@@ -789,7 +788,7 @@ class EventLoop:
     def _end_lost_ranks(self, group: RestartGroup) -> None:
         """Remove a group of independent ranks that have ended, and answer their call, if any. Other ranks stay alive."""
         group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
-        call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
+        call, observations = group.call, self._get_observations(group, self._oom.take_other_kills())
         self._remove_group(group)
         self._publish_state()
         if call is not None:
