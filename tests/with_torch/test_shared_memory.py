@@ -1,9 +1,5 @@
-"""Tensors in shared memory: what is left in /dev/shm when processes are killed while they share one, and shortages.
+"""Tensors in shared memory, and shortages of it. Each test has its own /dev/shm: other tests check that nothing is left there."""
 
-Each test has its own /dev/shm: other tests check that nothing is left there.
-"""
-
-import ast
 import subprocess
 
 import pytest
@@ -21,30 +17,6 @@ def call_with_own_shared_memory(function, *args, size="1g"):
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot create a mount namespace: {error}")
     return call(function, *args, within=command, env={**ENV, "PYTHONWARNINGS": "ignore"}).stdout
-
-
-@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_files_of_killed_workers_are_removed_when_the_rank_has_returned(context):
-    made, left = ast.literal_eval(call_with_own_shared_memory(programs.kill_workers, context))
-    assert (made, left) == (2, [])
-
-
-def test_files_are_removed_if_the_rank_is_killed_before_it_reaps_the_worker():
-    outcome, left = ast.literal_eval(call_with_own_shared_memory(programs.kill_rank_and_worker))
-    assert "SIGKILL" in outcome
-    assert left == []
-
-
-@pytest.mark.slow
-def test_the_file_of_a_rank_that_is_killed_while_it_shares_is_removed_before_the_restart():
-    assert ast.literal_eval(call_with_own_shared_memory(programs.restart_a_killed_rank)) == ([], [])
-
-
-@pytest.mark.slow
-def test_files_of_other_programs_stay():
-    made, left = ast.literal_eval(call_with_own_shared_memory(programs.make_files_of_other_programs))
-    assert len(made) == 2
-    assert left == made
 
 
 @pytest.mark.slow
