@@ -8,13 +8,13 @@ import pytest
 
 from support.programs import ENV, python
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a training takes half a minute, and more on a busy machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run_example(name, *args):
-    return python("-W", "default", str(EXAMPLES / name), *args)
+    return python("-W", "default", str(EXAMPLES / name), *args, timeout=250)
 
 
 def test_the_losses_are_those_under_torchrun():
