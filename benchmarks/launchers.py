@@ -99,15 +99,16 @@ def torchrunx():
 
 
 def executor():
-    """Submit one future for each rank to a pool of processes."""
+    """Submit one future for each rank to a pool of processes. Each rank is a process of its own, see `call_together`."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     spawn = get_context("spawn")
 
     def launch(task, ranks, args):
-        with ProcessPoolExecutor(ranks, mp_context=spawn) as pool:
-            futures = [pool.submit(tasks.call_with_rank, rank, task, *args) for rank in range(ranks)]
+        barrier = spawn.Barrier(ranks)
+        with ProcessPoolExecutor(ranks, mp_context=spawn, initializer=tasks.keep_barrier, initargs=(barrier,)) as pool:
+            futures = [pool.submit(tasks.call_together, tasks.call_with_rank, rank, task, *args) for rank in range(ranks)]
             return [future.result() for future in futures]
 
     return launch
@@ -152,10 +153,12 @@ def warm_executor(ranks, _folder):
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    barrier = spawn.Barrier(ranks)
+    with ProcessPoolExecutor(ranks, mp_context=spawn, initializer=tasks.keep_barrier, initargs=(barrier,)) as pool:
 
         def call(task, *args):
-            futures = [pool.submit(task, *args) for _ in range(ranks)]
+            futures = [pool.submit(tasks.call_together, task, *args) for _ in range(ranks)]
             return [future.result() for future in futures]
 
         yield call

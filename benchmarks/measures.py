@@ -188,7 +188,7 @@ MEASURES = {
         figures=("call",),
         procedure="warm",
         calls=200,
-        goals=_against("call", executor=0.7, ray=0.2),
+        goals=_against("call", ray=1.0),
     ),
     "warm_args": Measure(
         description="4 warm ranks, a call with a 256 MB array",
