@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import socket
     from typing import Any
 
-Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what socket.recvmsg returns
 
 STDERR = 2
 SIZE_OF_INT = struct.calcsize("i")
@@ -160,12 +159,8 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
     Return the bytes, the descriptors, and whether the kernel dropped some descriptors. The kernel drops descriptors, for
     example, if this process has reached its limit of open files.
     """
-    return split_received(channel.recvmsg(size, c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT), MSG_CMSG_CLOEXEC))
-
-
-def split_received(received: Received) -> tuple[bytes, list[int], bool]:
-    """Convert the return value of `socket.recvmsg` to the return value of `receive_with_fds`."""
-    data, ancillary, flags, _ = received
+    room = c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
+    data, ancillary, flags, _ = channel.recvmsg(size, room, MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, numbers in ancillary:
         if (level, kind) == (c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS):

@@ -216,8 +216,6 @@ class EventLoop:
         for group in self._groups:
             for rank in group.setups:
                 self._start_rank(group, rank)
-        if self._keep_ranks:
-            self._pool.map_slots()
         self._publish_state()
         self._commands.wake_callers()
         try:

@@ -167,8 +167,7 @@ class BlockingCall:
         self._is_posted = False
         self.is_over = False
         add_call(self, BlockingCall.ask_to_stop)
-        self._is_in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._is_in_main_thread:
+        if threading.current_thread() is threading.main_thread():
             watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:

@@ -28,7 +28,6 @@ import math
 import mmap
 import os
 import struct
-import sys
 from binascii import crc32
 
 from mpwatch.os_support.clock import monotonic
@@ -36,9 +35,6 @@ from mpwatch.wire import stop_step
 from mpwatch.wire.messages import HEADER, Message, parse_header
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 # All sizes are in bytes.
 SLOT_SIZE = 1 << 20  # only pages that are written take memory
@@ -60,7 +56,6 @@ MAX_REPORT_SIZE = HEARTBEAT_SIZE - HEARTBEAT_TIME.size - REPORT_HEADER.size
 NO_COUNT = -(1 << 63)  # a step or total of None
 MAX_READS = 100  # attempts to read a complete report; writing one takes less than a microsecond
 ENCODING = ("utf-8", "surrogatepass")
-UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # so that mmap keeps no descriptor
 
 # --- The slot ---
 
@@ -200,13 +195,9 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
     """In the watcher: return the rank's last heartbeat and report. Leave out a report whose checksum is wrong."""
-    return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT))
-
-
-def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
     size = NO_REPORT.size  # most ranks report nothing
     for _ in range(MAX_READS):
-        data = read(size)
+        data = os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT)
         size = HEARTBEAT_SIZE
         (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
         checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
@@ -229,33 +220,6 @@ def prepare_slot(fd: int, slot: int) -> None:
 def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
     """In the watcher: return the object that reads and writes a rank's stop memory (stop_step.py)."""
     return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
-
-
-class SlotsMemory:
-    """Maps the slots of all ranks into the memory of the watcher process. Any thread may use this object.
-
-    The methods raise ValueError after `close`. The constructor raises OSError if the file of the slots cannot be mapped.
-
-    Args:
-        fd: the file of the slots.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, 0, **UNTRACKED)
-
-    def prepare_slot(self, slot: int) -> None:
-        """Do the same as the module's function `prepare_slot`."""
-        at = slot * SLOT_SIZE + STOP_AT
-        self._memory[at : at + len(CLEARED)] = CLEARED
-
-    def read_heartbeat(self, slot: int) -> HeartbeatSample:
-        """Return the last heartbeat and report of a rank."""
-        at = slot * SLOT_SIZE + HEARTBEAT_AT
-        return _read_heartbeat(lambda size: self._memory[at : at + size])
-
-    def close(self) -> None:
-        """Unmap the slots of all ranks. After `close`, the other methods raise ValueError."""
-        self._memory.close()
 
 
 def _encode_report(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:

@@ -3,9 +3,6 @@
     caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A live view in a terminal reserves some rows of the terminal for itself. If the calling program is killed, the guardian
-process releases the rows of the live view by writing bytes to the terminal.
-
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be closed. If a view raises an
 exception, the driver logs the exception and removes the view, so that the run does not fail.
 """

@@ -53,7 +53,6 @@ from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import (
     SLOT_SIZE,
     HeartbeatSample,
-    SlotsMemory,
     clear_slot,
     get_stop_memory,
     prepare_slot,
@@ -79,7 +78,6 @@ class ProcessPool:
         handles: a dict from each rank that was not reaped or abandoned to its handle.
         selector: the Selector with which the event loop waits for the ranks. It exists while the pool is open.
         guardian: kills the ranks if the calling program is killed. It exists while the pool is open.
-        slots: the memory that is shared with the ranks. It exists after `map_slots`.
         deferred_log: receives warnings about ranks that are left behind.
     """
 
@@ -91,7 +89,6 @@ class ProcessPool:
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
-        self.slots: SlotsMemory
         self._slots: dict[int, int] = {}  # number of the slot, by rank
         self._killed_groups: dict[int, float] = {}  # when each group of a reaped rank was killed that may still have members
 
@@ -225,13 +222,6 @@ class ProcessPool:
     def get_stop_memory(self, rank: int) -> StopMemory:
         """Return the StopMemory of a rank that was started, even if the rank is dead."""
         return get_stop_memory(self._slots_fd, self._slots[rank])
-
-    def map_slots(self) -> None:
-        """Map the memory of all ranks that have been started. Raises LaunchError."""
-        try:
-            self.slots = self._stack.enter_context(closing(SlotsMemory(self._slots_fd)))
-        except OSError as error:
-            raise LaunchError(with_remedy("the memory of the ranks cannot be mapped", error)) from error
 
     def begin_call(self, handle: RankHandle) -> None:
         """Delete the heartbeats, the reports, the steps and the stderr of the previous call."""
