@@ -62,7 +62,7 @@ def load(shard):
 
 if os.environ["RANK"] == "1":
     load(7)
-open("both", "w").close(), signal.pause()
+os.open("both", os.O_WRONLY), signal.pause()
 """
 
 
@@ -134,7 +134,7 @@ def test_a_failure_is_reported_with_the_lines_of_the_script(failing, tmp_path):
     line = next(number for number, text in enumerate(FAILING.splitlines(), 1) if "THE-LINE" in text)
     assert re.fullmatch(
         rf"rank 1 failed first: BadShardError: shard 7 is bad \(train.py:{line} in load\)\n"
-        r"  rank 0: stopped by the watcher \(train.py:\d+ in <module>: open\(.both., .w.\).close\(\), signal.pause\(\)\)",
+        r"  rank 0: stopped by the watcher \(train.py:\d+ in <module>: os.open\(.both., os.O_WRONLY\), signal.pause\(\)\)",
         str(error),
     )
     assert error.__cause__.shard == 7
