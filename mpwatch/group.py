@@ -22,8 +22,8 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.group_ranks import CLOSED, GroupRanks, OnStart
 from mpwatch.watcher.host_check import check_host
-from mpwatch.watcher.persistent_ranks import CLOSED, OnStart, PersistentRanks
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class WorkerGroup:
         self._joining: Ticket | None = None  # of the call in which all ranks make the process group of `backend`
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
-        self._ranks = PersistentRanks(self._spec, partial(select_view, self._spec.progress))
+        self._ranks = GroupRanks(self._spec, partial(select_view, self._spec.progress))
         # At the end of a program multiprocessing joins its children without a limit. It runs this finalizer before, also in
         # processes of multiprocessing, which do not run atexit functions.
         self._at_end = Finalize(None, _end_at_exit, (self._handles, self._ranks), exitpriority=10)
@@ -426,13 +426,13 @@ def do_nothing() -> None:
     """
 
 
-def _end_at_exit(handles: "set[RunHandle[Any]]", ranks: PersistentRanks) -> None:
+def _end_at_exit(handles: "set[RunHandle[Any]]", ranks: GroupRanks) -> None:
     for handle in list(handles):
         handle.cancel()
     ranks.shut_down_at_exit()
 
 
-def _end_unclosed_group(ranks: PersistentRanks, at_end: Finalize, pid: int) -> None:
+def _end_unclosed_group(ranks: GroupRanks, at_end: Finalize, pid: int) -> None:
     if os.getpid() == pid:  # not at the end of a fork
         at_end.cancel()
         ranks.shut_down_in_background()

@@ -43,6 +43,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_ended_ranks, format_signal
 from mpwatch.results.run_result import RunResult
 from mpwatch.run_handle import RunHandle
+from mpwatch.watcher.caller import log_last_report
 from mpwatch.watcher.diagnosis.diagnose import load_value
 from mpwatch.watcher.end_signals import EndSignals
 from mpwatch.watcher.item_queue import ItemQueue, Task
@@ -51,7 +52,6 @@ from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.pack_call import pack_items
 from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
-from mpwatch.watcher.run import log_last_report
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.item_channel import ItemKind, TokenPipe, open_item_channel, receive_message, send_message
 from mpwatch.wire.messages import MAX_DESCRIPTORS

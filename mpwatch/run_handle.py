@@ -16,15 +16,15 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
-from mpwatch.watcher.run import BlockingCall
-from mpwatch.watcher.watcher_thread import has_come_up
+from mpwatch.watcher.watcher import has_come_up
 from mpwatch.wire.resource_errors import with_remedy
 
 T = TypeVar("T")
 V = TypeVar("V")
-OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
+OnStart = Callable[[Caller], object]  # see GroupRanks.call
 
 
 class RunHandle(Future[RunResult[T]]):
@@ -42,7 +42,7 @@ class RunHandle(Future[RunResult[T]]):
     # group, so its thread starts at once.
     def __init__(
         self,
-        execute: Callable[[Ticket, OnStart], RunResult[T]],  # must call its second argument with each new BlockingCall
+        execute: Callable[[Ticket, OnStart], RunResult[T]],  # must call its second argument with each new Caller
         queue: RankQueue | None = None,
         ranks: Collection[int] = (),
         *,
@@ -56,7 +56,7 @@ class RunHandle(Future[RunResult[T]]):
         self._check = check
         self._is_in_call = is_in_call
         self._lock = threading.RLock()  # a signal handler may cancel or end the call
-        self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
+        self._call: Caller | None = None  # from the start of the ranks until the run is over
         self._is_starting = False
         self._is_decided = False  # whether the call begins or is cancelled
         self._is_ending = False
@@ -123,7 +123,7 @@ class RunHandle(Future[RunResult[T]]):
         """
         self._check_process("stacks")
         call = self._call
-        stacks = Stacks() if call is None else call.watcher_thread.take_stacks()
+        stacks = Stacks() if call is None else call.watcher.take_stacks()
         return Stacks(self._select(stacks), self._select(stacks.collectives), stacks.verdict)
 
     def progress(self) -> dict[int, Progress]:
@@ -135,7 +135,7 @@ class RunHandle(Future[RunResult[T]]):
         if (result := self._get_result()) is not None:
             return dict(result.progress)
         call = self._call
-        statuses = () if call is None else call.watcher_thread.take_statuses()
+        statuses = () if call is None else call.watcher.take_statuses()
         reports = self._select({status.rank: status.report for status in statuses})
         return {
             rank: Progress(
@@ -159,7 +159,7 @@ class RunHandle(Future[RunResult[T]]):
             no_result = WorkerState.STOPPED if self.cancelled() else WorkerState.FAILED
             return no_result if result is None else result.state
         call = self._call
-        state = WorkerState.UNKNOWN if call is None else call.watcher_thread.commands.state
+        state = WorkerState.UNKNOWN if call is None else call.watcher.loop.state
         return WorkerState.INIT if state is WorkerState.UNKNOWN else state
 
     @property
@@ -171,7 +171,7 @@ class RunHandle(Future[RunResult[T]]):
         if (result := self._get_result()) is not None:
             return tuple(result.workers)
         call = self._call
-        workers = () if call is None else call.watcher_thread.workers
+        workers = () if call is None else call.watcher.workers
         return tuple(self._select({worker.rank: worker for worker in workers}).values())
 
     def __enter__(self) -> Self:
@@ -263,7 +263,7 @@ class RunHandle(Future[RunResult[T]]):
                 self.set_running_or_notify_cancel()
             return not self.cancelled()
 
-    def _begin(self, call: BlockingCall) -> None:
+    def _begin(self, call: Caller) -> None:
         if not self._decide():
             raise CancelledError
         with self._lock:

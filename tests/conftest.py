@@ -94,7 +94,7 @@ def barrier(request):
 @pytest.fixture
 def _wait_for_all_stacks(monkeypatch):
     """Wait for the stacks of all ranks before ranks are stopped, also on a machine under load."""
-    monkeypatch.setattr("mpwatch.watcher.machine.state_machine.STACK_DUMP_SECONDS", 60.0)
+    monkeypatch.setattr("mpwatch.watcher.machine.call_machine.STACK_DUMP_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ This table shows how an event on another node stops the ranks of this node:
 
     the leader     StopAttempt        The leader broadcasts it to all nodes, and NodeMachine returns a StopRanks. It also
                                       returns a StopRanks if the leader or the store is lost, or if this node was silent.
-    node thread    StopRanks          LocalRanks posts a CancelAttempt. The caller's thread logs the reason.
-    watcher thread CancelAttempt      The state machine of the ranks stops them, as after a failure.
+    node thread    StopRanks          LocalRanks posts EventLoop.cancel_attempt. The caller's thread logs the reason.
+    watcher thread CancelAttempt      The machine of the call stops the ranks, as after a failure.
                    CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
 
 The ranks may run only until their lease expires. The node thread renews the lease after each heartbeat of this node. If the
@@ -17,6 +17,7 @@ lease expires, the watcher thread stops the ranks without a message from the lea
 
 import socket
 from collections import deque
+from collections.abc import Callable
 
 from mpwatch.multinode.node_machine import (
     AgreeOnStep,
@@ -27,9 +28,9 @@ from mpwatch.multinode.node_machine import (
     StopRanks,
 )
 from mpwatch.multinode.protocol.messages import StartAttempt
-from mpwatch.watcher.commands import CommandQueue, RestartCommand, StopAfter
-from mpwatch.watcher.machine.transitions import NO_LEASE, CancelAttempt, Lease, Restart, StopRequested
+from mpwatch.watcher.machine.transitions import NO_LEASE, Lease, StopRequested
 from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
+from mpwatch.watcher.watcher import Watcher
 
 NodeUpdate = PrepareRanks | StopRanks | ReportAttempt | ReportJob | BaseException
 # If a node is cut off, its ranks get SIGTERM and then SIGKILL after these fractions of node_timeout.
@@ -40,24 +41,20 @@ class LocalRanks:
     """The ranks of one node, in all rounds.
 
     Args:
-        commands: the queue of the watcher thread.
+        watcher: starts and stops the ranks.
+        start_ranks: makes the watcher start ranks and call them.
         node_timeout: seconds without a heartbeat after which the other nodes may count this node as lost.
     """
 
-    def __init__(self, commands: CommandQueue, node_timeout: float) -> None:
-        self._commands = commands
+    def __init__(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object], node_timeout: float) -> None:
+        self._watcher, self._start_ranks = watcher, start_ranks
         self._node_timeout = node_timeout
         self._updates: deque[NodeUpdate] = deque()
         self._setups: list[RankSetup] | None = None  # the setups of ranks that can be started
         self._setups_attempt = -1
         self._wanted_start: StartAttempt | None = None  # the latest StartAttempt that the caller's thread had to prepare
-        self._starts = 0
+        self.has_started = False  # whether this node has started ranks in this call of `run`
         self._port_socket: socket.socket | None = None  # keeps the port reserved
-
-    @property
-    def has_started(self) -> bool:
-        """Whether this node has started ranks in this call of `run`."""
-        return self._starts > 0
 
     @property
     def prepared_attempt(self) -> int | None:
@@ -72,7 +69,7 @@ class LocalRanks:
         if isinstance(update, PrepareRanks):
             self._setups, self._wanted_start = None, update.start
         self._updates.append(update)
-        self._commands.wake_callers()
+        self._watcher.outbox.wake()
 
     def take_updates(self) -> list[NodeUpdate]:
         """Return the updates that the caller's thread has not received yet."""
@@ -84,23 +81,18 @@ class LocalRanks:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
-        """Start the ranks with the setups that `set_rank_setups` has stored.
-
-        In a run of several nodes, the watcher thread starts ranks only when it receives a RestartCommand. So `start` sends a
-        RestartCommand for every attempt, also for the first attempt.
-        """
+        """Start the ranks with the setups that `set_rank_setups` has stored."""
         assert self._setups is not None
         setups, self._setups = self._setups, None
-        ranks = tuple(setup.worker.rank for setup in setups)
-        self._commands.post(RestartCommand(Restart(ranks[0], generation=self._starts, ranks=ranks), setups))
-        self._starts += 1
+        self.has_started = True
+        self._start_ranks(setups)
 
     def stop(self, action: StopRanks) -> None:
         """Stop the ranks.
 
         The caller's thread logs why the ranks are stopped, because a slow logging handler must not delay the node thread.
         """
-        self._commands.post(CancelAttempt())
+        self._watcher.post(self._watcher.loop.cancel_attempt)
         self.notify_caller(action)
 
     def hold(self, action: HoldRanks) -> None:
@@ -108,11 +100,11 @@ class LocalRanks:
 
         HOLD_SECONDS later, the watcher thread calls `NodeThread.on_steps_held` with the highest step that a rank has passed.
         """
-        self._commands.post(StopRequested(action.cause, is_from_job=True))
+        self._watcher.post(self._watcher.loop.request_stop, StopRequested(action.cause, is_from_job=True))
 
     def agree_on_step(self, action: AgreeOnStep) -> None:
         """Make the ranks stop at the step that all nodes have agreed on."""
-        self._commands.post(StopAfter(action.after_step, action.cause))
+        self._watcher.post(self._watcher.loop.agree_on_step, action.after_step, action.cause)
 
     def renew_lease(self, since: float) -> None:
         """Extend the lease of the ranks. The new lease begins at `since`, and is shorter than `node_timeout`.
@@ -121,7 +113,7 @@ class LocalRanks:
         watcher thread stops the ranks before the other nodes can count this node as lost.
         """
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
-        self._commands.post(Lease(stop_at, kill_at))
+        self._watcher.post(self._watcher.loop.renew_lease, Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
         """End the lease of the ranks, because the job is over for this node.
@@ -129,7 +121,7 @@ class LocalRanks:
         When the job is over, the node thread does not renew the lease any more. Without `end_lease`, the lease would expire,
         and the watcher thread would kill the ranks, even if their grace period is not over.
         """
-        self._commands.post(NO_LEASE)
+        self._watcher.post(self._watcher.loop.renew_lease, NO_LEASE)
 
     def reserve_port(self) -> int:
         """Reserve a port of this node for MASTER_PORT until `reserve_port` is called again. Raises LaunchError."""

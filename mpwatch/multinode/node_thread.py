@@ -52,11 +52,11 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.os_support.signals import name_signal
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.commands import CommandQueue
-from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.machine.transitions import InterruptCause, RunStage, StopReason
+from mpwatch.watcher.machine.call_machine import CallMachine
+from mpwatch.watcher.machine.transitions import CallStage, InterruptCause, StopReason
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.rank_environment import RankSetup
+from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.resource_errors import with_remedy
 
 INTERRUPT_REASONS = {
@@ -100,15 +100,13 @@ class NodeThread:
 
     # The methods from here to `close` are called in the caller's thread.
 
-    def start(self, commands: CommandQueue, deferred_log: DeferredLog) -> None:
+    def start(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object]) -> None:
         """Start the node thread, which joins the other nodes. Raises LaunchError.
 
-        Args:
-            commands: the queue of the watcher thread.
-            deferred_log: logs in the caller's thread.
+        `start_ranks` makes the watcher start ranks and call them.
         """
-        self._local_ranks = LocalRanks(commands, self._rendezvous.node_timeout)
-        self._deferred_log = deferred_log
+        self._local_ranks = LocalRanks(watcher, start_ranks, self._rendezvous.node_timeout)
+        self._deferred_log = watcher.deferred_log
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
@@ -171,17 +169,17 @@ class NodeThread:
 
     # The next four methods are called in the watcher thread.
 
-    def on_outcome_change(self, machine: StateMachine) -> None:
+    def on_outcome_change(self, machine: CallMachine) -> None:
         """Report to the leader that a signal came, that the attempt failed or timed out, or that all ranks have exited.
 
-        `machine` is the state machine of this node's ranks, and not the NodeMachine.
+        `machine` belongs to the present call of this node's ranks. It is not the NodeMachine.
         """
         if machine.signum is not None:
             reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post_to_machine(lambda node_machine: node_machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post_to_machine(lambda node_machine: node_machine.report_failing())
-        if machine.stage is RunStage.AWAITING_DECISION:
+        if machine.stage is CallStage.FINISHED and machine.signum is None:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:

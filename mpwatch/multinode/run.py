@@ -7,20 +7,19 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mpwatch.multinode.node_thread import NodeThread
 from mpwatch.multinode.run_controller import MultiNodeRunController
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.handler_errors import run_until_handler_raises
+from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
-from mpwatch.watcher.pending_call import PendingCall
-from mpwatch.watcher.run import BlockingCall, pack_spec
+from mpwatch.watcher.run import pack_spec
 from mpwatch.watcher.signal_options import check_stop_signals
-from mpwatch.watcher.watcher_thread import WatcherThread
+from mpwatch.watcher.watcher import Watcher
 from mpwatch.wire.pickling.call_payload import Payload
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ def run_multi_node(
     make_view: MakeView = no_view,
     *,
     payload: Payload | None = None,
-    on_start: Callable[[BlockingCall], object] | None = None,
+    on_start: Callable[[Caller], object] | None = None,
 ) -> RunResult[T]:
     """Join the other nodes, and run the function with them until the job is over.
 
@@ -50,58 +49,31 @@ def run_multi_node(
     check_stop_signals(spec)
     event_bus = EventBus(spec.rendezvous.run_id, spec, keep_events=True)
     with ExitStack() as resources:
-        watcher_thread, node_thread, pending_call = run_until_handler_raises(
-            partial(_prepare, spec, event_bus, payload, resources)
-        )
+        resources.enter_context(open_standard_descriptors())
+        payload = resources.enter_context(closing(payload or pack_spec(spec)))
+        run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
+        node_thread = NodeThread(spec, run_deadline)
+        watcher = Watcher(spec, event_bus, keep_ranks=False, node=node_thread)
+        resources.callback(watcher.close_when_finished)
+        resources.enter_context(closing(node_thread))
+        watcher.output.use_current_streams()
         controller = MultiNodeRunController(spec, event_bus, node_thread)
-        blocking_call = BlockingCall(watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view)
         try:
+            caller = Caller(watcher, make_view=make_view, ends_ranks=True)
             if on_start is not None:
-                on_start(blocking_call)
-            controller.begin(pending_call)
-            node_thread.start(watcher_thread.commands, watcher_thread.deferred_log)
-            blocking_call.execute(pending_call, until=lambda: False)
-            watcher_thread.drain_output(blocking_call.drain_timeout(controller.seconds_left()))
-            blocking_call.raise_error()
-            result = blocking_call.build_result(controller.build_result)
+                on_start(caller)
+            caller.execute(partial(controller.follow_job, caller, payload))
+            watcher.drain_output(caller.drain_timeout(controller.seconds_left()))
+            result = caller.build_result(controller.build_result)
             if controller.is_job_decided:
                 node_thread.acknowledge_shutdown()
-            elif len(blocking_call.signals.received) > 1:  # the user asks for a faster end
+            elif len(caller.signals.received) > 1:  # the user asks for a faster end
                 node_thread.finish_within(0.0)
         except BaseException as error:
             controller.end_with_error(error)
             raise
     try:
-        watcher_thread.deferred_log.emit()  # log records that the node thread has made while it ended
+        event_bus.outbox.run_all()  # log records that the node thread has made while it ended
     finally:
-        blocking_call.deliver_signals(result)
+        caller.deliver_signals(result, controller.list_evidence())
     return result
-
-
-def _prepare(
-    spec: WorkerSpec[Any],
-    event_bus: EventBus,
-    payload: Payload | None,
-    resources: ExitStack,
-) -> tuple[WatcherThread, NodeThread, PendingCall]:
-    """Make all objects that must exist before the threads start. `resources` closes these objects."""
-    resources.enter_context(open_standard_descriptors())
-    payload = resources.enter_context(closing(payload or pack_spec(spec)))
-    run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
-    node_thread = NodeThread(spec, run_deadline)
-    watcher_thread = resources.enter_context(
-        closing(
-            WatcherThread(
-                spec,
-                event_bus,
-                keep_ranks=False,
-                on_outcome_change=node_thread.on_outcome_change,
-                on_stall=node_thread.on_stall,
-                on_stop=node_thread.on_stop,
-                on_steps_held=node_thread.on_steps_held,
-            )
-        )
-    )
-    resources.enter_context(closing(node_thread))
-    watcher_thread.output.use_current_streams()
-    return watcher_thread, node_thread, PendingCall(payload, event_bus.started_at, spec.timeout, spec.stop_policy.after)

@@ -3,7 +3,7 @@
 This module is like watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
-    watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
+    watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> the leader decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
 User code runs in the caller's thread: the functions `retry_if` and `env`, and methods of exception classes during
@@ -42,29 +42,29 @@ from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, su
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_verdict, make_restart_notes
 from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.call import Call
+from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.diagnosis.diagnose import (
     find_missing_ranks,
     find_possible_victims,
     find_waiting_ranks,
-    format_interrupt,
     get_all_collectives,
 )
 from mpwatch.watcher.diagnosis.failures import has_returned
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
-from mpwatch.watcher.machine.transitions import DoNotRestart, StopReason
+from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
-from mpwatch.watcher.processes.rank_environment import build_rank_setups
+from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups
 from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
-from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes, schedule_restart
-from mpwatch.watcher.watcher_thread import WatcherThread
+from mpwatch.watcher.restarts.run_controller import RunController, make_empty_result, publish_outcomes
+from mpwatch.wire.pickling.call_payload import Payload
 
 T = TypeVar("T")
 MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
 MAX_MISSING_RANKS_BYTES = 64 * 1024  # of the missing ranks in an AttemptReport
 MAX_REASON = 1000  # characters
-LAST_GENERATION = 1 << 62  # a generation of ranks that is later than all that are started
 OUTCOMES = {
     StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED,
     StopReason.TIMED_OUT: NodeOutcome.TIMED_OUT,
@@ -88,9 +88,10 @@ class MultiNodeRunController(RunController[T]):
         self._node_thread = node_thread
         self._job_decision: AttemptDecision | None = None  # the decision that has ended the job
         self._latest_decision: AttemptDecision | None = None
-        self._start: StartAttempt | None = None
+        self._latest_start: StartAttempt | None = None
         self._job_failures: dict[int, ProcessFailure] = {}  # the failures in the latest decision, by rank
         self._missing_ranks: dict[int, ProcessFailure] = {}  # of this node's ranks for which other nodes may have waited
+        self._latest_call: Call | None = None  # that was not handled yet
         self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # these wait for the decision of the job
 
     @property
@@ -98,17 +99,40 @@ class MultiNodeRunController(RunController[T]):
         """Whether this node knows the decision that ends the job."""
         return self._job_decision is not None
 
-    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
-        """Report to the leader the attempts that have ended on this node, and do what the leader decides.
+    def follow_job(self, caller: Caller, payload: Payload) -> None:
+        """Take part in the job until its end, or until this node is interrupted. Then no rank is left.
 
         Raises LaunchError, and any exception that `retry_if` or `env` raises.
         """
+        self._prepare(caller, payload)
+        self._node_thread.start(caller.watcher, self._start_attempt)
+        caller.serve = self._serve
+        caller.wait(self._is_over)
+        self._watcher.post(self._watcher.loop.end)
+        caller.wait(lambda: False)
+
+    def _start_attempt(self, setups: list[RankSetup]) -> None:  # in the node thread
+        self._calls.clear()
+        self._latest_call = self._start(setups)
+
+    def _is_over(self) -> bool:
+        call = self._latest_call
+        if call is not None and not call.has_ended():
+            return False
+        is_interrupted = call is not None and call.evidence is not None and call.evidence.signum is not None
+        return self.is_job_decided or is_interrupted or self._watcher.loop.interrupted is not None
+
+    def _serve(self) -> None:
+        """Report to the leader the attempt that has ended on this node, and do what the leader decides."""
         try:
-            for observations in watcher_thread.commands.take_decision_requests():
-                watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
-                self._node_thread.report_attempt(self._make_report(observations))
+            call = self._latest_call
+            # After an interrupt nothing is reported: the leader knows of it, and this node leaves the job.
+            if call is not None and call.evidence is not None and call.evidence.signum is None:
+                self._latest_call = None
+                self._watcher.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
+                self._node_thread.report_attempt(self._make_report(call.evidence))
             for update in self._node_thread.take_updates():
-                self._handle_update(watcher_thread, update)
+                self._handle_update(update)
         except BaseException as error:
             # Report the error first. The exception makes the watcher stop the ranks like a signal does. Otherwise the signal
             # would be reported as the reason.
@@ -117,11 +141,11 @@ class MultiNodeRunController(RunController[T]):
 
     def build_result(self) -> RunResult[T]:
         """Return the result of the job with all facts that this node knows."""
-        assert self._pending_call is not None
-        (observations,) = self._pending_call.observations
-        if observations.ranks and observations.attempt not in {attempt.number for attempt in self._attempts}:
-            self._record_attempt(observations)  # the last attempt was interrupted, so no decision was requested
-        local = next((result for _, result in self._last_attempts.values()), _make_empty_result(observations))
+        for evidence in self.list_evidence():
+            if evidence.attempt not in {attempt.number for attempt in self._attempts}:
+                self._record_attempt(evidence)  # it was interrupted, so it was not reported
+        empty = make_empty_result(self._watcher.loop.interrupted)
+        local = next((result for _, result in self._last_attempts.values()), empty)
         self._publish_pending_outcomes()
         result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
         self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else format_verdict(result))
@@ -142,11 +166,11 @@ class MultiNodeRunController(RunController[T]):
         self._node_thread.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=reason))
         self._publish_pending_outcomes()
 
-    def _handle_update(self, watcher_thread: WatcherThread, update: NodeUpdate) -> None:
+    def _handle_update(self, update: NodeUpdate) -> None:
         if isinstance(update, BaseException):
             raise update
         if isinstance(update, PrepareRanks):
-            self._prepare_ranks(watcher_thread, update.start, update.assignment)
+            self._prepare_ranks(update.start, update.assignment)
             return
         if isinstance(update, StopRanks):
             log_now(logging.INFO, "the ranks of this node are stopped: %s", update.reason)
@@ -154,12 +178,12 @@ class MultiNodeRunController(RunController[T]):
         self._latest_decision = decision = self._restore_root_cause(update.decision)
         self._record_decision(decision)
         if isinstance(update, ReportJob):
-            self._end_job(watcher_thread, decision)
+            self._end_job(decision)
 
-    def _prepare_ranks(self, watcher_thread: WatcherThread, start: StartAttempt, assignment: RankAssignment) -> None:
+    def _prepare_ranks(self, start: StartAttempt, assignment: RankAssignment) -> None:
         self._last_attempts.clear()
         self._missing_ranks.clear()
-        self._start = start
+        self._latest_start = start
         facts: dict[str, Any] = {
             "attempt": start.attempt,
             "job": self._rendezvous.run_id,
@@ -177,7 +201,7 @@ class MultiNodeRunController(RunController[T]):
         setups = build_rank_setups(self._spec, workers)
         # The node thread ignores the setups if the attempt has been stopped meanwhile.
         hand_over = partial(self._node_thread.set_rank_setups, start, setups)
-        schedule_restart(watcher_thread.commands, start.delay, hand_over)
+        self._watcher.post(self._watcher.loop.call_at, monotonic() + start.delay, hand_over)
 
     def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:  # noqa: ARG002
         return sum(attempt.is_counted for attempt in self._attempts)
@@ -303,11 +327,10 @@ class MultiNodeRunController(RunController[T]):
             is_secondary=failure.is_secondary,
         )
 
-    def _end_job(self, watcher_thread: WatcherThread, decision: AttemptDecision) -> None:
+    def _end_job(self, decision: AttemptDecision) -> None:
         self._job_decision = decision
-        if decision.next_step is NextStep.FAILED and self._start is None:
+        if decision.next_step is NextStep.FAILED and self._latest_start is None:
             raise LaunchError(decision.reason)
-        watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
         """Store the outcomes of the ranks until the leader has decided which rank failed first."""
@@ -374,11 +397,3 @@ def _make_lost_failure(node: LostNode, ranks: tuple[int, ...], rank: int) -> Pro
         evidence=node.reason,
     )
     return add_summary(failure)
-
-
-def _make_empty_result(observations: AttemptObservations) -> RunResult[Any]:
-    """Return the result of a run that ended before its ranks were started."""
-    reason = "the run was stopped before its ranks were started"
-    if observations.signum is not None:
-        reason = f"{format_interrupt(observations.signum, observations.interrupt_cause)}, before its ranks were started"
-    return RunResult(state=WorkerState.STOPPED, reason=reason, stop_cause=observations.stop_cause)

@@ -1,7 +1,6 @@
 """Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
 
-The calls of `mpwatch.map` do not run in the main thread, so HostSignals installs no signal handlers for these calls
-(host_signals.py). When SIGTERM or SIGHUP comes, the main thread stops the calls, logs the report and raises the signal
+The calls of `mpwatch.map` do not run in the main thread, so no signal handlers are installed for them (signals.py). When SIGTERM or SIGHUP comes, the main thread stops the calls, logs the report and raises the signal
 again.
 """
 
@@ -10,11 +9,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
-from mpwatch.watcher.handler_errors import run_until_handler_raises
-from mpwatch.watcher.host_signals import find_signals_without_handler
+from mpwatch.watcher.signals import find_signals_without_handler
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -31,7 +28,7 @@ class EndSignals:
         self._wake = wake
         self._is_deferring = False
         self._pid = os.getpid()
-        found = run_until_handler_raises(partial(find_signals_without_handler, list_python_handlers()))
+        found = find_signals_without_handler(list_python_handlers())
         self._candidates = [signum for signum in END_SIGNALS if found.get(signum) == signal.SIG_DFL]
 
     @contextmanager

@@ -1,43 +1,35 @@
-"""The loop of the watcher thread: start ranks, wait for events, pass events to state machines, execute their actions.
+"""The loop of the watcher thread: it starts ranks, reads what they send, asks the machines of the calls, and acts.
 
-This module runs in the watcher thread (watcher_thread.py), and runs no user code.
+    Inbox: functions of other threads ---.
+    channels: messages ------------------+--> _read --> events --> CallMachine of each call --> actions --> _execute
+    stack pipes, sockets of collectives -+
+    pidfds: exits -----------------------'
 
-    commands of the caller ----.
-    channels: messages --------+--> Selector.wait(deadline) --> events --> StateMachine of each RestartGroup
-    stack pipes: stack dumps --+              ^                                       |
-    pidfds: exits -------------'              |                                    actions
-                                              |                                       |
-          ranks: start, call, signal, dump stacks, request exit <---------------------'
+    to the program's threads: Call.evidence and Call.is_over, events, log records (Outbox)
 
-    answers to the caller: state, statuses, observations of each attempt (commands.py), events (event_bus.py), log records
+The methods in the first part of EventLoop are posted to its Inbox by other threads. No user code runs here. Guarantees:
 
-Guarantees:
-
-- When `EventLoop.run` ends, every rank is dead and reaped, with two exceptions: a rank that SIGKILL cannot end, and a dead
-  rank that a debugger traces (process_pool.py). mpwatch logs a warning about each rank that is still alive or not reaped.
-- The loop handles the last message of a rank before it handles the rank's exit. When a rank has ended, `_on_exit` reads the
-  rest of the rank's channel before it reads the rank's exit code.
-- The loop waits for events in one place, `Selector.wait`. If no event comes, `Selector.wait` returns at the earliest of
-  these times: the deadline of a state machine, and the time of a delayed action. The loop also waits while the whole program
-  is suspended (suspension.py). All other waits of the loop are short. Before a restart, the loop waits at most KILL_SECONDS
-  until the killed child processes of dead ranks have ended. If a debugger traces a dead rank, the loop waits at most 50 ms
-  for the rank's exit code. To reap this rank, the loop waits at most 50 ms more.
-- The loop handles all events of a wake-up before it executes the first action. So the loop has recorded all deaths of this
-  wake-up before it sends a signal that could kill a rank.
+- When `run` ends, every rank is dead and reaped. A rank that SIGKILL cannot end is left with a warning (process_pool.py).
+- The last message of a rank is handled before its exit: `_on_exit` reads the rest of its channel first.
+- In each wake-up the loop reads everything, then lets the machines decide, and then acts. So every death that could be seen is
+  recorded before the loop sends a signal that could kill a rank.
+- It waits in one place, `Selector.wait`, until the next deadline of a machine or of a timer. All other waits have a limit: a
+  suspension of the whole program ends when the program goes on, and killed child processes of a rank get KILL_SECONDS before
+  the rank is started again.
 """
 
 import heapq
 import math
 import platform
 import signal
-from collections.abc import Callable, Collection, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, Protocol
 
 from mpwatch.errors import LaunchError
-from mpwatch.events.types import WorkerStarted
+from mpwatch.events.types import WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.os_support.clock import monotonic, wall_time
 from mpwatch.os_support.processes import is_ending
@@ -45,392 +37,586 @@ from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.commands import (
-    CallEvent,
-    CommandQueue,
-    DebuggerSocket,
-    DelayedAction,
-    RestartCommand,
-    StacksRequest,
-    StartLostRanks,
-    StatusRequest,
-    StopAfter,
-    Suspend,
-)
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.call import Call, publish_exited
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
+from mpwatch.watcher.inbox import Inbox, Outbox
 from mpwatch.watcher.machine import transitions as m
-from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor, StallCallback
+from mpwatch.watcher.machine.call_machine import CallMachine
+from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.stack_requests import StackRequests
 from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
-from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.processes.process_pool import ProcessPool
+from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
-from mpwatch.watcher.processes.rank_handle import RankHandle
-from mpwatch.watcher.restarts.restart_group import RestartGroup, state_of_all
-from mpwatch.watcher.stop_agreements import StepsHeldCallback, StopAgreements
-from mpwatch.watcher.suspension import suspend_processes
+from mpwatch.watcher.stop_agreements import StopAgreements
+from mpwatch.watcher.suspension import Suspension, suspend_processes
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
-OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
-StopCallback = Callable[[str], bool]  # see EventLoop: on_stop
-
 CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
-
 NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
-
 WAKE_SECONDS = 0.5  # later than the signal that stops a rank; most ranks have ended by then
 
 
-class EventLoop:
-    """The event loop of one run or one WorkerGroup. If all ranks of a WorkerGroup are lost, its event loop ends.
+class DebuggerSocket(NamedTuple):
+    """A socket between a rank and the debugger's console. See worker/debugger.py."""
 
-    Args:
-        spec: options of the run or the WorkerGroup.
-        setups: the ranks. The list is empty on several nodes, where a RestartCommand has the ranks.
-        commands: commands of the caller's threads, and the answers.
-        deferred_log: log records, which the caller's thread emits.
-        event_bus: events, which the caller's thread passes to the observers.
-        output: where stdout and stderr of the ranks go.
-        keep_ranks: whether the ranks stay after a call, for the next call.
-        on_outcome_change: is called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
-            called again when all ranks of that attempt have exited.
-        on_stall: is called in this thread on several nodes. See CollectiveMonitor. `on_stall` is None on a single node.
-        on_stop: is called in this thread on several nodes, with the cause of a stop that is requested on this node. It
-            returns whether the leader of the job handles the request.
-        on_steps_held: is called in this thread on several nodes. See StopAgreements.
+    rank: int
+    fd: int
+    purpose: str
+
+
+class Node(Protocol):
+    """In a job of several nodes: what the event loop reports to the thread that talks to the other nodes."""
+
+    def on_stall(self, answers: Mapping[int, RankCollectives], returned: list[int]) -> object:
+        """See CollectiveMonitor."""
+
+    def on_outcome_change(self, machine: CallMachine) -> None:
+        """It has become clear how an attempt ends, or all its ranks have exited."""
+
+    def on_stop(self, cause: str) -> bool:
+        """A stop was requested on this node. Return whether the leader of the job takes care of it."""
+
+    def on_steps_held(self, step: int | None) -> None:
+        """All ranks wait, and this is the highest step that one of them has passed."""
+
+
+class EventLoop:
+    """The ranks and the calls of one run or one WorkerGroup. Only the watcher thread uses it, except for the attributes below.
+
+    Attributes: any thread may read them.
+        state: of all ranks together.
+        suspended_seconds: how long Ctrl-Z has suspended the ranks.
+        starts: how often `start_ranks` was called.
+        interrupted: what has ended the run, such as a signal. It stays None in a WorkerGroup.
+        stop_request: the first request to stop of the run. It stays None in a WorkerGroup.
     """
 
     def __init__(
         self,
         spec: GroupSpec,
-        setups: list[RankSetup],
-        commands: CommandQueue,
+        inbox: Inbox,
+        outbox: Outbox,
         deferred_log: DeferredLog,
         event_bus: EventBus,
-        *,
         output: RankOutput,
+        *,
         keep_ranks: bool,
-        on_outcome_change: OutcomeCallback,
-        on_stall: StallCallback | None,
-        on_stop: StopCallback | None,
-        on_steps_held: StepsHeldCallback | None,
+        node: Node | None,
+        offer_debugger_socket: Callable[[DebuggerSocket], object],
     ) -> None:
-        self._keep_ranks = keep_ranks
-        self._keep_going = spec.keeps_going
-        setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
+        self.state = WorkerState.UNKNOWN
+        self.suspended_seconds = 0.0
+        self.starts = 0
+        self.interrupted: m.Interrupted | None = None
+        self.stop_request: m.StopRequested | None = None
+        self._spec, self._keep_ranks, self._node = spec, keep_ranks, node
         # The ranks of such a WorkerGroup do not communicate, so a lost rank ends only its own call.
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
-        self._spec = spec
-        self._all_ranks = frozenset(setup.worker.rank for setup in setups)  # empty on several nodes
-        self._is_shutting_down = False  # a Shutdown has come, so no rank is started any more
-        self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
-        self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
-        self._unfinished_groups = list(self._groups)
+        self._inbox, self._outbox, self._deferred_log, self._event_bus = inbox, outbox, deferred_log, event_bus
+        self._offer_debugger_socket = offer_debugger_socket
+        self._ranks: dict[int, Rank] = {}  # the latest of each number. A WorkerGroup has only those that are alive
+        self._calls: list[Call] = []  # that are not over
+        self._answered_calls: list[Call] = []  # whose threads do not know it yet
+        self._delayed_starts: dict[Call, Sequence[RankSetup]] = {}  # of a run: calls with their new ranks
+        self._waiting_calls: list[Call] = []  # for ranks of a WorkerGroup that are ending
+        self._last_call: Call | None = None  # on several nodes
+        self._lost_ranks: tuple[int, ...] = ()  # of a WorkerGroup: those that ended first, so that all others end, too
+        self._is_ending = False  # no rank is started any more
+        self._lease = m.NO_LEASE
+        self._are_limits_suspended = False
+        self._suspensions: list[Suspension] = []
+        self._resumed_at = -math.inf
+        self._events: list[m.RankEvent] = []  # that no machine has handled yet
+        self._actions: list[tuple[Call, m.Action]] = []  # that were not executed yet
+        self._touched: dict[Call, None] = {}  # calls whose machines have handled something since `_follow`
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap
+        self._timer_count = 0
         self._pool = ProcessPool(deferred_log, output, spec)
-        self._capture_locals = spec.debug == "locals"
-        self._commands = commands
-        self._event_bus = event_bus
-        self._deferred_log = deferred_log
         self._oom = OomDetector()
-        self._on_outcome_change = on_outcome_change
-        self._lost_ranks: list[int] = []  # of a WorkerGroup: those that have ended first, so that all others end, too
-        # A heap of times, actions, and between them the order in which they came.
-        self._delayed_actions: list[tuple[float, int, Callable[[], object]]] = []
-        self._delayed_count = 0
-        self._suspend_commands: list[Suspend] = []
-        self._resumed_at = -math.inf  # the end of the last suspension
-        self._stack_requests = StackRequests(
-            self._pool,
-            commands,
-            ask=self._request_stacks_of_running_rank,
-            format_stacks=self._format_stacks,
-            call_at=self._call_at,
-        )
-        self._on_stop = on_stop
-        self._stop_agreements = StopAgreements(
-            self._pool, event_bus, deferred_log, call_at=self._call_at, on_steps_held=on_steps_held
-        )
-        self._stall_after = spec.torch_backend.stall_after
-        self._on_stall = on_stall
-        monitor = None if keep_ranks else self._make_monitor(None)
-        self._monitors = {group: monitor or self._make_monitor(group) for group in self._groups}
-        self._is_multi_node = on_stall is not None
         self._death_clock = DeathClock()
+        self._stack_requests = StackRequests(
+            self._request_stacks_of_running_rank, self._format_stacks, self._call_at, self._outbox.wake
+        )
+        self._stop_agreements = StopAgreements(
+            self._pool,
+            event_bus,
+            deferred_log,
+            call_at=self._call_at,
+            is_current=self._is_current,
+            on_steps_held=None if node is None else node.on_steps_held,
+        )
+        self._run_monitor = None if keep_ranks else self._make_monitor(None)
         self._hostname = platform.node()
         self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
 
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether the next call of a WorkerGroup has to start ranks first."""
+        return self._keep_ranks and self.starts > 0 and len(self._ranks) < int(self._spec.nprocs)
+
     def run(self) -> None:
-        """Start the ranks, and handle events until no rank is left. Raises LaunchError."""
+        """Work until `end` or `shut_down` was posted and no rank is left. Raises LaunchError."""
         with self._pool:
-            self._start_all_ranks()
-            self._handle_events_until_finished()
-        helpers_oom = self._oom.take_other_kills()
-        for group in self._groups:
-            if group.call is not None:  # the ranks have ended with this call
-                group.call.observations.append(self._get_observations(group, helpers_oom))
+            try:
+                self._pool.selector.add(self._inbox.wakeup.fileno(), list)
+            except OSError as error:
+                raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
+            self._settle()
+            while not self._is_ending or self._pool.alive or self._calls:
+                self._death_clock.start_wakeup()
+                for read in self._pool.selector.wait(self._seconds_to_wait()):
+                    self._events += read()
+                self._settle()
 
-    def _make_monitor(self, group: RestartGroup | None) -> CollectiveMonitor:
-        """Make the monitor that watches the collectives of `group`, or of all groups of a run if `group` is None."""
+    # ---- posted to the Inbox by other threads
 
-        def is_checking() -> bool:
-            return all(each.machine.are_limits_active() for each in ([group] if group else self._unfinished_groups))
+    def start(self, setups: Sequence[RankSetup], call: Call, due_at: float = 0.0) -> None:
+        """Start the ranks of a run at a time of CLOCK_MONOTONIC, and call them. If the run ends before, refuse the call."""
+        self._delayed_starts[call] = setups
+        if due_at <= monotonic():
+            self._start_delayed(call)
+        else:
+            self._call_at(due_at, partial(self._start_delayed, call))
 
-        def list_handles() -> list[RankHandle]:
-            # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
-            return [self._pool.handles[rank] for rank in sorted(self._pool.handles)]
+    def _start_delayed(self, call: Call) -> None:
+        is_stopping = self.stop_request is not None and call.is_restart and self._node is None
+        if self._is_ending or self.interrupted is not None or is_stopping:
+            self._refuse_delayed()
+        elif (setups := self._delayed_starts.pop(call, None)) is not None:
+            self.start_ranks(setups)
+            self._begin(call)
 
-        def is_called(rank: int) -> bool:
-            return group is None or rank in group.setups
+    def _refuse_delayed(self) -> None:
+        for call in self._delayed_starts:
+            self._refuse(call, call.ranks)
+        self._delayed_starts.clear()
 
-        def end_call(event: m.CollectivesMismatched) -> None:
-            call = group.call if group else None
-            self._commands.post(event if call is None else CallEvent(call, event))
+    def start_ranks(self, setups: Sequence[RankSetup]) -> None:
+        """Start ranks for the first time, or in place of ranks that were lost."""
+        self.starts += 1
+        if self._is_ending:
+            return
+        self._lost_ranks = ()
+        self._pool.wait_for_helpers()
+        for setup in setups:
+            self._start_rank(setup)
+        if self.state is WorkerState.UNKNOWN:
+            self._publish_state()
 
-        return CollectiveMonitor(
-            list_handles,
-            self._stall_after,
-            self._deferred_log,
-            is_called=is_called,
-            is_checking=is_checking,
-            call_at=self._call_at,
-            end_call=end_call,
-            on_stall=self._on_stall,
-            may_call_again=self._keep_ranks,
-        )
+    def begin(self, call: Call) -> None:
+        """Begin a call of idle ranks of a WorkerGroup. It is refused if ranks were lost, once the other ranks have ended."""
+        ranks = [self._ranks[number] for number in call.ranks if number in self._ranks]
+        if (self._lost_ranks and self._ranks) or any(rank.call is not None for rank in ranks):
+            self._waiting_calls.append(call)
+        elif len(ranks) < len(call.ranks) or self._is_ending:
+            self._refuse(call, set(call.ranks) - self._ranks.keys())  # none are lost if the loop ends
+        else:
+            for rank in ranks:
+                self._pool.begin_call(rank)
+                rank.reset_observations()
+            self._begin(call)
 
-    def _get_observations(self, group: RestartGroup, helpers_oom: str) -> AttemptObservations:
-        verdict = self._monitors[group].final_verdict
-        return group.observations(hostname=self._hostname, helpers_oom=helpers_oom, collective_verdict=verdict)
+    def interrupt(self, event: m.Interrupted, call: Call | None = None) -> None:
+        """Act as if the program had received a signal: for one call, or for the whole run."""
+        if call is not None:
+            self._pass_on(event, call)
+            return
+        if not self._keep_ranks:
+            self.interrupted = self.interrupted or event
+            self._refuse_delayed()
+        for each in list(self._calls):
+            self._handle(each, event)
+        self._outbox.wake()
 
-    def _start_all_ranks(self) -> None:
-        for group in self._groups:
-            for rank in group.setups:
-                self._start_rank(group, rank)
-        self._publish_state()
-        self._commands.wake_callers()
+    def request_stop(self, event: m.StopRequested, call: Call | None = None) -> None:
+        """Ask the ranks to save and return: those of one call of a WorkerGroup, or those of the run."""
+        if call is not None:
+            self._pass_on(event, call)
+            return
+        is_first, known = self.stop_request is None, self.stop_request
+        if is_first:
+            self.stop_request = event
+        is_for_leader = self._node is not None and self.starts > 0 and not event.is_from_job
+        if is_for_leader and self._node is not None and self._node.on_stop(event.cause):
+            return
+        if event.is_from_job and known is not None:
+            event = replace(event, signum=known.signum)  # if this node has requested it
+        for each in list(self._calls):
+            self._handle(each, event)
+        if event.is_from_job and not any(each.machine.is_running() for each in self._calls):
+            if (
+                self._last_call is not None and self._last_call.machine.stop_request is None
+            ):  # the ranks of this node have ended, and the other nodes wait for its answer
+                self._stop_agreements.begin(self._last_call, event.cause)
+        elif not self._calls and not event.is_from_job and (self.starts or self._node is not None):
+            signum = signal.SIGTERM if event.signum is None else event.signum  # between two attempts
+            self.interrupted = self.interrupted or m.Interrupted(signum, m.InterruptCause.STOP_REQUEST)
+            self._refuse_delayed()
+            self._outbox.wake()
+
+    def abort(self) -> None:
+        """Stop the ranks of all calls, because one call of the run has failed for good."""
+        self._refuse_delayed()
+        for call in list(self._calls):
+            self._handle(call, m.Abort())
+
+    def end(self) -> None:
+        """Let the loop end when the present calls are over."""
+        self._is_ending = True
+
+    def shut_down(self) -> None:
+        """End all ranks: ask idle ones to exit, and stop the others."""
+        self._is_ending = True
+        for call in list(self._calls):
+            self._handle(call, m.Shutdown())
+        self._end_idle_ranks()
+
+    def suspend(self, suspension: Suspension) -> None:
+        self._suspensions.append(suspension)
+
+    def suspend_limits(self, *, are_suspended: bool) -> None:
+        """A prompt of a debugger was opened, or the last one was closed."""
+        self._are_limits_suspended = are_suspended
+        for call in self._calls:
+            self._handle(call, m.SuspendLimits() if are_suspended else m.ResumeLimits())
+
+    def renew_lease(self, lease: m.Lease) -> None:
+        self._lease = lease
+        for call in self._calls:
+            self._handle(call, lease)
+
+    def cancel_attempt(self) -> None:
+        for call in list(self._calls):
+            self._handle(call, m.CancelAttempt())
+
+    def agree_on_step(self, step: int | None, cause: str) -> None:
+        """Make the ranks stop after the step that all nodes have agreed on. None: at their next call of `should_stop`."""
+        if self._last_call is not None:
+            self._stop_agreements.agree(self._last_call, step, cause)
+
+    def send_statuses(self, receive: Callable[[Sequence[RankStatus]], object]) -> None:
+        receive(current_statuses(self._ranks.values(), self._pool))
+        self._outbox.wake()
+
+    def send_stacks(self, receive: Callable[[Stacks], object]) -> None:
+        self._stack_requests.begin(receive, self._ranks.values())
+
+    def call_at(self, due_at: float, action: Callable[[], object]) -> None:
+        """Call a function that runs no user code and does not block, at a time of CLOCK_MONOTONIC."""
+        self._call_at(due_at, action)
+
+    # ---- calls and ranks
+
+    def _start_rank(self, setup: RankSetup) -> None:
+        rank = self._pool.start(setup)
+        self._ranks[rank.number] = rank
+        count, pid = setup.worker.restart_count, rank.observations.pid
+        self._event_bus.publish(WorkerStarted, [rank.number], attempt=count, pid=pid)
         try:
-            self._pool.selector.add(self._commands.watcher_wakeup.fileno(), self._take_commands)
-        except OSError as error:
-            raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
-
-    def _start_rank(self, group: RestartGroup, rank: int) -> None:
-        setup = group.setups[rank]
-        handle = self._pool.start(setup)
-        handle.generation = group.machine.generation
-        group.observed[rank] = handle.observations
-        self._event_bus.publish(WorkerStarted, [rank], attempt=setup.worker.restart_count, pid=handle.observations.pid)
-        try:
-            handle.register(
+            rank.register(
                 self._pool.selector,
-                partial(self._on_message, handle),
-                partial(self._on_stack_data, handle),
-                partial(self._on_exit, handle),
+                partial(self._on_message, rank),
+                partial(self._on_stack_data, rank),
+                partial(self._on_exit, rank),
             )
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
-    def _start_lost_ranks(self, setups: list[RankSetup]) -> None:
-        for setup in [] if self._is_shutting_down else setups:
-            group = self._add_group(RestartGroup(self._spec, [setup], self._event_bus, keep_ranks=True))
-            self._pool.wait_for_helpers()
-            self._start_rank(group, setup.worker.rank)
+    def _begin(self, call: Call) -> CallMachine:
+        spec = self._spec
+        members = [self._ranks[number] for number in call.ranks]
+        suspended = self.suspended_seconds - call.suspended_before
+        machine = CallMachine(
+            {rank.number: m.RankPhase.READY if rank.is_ready else m.RankPhase.STARTING for rank in members},
+            now=monotonic(),
+            grace_period=spec.grace_period,
+            timeout_at=math.inf if call.timeout is None else call.started_at + call.timeout + suspended,
+            start_deadline=min(rank.started_at for rank in members) + spec.start_timeout,
+            heartbeat_timeout=spec.heartbeat_timeout,
+            stop_timeout=spec.stop_policy.timeout,
+            keep_ranks=self._keep_ranks,
+            lease=self._lease,
+            are_limits_suspended=self._are_limits_suspended,
+        )
+        call.begin(members, machine, self._run_monitor or self._make_monitor(call), spec, self._event_bus)
+        self._calls.append(call)
+        self._touched[call] = None
+        if call.payload is None:
+            return machine
+        self._last_call = call if self._node is not None else None
+        call.publish_started()
+        call.monitor.begin_call()
+        if any(rank.collective_sockets.is_open for rank in members):
+            call.monitor.start()
+        self._actions += [(call, action) for action in machine.begin()]
+        if call.stop_after is not None and not call.is_restart:
+            event = m.StopRequested(f"StopPolicy(after={call.stop_after:g})")
+            target = call if self._keep_ranks else None
+            self._call_at(call.started_at + call.stop_after, partial(self.request_stop, event, target))
+        if self.stop_request is not None and self._node is None:
+            self._handle(call, self.stop_request)
+        while call.before_begin:
+            self._handle(call, call.before_begin.pop(0))
+        return machine
 
-    def _add_group(self, group: RestartGroup) -> RestartGroup:
-        self._groups.append(group)
-        self._unfinished_groups.append(group)
-        self._monitors[group] = self._make_monitor(group)
-        self._group_by_rank |= dict.fromkeys(group.setups, group)
-        return group
+    def _pass_on(self, event: m.Event, call: Call) -> None:
+        if call in self._calls:
+            self._handle(call, event)
+        elif not call.is_over:
+            call.before_begin.append(event)
 
-    def _remove_group(self, group: RestartGroup) -> None:
-        self._groups.remove(group)
-        self._unfinished_groups.remove(group)
-        self._monitors.pop(group).close()
+    def _handle(self, call: Call, event: m.Event) -> None:
+        self._actions += [(call, action) for action in call.handle(event, monotonic())]
+        self._touched[call] = None
 
-    def _handle_events_until_finished(self) -> None:
-        events = self._handle_events(self._take_commands())
-        events += self._suspend()
-        while self._unfinished_groups:
-            due_times = [group.due_at for group in self._unfinished_groups]
-            due_times += [due_at for due_at, _, _ in self._delayed_actions[:1]]
-            deadline = min(due_times)
-            seconds = 0.0 if events else None if deadline == math.inf else deadline - monotonic()
-            self._death_clock.start_wakeup()
-            ready = self._pool.selector.wait(seconds)
-            for read_events in ready:
-                events += read_events()
-            self._run_due_actions()
-            events = self._handle_events(events)
-            events += self._suspend()
+    def _refuse(self, call: Call, lost_ranks: Iterable[int]) -> None:
+        call.lost_ranks, call.refused_at_start = tuple(sorted(lost_ranks)), self.starts
+        call.is_refused = True  # last: from here on the caller's thread acts
+        self._outbox.wake()
 
-    def _suspend(self) -> list[m.Event | CallEvent]:
-        """If a suspension was requested, suspend all ranks until the program continues. Return the resulting events.
+    def _end_idle_ranks(self, *, politely: bool = True) -> None:
+        """Let the idle ranks of a WorkerGroup exit, or stop them."""
+        idle = [number for number, rank in self._ranks.items() if rank.call is None]
+        if not idle:
+            return
+        call = Call(None, idle, started_at=monotonic())
+        for number in idle:
+            self._ranks[number].reset_observations()
+        machine, now = self._begin(call), monotonic()
+        actions = machine.end_idle_ranks(now) if politely else machine.stop_idle_ranks(now)
+        self._actions += [(call, action) for action in actions]
 
-        After a suspension, the loop adds the duration of the suspension to all deadlines before it checks them.
-        """
-        events: list[m.Event | CallEvent] = []
-        while self._suspend_commands:
-            command = self._suspend_commands.pop(0)
-            suspend_processes(command, [handle.process for handle in self._pool.handles.values()])
-            suspended_at, self._resumed_at = max(command.requested_at, self._resumed_at), monotonic()
+    def _lose_all(self, lost_ranks: Iterable[int], but: Call | None = None) -> None:
+        """End all other calls and ranks of a WorkerGroup with scope="group", because a rank was lost. Only once."""
+        if self._lost_ranks or self._are_independent:
+            return
+        self._lost_ranks = tuple(sorted(lost_ranks))
+        for call in list(self._calls):
+            if call is not but:
+                if call.machine.is_running():
+                    call.lost_elsewhere = self._lost_ranks
+                self._handle(call, m.Abort())
+        self._end_idle_ranks(politely=but is not None)
+
+    def _is_current(self, call: Call) -> bool:
+        """Return whether the ranks of the call have got no other call, and no other rank has taken their place."""
+        return all(self._ranks.get(number) is rank and rank.call is call for number, rank in call.members.items())
+
+    def _make_monitor(self, call: Call | None) -> CollectiveMonitor:
+        """Make the monitor of the collectives of one call of a WorkerGroup, or of a run if `call` is None."""
+
+        def is_checking() -> bool:
+            calls = self._calls if call is None else [call]
+            return bool(calls) and all(each.machine.are_limits_active() for each in calls)
+
+        def end_call(event: m.CollectivesMismatched) -> None:
+            for each in list(self._calls):
+                if call is None or each is call:
+                    self._inbox.post(partial(self._pass_on, event, each))
+
+        return CollectiveMonitor(
+            # Ranks of other calls are included, since ranks of this call may wait for them in a collective.
+            lambda: [self._pool.alive[number] for number in sorted(self._pool.alive)],
+            self._spec.torch_backend.stall_after,
+            self._deferred_log,
+            is_called=lambda number: call is None or number in call.members,
+            is_checking=is_checking,
+            call_at=self._call_at,
+            end_call=end_call,
+            on_stall=None if self._node is None else self._node.on_stall,
+            may_call_again=self._keep_ranks,
+        )
+
+    # ---- one wake-up
+
+    def _seconds_to_wait(self) -> float | None:
+        if self._events or self._actions:
+            return 0.0
+        deadline = min((call.due_at for call in self._calls), default=math.inf)
+        if self._timers:
+            deadline = min(deadline, self._timers[0][0])
+        return None if deadline == math.inf else deadline - monotonic()
+
+    def _settle(self) -> None:
+        """After everything was read: decide, act, and answer the calls that are over."""
+        events, self._events = self._events, []
+        dead = [self._ranks[event.rank] for event in events if isinstance(event, m.Exited)]
+        self._oom.add_suspects(rank.observations for rank in dead if may_be_oom_kill(rank.observations))
+        for event in events:
+            self._handle_rank_event(event)
+        self._run_timers()
+        self._inbox.run_all()
+        now = monotonic()
+        for call in self._calls:
+            if call.due_at <= now:
+                self._actions += [(call, action) for action in call.machine.handle_deadline(now)]
+                self._touched[call] = None
+        actions, self._actions = self._actions, []
+        for call, action in actions:
+            self._execute(call, action)
+        for rank in dead:
+            self._pool.reap(rank)
+        touched, self._touched = self._touched, {}
+        for call in touched:
+            self._follow(call)
+        if self._waiting_calls:
+            waiting, self._waiting_calls = self._waiting_calls, []
+            for call in waiting:
+                self.begin(call)
+        self._publish_state()
+        if self._answered_calls and not (self._lost_ranks and self._ranks):  # otherwise ranks of other calls are ending
+            for call in self._answered_calls:
+                call.is_over = True
+            self._answered_calls.clear()
+            self._outbox.wake()
+        self._suspend()
+
+    def _handle_rank_event(self, event: m.RankEvent) -> None:
+        rank = self._ranks[event.rank]
+        if rank.call is not None:
+            self._handle(rank.call, event)
+            if self._keep_ranks and rank.call.machine.is_over():
+                self._follow(rank.call)  # a rank that has answered may exit in this wake-up
+        elif isinstance(event, m.Ready):
+            self._event_bus.publish(WorkerReady, [rank.number], attempt=rank.setup.worker.restart_count)
+        elif isinstance(event, m.Exited):
+            self._on_idle_exit(rank)
+
+    def _on_idle_exit(self, rank: Rank) -> None:
+        observed = rank.observations
+        how = "ended" if observed.exit_code is None else format_exit(observed.exit_code)
+        which = "it" if self._are_independent else "all ranks"
+        text = "rank %d (pid %s) %s while it had no call; the next call restarts %s"
+        self._deferred_log.warning(text, rank.number, observed.pid, how, which)
+        publish_exited(self._event_bus, rank)
+        del self._ranks[rank.number]
+        self._lose_all([rank.number])
+
+    def _run_timers(self) -> None:
+        now = monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+
+    def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
+        self._timer_count += 1
+        heapq.heappush(self._timers, (due_at, self._timer_count, action))
+
+    def _suspend(self) -> None:
+        """If Ctrl-Z was pressed, stop all ranks until the program goes on, and shift all deadlines by that time."""
+        while self._suspensions:
+            suspension = self._suspensions.pop(0)
+            suspend_processes(suspension, [rank.process for rank in self._pool.alive.values()])
+            suspended_at, self._resumed_at = max(suspension.requested_at, self._resumed_at), monotonic()
             seconds = self._resumed_at - suspended_at
-            self._delayed_actions = [(due_at + seconds, number, action) for due_at, number, action in self._delayed_actions]
-            for call in {id(group.call): group.call for group in self._groups}.values():
-                if call is not None:
-                    call.suspended_seconds += seconds
-            events += self._handle_events([m.Resumed(suspended_at)])
-        return events
+            self.suspended_seconds += seconds
+            self._timers = [(due_at + seconds, number, action) for due_at, number, action in self._timers]
+            for call in self._calls:
+                self._handle(call, m.Resumed(suspended_at))
+                call.update_deadline()
 
-    def _run_due_actions(self) -> None:
-        now = monotonic()
-        while self._delayed_actions and self._delayed_actions[0][0] <= now:
-            _, _, action = heapq.heappop(self._delayed_actions)
-            action()
+    # ---- what ranks send, as events
 
-    # ---- what is read in a wake-up, as events
-
-    def _take_commands(self) -> list[m.Event | CallEvent]:
-        events: list[m.Event | CallEvent] = []
-        for command in self._commands.take():
-            if isinstance(command, PendingCall):
-                events.append(self._make_start(command))
-            elif isinstance(command, StatusRequest) and events:
-                self._commands.post(command)  # for the next wake-up: these events may start the call
-            elif isinstance(command, StatusRequest):
-                command.statuses = current_statuses(self._groups, self._pool)
-                command.is_answered.set()
-                self._commands.wake_callers()
-            elif isinstance(command, StacksRequest):
-                self._stack_requests.begin(command, self._groups)
-            elif isinstance(command, RestartCommand):
-                # The group uses them when its machine handles the event. Commands before it may end the run.
-                self._group_of(command.event.rank).next_setups = command.setups
-                events.append(command.event)
-            elif isinstance(command, StartLostRanks):
-                self._start_lost_ranks(command.setups)
-            elif isinstance(command, StopAfter):
-                for group in self._unfinished_groups:
-                    self._stop_agreements.agree(group, command.step, command.cause)
-            elif isinstance(command, Suspend):
-                self._suspend_commands.append(command)
-            elif isinstance(command, DelayedAction):
-                self._call_at(command.due_at, command.action)
-            else:
-                self._is_shutting_down |= isinstance(command, m.Shutdown)
-                events.append(command)
-        return events
-
-    def _make_start(self, call: PendingCall) -> CallEvent:
-        if (seconds := call.stop_after) is not None:
-            event = CallEvent(call, m.StopRequested(f"StopPolicy(after={seconds:g})"))
-            self._call_at(call.started_at + seconds, partial(self._commands.post, event))
-        return CallEvent(call, m.StartCall(call.started_at, call.timeout))
-
-    def _on_message(self, handle: RankHandle) -> list[m.Event | CallEvent]:
-        events: list[m.Event | CallEvent] = []
-        for message in handle.read_messages():
-            events += self._handle_message(handle, message)
+    def _on_message(self, rank: Rank) -> list[m.RankEvent]:
+        events: list[m.RankEvent] = []
+        for message in rank.read_messages():
+            events += self._handle_message(rank, message)
             if message.kind is MessageKind.FAILING:
-                self._find_dying_ranks(handle)
+                self._find_dying_ranks(rank)
                 self._death_clock.record_message(message.stamp)
-        if handle.channel.fileno() == -1 and is_ending(handle.process.pid):
-            self._death_clock.record_dying(handle.observations)
+        if rank.channel.fileno() == -1 and is_ending(rank.process.pid):
+            self._death_clock.record_dying(rank.observations)
         return events
 
-    def _find_dying_ranks(self, failing: RankHandle) -> None:
+    def _find_dying_ranks(self, failing: Rank) -> None:
         """Find the ranks whose death may have caused the failure of another rank, although they have not exited yet."""
-        for handle in self._pool.handles.values():
-            is_unanswered = handle.observations.answer is None and handle.observations.raised_at is None
-            if is_unanswered and handle is not failing and handle.is_dying():
-                self._death_clock.record_dying(handle.observations)
+        for rank in self._pool.alive.values():
+            is_unanswered = rank.observations.answer is None and rank.observations.raised_at is None
+            if is_unanswered and rank is not failing and rank.is_dying():
+                self._death_clock.record_dying(rank.observations)
 
-    def _handle_message(self, handle: RankHandle, message: Message) -> Sequence[m.Event | CallEvent]:
-        rank, observed, generation = handle.observations.worker.rank, handle.observations, handle.generation
-        now = monotonic()
-        if not handle.started_at <= message.stamp <= now:  # by the clock of another time namespace
+    def _handle_message(self, rank: Rank, message: Message) -> Sequence[m.RankEvent]:
+        number, observed, now = rank.number, rank.observations, monotonic()
+        if not rank.started_at <= message.stamp <= now:  # by the clock of another time namespace
             message.stamp = observed.raised_at or now
         if message.kind is MessageKind.READY:
-            handle.on_ready(message.body)
-            return [m.Ready(rank, generation=generation)]
+            rank.on_ready(message.body)
+            return [m.Ready(number)]
         if message.kind is MessageKind.DEBUGGER:
-            self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, message.body.decode()))
-            return []
-        if message.kind is MessageKind.STOP_REQUESTED:
-            call = self._group_of(rank).call
-            return [] if call is None else [CallEvent(call, m.StopRequested(f"request_stop() in rank {rank}"))]
-        if message.kind is MessageKind.COLLECTIVES:
-            self._open_collectives_socket(handle, message)
-            return []
-        if message.kind is MessageKind.CALLED_COLLECTIVES:
+            self._offer_debugger_socket(DebuggerSocket(number, message.fd, message.body.decode()))
+        elif message.kind is MessageKind.STOP_REQUESTED:
+            if rank.call is not None:
+                event = m.StopRequested(f"request_stop() in rank {number}")
+                self._inbox.post(partial(self.request_stop, event, rank.call if self._keep_ranks else None))
+        elif message.kind is MessageKind.COLLECTIVES:
+            self._open_collectives_socket(rank, message)
+        elif message.kind is MessageKind.CALLED_COLLECTIVES:
             with suppress(ValueError, LookupError, TypeError):  # the rank has overwritten its own memory
                 observed.add_collectives(RankCollectives.from_json(message.body))
-            return []
-        if message.kind is MessageKind.EXIT_BLOCKED:
-            self._group_of(rank).exit_blockers[rank] = clean_line(message.body.decode(errors="replace"))
-            return []
-        if message.kind is MessageKind.DETAILS:
+        elif message.kind is MessageKind.EXIT_BLOCKED:
+            if rank.call is not None:
+                rank.call.exit_blockers[number] = clean_line(message.body.decode(errors="replace"))
+        elif message.kind is MessageKind.DETAILS:
             observed.details = message.body
-            return [] if self._capture_locals else [m.DetailsReceived(rank, generation=generation)]
-        if message.kind is MessageKind.LOCALS:
+            return [] if self._spec.debug == "locals" else [m.DetailsReceived(number)]
+        elif message.kind is MessageKind.LOCALS:
             observed.local_variables = message.body
-            return [m.DetailsReceived(rank, generation=generation)]
-        if message.kind is MessageKind.FAILING:
+            return [m.DetailsReceived(number)]
+        elif message.kind is MessageKind.FAILING:
             observed.raised_at = message.stamp
-            return [m.Failing(rank, generation=generation)]
-        observed.answer, observed.answer_received_at = message, monotonic()
+            return [m.Failing(number)]
+        else:
+            return [self._read_answer(rank, message)]
+        return []
+
+    def _read_answer(self, rank: Rank, message: Message) -> m.RankEvent:
+        rank.observations.answer, rank.observations.answer_received_at = message, monotonic()
         if message.kind is MessageKind.RETURNED:
-            if self._is_multi_node:  # the rank exits when all ranks of this node have returned; others may wait for it
-                self._request_collectives_of(handle)
-            return [m.Returned(rank, generation=generation)]
+            if self._node is not None:  # it exits when all ranks of this node have returned; others may wait for it
+                self._request_collectives_of(rank)
+            return m.Returned(rank.number)
         peer_error = classify_exception(message.body)
-        is_secondary = peer_error is not None and peer_error.should_wait_for_cause
-        return [m.Failed(rank, is_secondary=is_secondary, generation=generation)]
+        return m.Failed(rank.number, is_secondary=peer_error is not None and peer_error.should_wait_for_cause)
 
-    def _on_stack_data(self, handle: RankHandle) -> list[m.Event]:
-        was_complete = handle.stack_parser.is_complete()
-        handle.read_stack_pipe()
-        if was_complete or not handle.stack_parser.is_complete():
+    def _on_stack_data(self, rank: Rank) -> list[m.RankEvent]:
+        was_complete = rank.stack_parser.is_complete()
+        rank.read_stack_pipe()
+        if was_complete or not rank.stack_parser.is_complete():
             return []
-        self._stack_requests.add_stacks(handle)
-        return self._end_dump(handle)
+        self._stack_requests.add_stacks(rank)
+        return self._end_dump(rank)
 
-    def _end_dump(self, handle: RankHandle) -> list[m.Event]:
-        """If the state machine waits for data of this rank, and all of this data has come, return the event StackDumped.
-
-        The state machine does not wait for the stacks of a rank that has answered the call.
-        """
-        lacks_stacks = handle.observations.answer is None and handle.stack_parser.is_dump_pending()
-        is_pending = handle.collective_sockets.is_pending or lacks_stacks
-        if is_pending or not handle.awaits_dump or handle.observations.has_exited:
+    def _end_dump(self, rank: Rank) -> list[m.RankEvent]:
+        """Return StackDumped if a machine waits for it, and everything has come. A rank that has answered sends no stacks."""
+        lacks_stacks = rank.observations.answer is None and rank.stack_parser.is_dump_pending()
+        is_pending = rank.collective_sockets.is_pending or lacks_stacks
+        if is_pending or not rank.awaits_dump or rank.observations.has_exited:
             return []
-        handle.awaits_dump = False
-        return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)]
+        rank.awaits_dump = False
+        return [m.StackDumped(rank.number)]
 
-    def _open_collectives_socket(self, handle: RankHandle, message: Message) -> None:
+    def _open_collectives_socket(self, rank: Rank, message: Message) -> None:
         if message.fd == -1:  # it was lost, for want of descriptors
             return
-        read = partial(self._on_crash_data if message.body else self._on_collectives, handle)
-        handle.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
-        if not message.body:
-            self._monitor_of(handle).start()
+        read = partial(self._on_crash_data if message.body else self._on_collectives, rank)
+        rank.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
+        if not message.body and rank.call is not None:
+            rank.call.monitor.start()
 
-    def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
-        """Read the collectives that a rank has sent.
-
-        A crashing rank waits until `read_crash` is called. So this method calls `read_crash` after it has read the
-        collectives.
-        """
-        sockets, observed = handle.collective_sockets, handle.observations
+    def _on_collectives(self, rank: Rank) -> list[m.RankEvent]:
+        """Read the collectives that a rank has sent. A crashing rank then goes on when `read_crash` is called."""
+        sockets, observed = rank.collective_sockets, rank.observations
         was_pending = sockets.is_pending
         answer = sockets.read_answer()
         if answer is not None and observed.wants_collectives:
@@ -439,391 +625,234 @@ class EventLoop:
             observed.collectives_at = monotonic()
         if not was_pending or sockets.is_pending:
             return []
-        for monitor in dict.fromkeys(self._monitors.values()):
-            monitor.add(handle, answer)
-        self._stack_requests.add_collectives(handle, answer)
+        for monitor in dict.fromkeys(call.monitor for call in self._calls):
+            monitor.add(rank, answer)
+        self._stack_requests.add_collectives(rank, answer)
         if sockets.is_crashing:
-            handle.stack_parser.feed(sockets.read_crash())
-        return self._end_dump(handle)
+            rank.stack_parser.feed(sockets.read_crash())
+        return self._end_dump(rank)
 
-    def _on_crash_data(self, handle: RankHandle) -> list[m.Event]:
-        """Before a crashing rank dies, ask the ranks of its group for their collectives."""
-        sockets = handle.collective_sockets
+    def _on_crash_data(self, rank: Rank) -> list[m.RankEvent]:
+        """Before a crashing rank dies, ask the ranks of its call for their collectives."""
+        sockets = rank.collective_sockets
         if sockets.hold_crash():
-            self._request_collectives(self._group_of(handle.observations.worker.rank))
-            self._call_at(monotonic() + CRASH_HOLD_SECONDS, lambda: handle.stack_parser.feed(sockets.read_crash()))
+            if rank.call is not None:
+                self._request_collectives(rank.call)
+            self._call_at(monotonic() + CRASH_HOLD_SECONDS, lambda: rank.stack_parser.feed(sockets.read_crash()))
         else:
-            handle.stack_parser.feed(sockets.read_crash())
+            rank.stack_parser.feed(sockets.read_crash())
         return []
 
-    def _monitor_of(self, handle: RankHandle) -> CollectiveMonitor:
-        return self._monitors[self._group_of(handle.observations.worker.rank)]
+    def _request_collectives(self, call: Call) -> None:
+        """Ask the ranks of a call which collectives they have called, for the report."""
+        for rank in call.members.values():
+            if not rank.observations.has_exited:
+                self._request_collectives_of(rank)
 
-    def _request_collectives(self, group: RestartGroup) -> None:
-        """Ask the ranks of a group which collectives they have called. The report shows the answers."""
-        for rank in group.setups:
-            handle = self._pool.handles.get(rank)
-            if handle is not None and not handle.observations.has_exited:
-                self._request_collectives_of(handle)
-
-    def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
-        """Ask a rank for its collectives.
-
-        If `again` is True, also ask a rank that has already sent its collectives. The new answer also contains the
-        collectives that the rank has called in the meantime.
-        """
-        observed = handle.observations
+    def _request_collectives_of(self, rank: Rank, *, again: bool = False) -> None:
+        observed = rank.observations
         if (again or observed.collectives is None) and not observed.wants_collectives:
-            observed.wants_collectives = handle.collective_sockets.ask()
+            observed.wants_collectives = rank.collective_sockets.ask()
 
-    def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
-        """Read all data that a dead rank has sent, and then read the exit code of the rank's process."""
-        observed = handle.observations
+    def _on_exit(self, rank: Rank) -> list[m.RankEvent]:
+        """Read everything that a dead rank has sent, and then the exit code of its process."""
+        observed = rank.observations
         if observed.has_exited:
             return []
-        events = self._on_message(handle)
-        handle.read_stack_pipe()
-        if handle.collective_sockets.is_pending:
-            self._on_collectives(handle)
-        handle.stack_parser.feed(handle.collective_sockets.read_crash())
+        events = self._on_message(rank)
+        rank.read_stack_pipe()
+        if rank.collective_sockets.is_pending:
+            self._on_collectives(rank)
+        rank.stack_parser.feed(rank.collective_sockets.read_crash())
         self._death_clock.record_death(observed)
-        observed.exit_code = handle.process.read_exit_code()
+        observed.exit_code = rank.process.read_exit_code()
         if observed.answer is None:
-            for message in self._pool.read_black_box(handle):
-                events += self._handle_message(handle, message)
-        self._finish_observations(handle)
-        self._stack_requests.add_stacks(handle)
-        self._stack_requests.add_collectives(handle, None)
-        return [*events, m.Exited(observed.worker.rank, generation=handle.generation)]
+            for message in self._pool.read_black_box(rank):
+                events += self._handle_message(rank, message)
+        self._finish_observations(rank)
+        self._stack_requests.add_stacks(rank)
+        self._stack_requests.add_collectives(rank, None)
+        return [*events, m.Exited(rank.number)]
 
-    def _finish_observations(self, handle: RankHandle) -> None:
-        observed, parser = handle.observations, handle.stack_parser
-        self._read_slot(handle)
-        self._take_stacks(handle)
+    def _finish_observations(self, rank: Rank) -> None:
+        observed, parser = rank.observations, rank.stack_parser
+        self._read_slot(rank)
+        self._take_stacks(rank)
         if is_crash(observed.exit_code):  # otherwise a forked child has written the stack
             observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
         observed.startup_output = parser.failed_startup_output
 
-    def _read_slot(self, handle: RankHandle) -> None:
-        handle.observations.heartbeat = self._pool.read_heartbeat(handle)
-        handle.observations.stopped_step = self._pool.get_stop_memory(handle.observations.worker.rank).read_stopped_step()
+    def _read_slot(self, rank: Rank) -> None:
+        rank.observations.heartbeat = self._pool.read_heartbeat(rank)
+        rank.observations.stopped_step = self._pool.get_stop_memory(rank.number).read_stopped_step()
 
-    def _take_stacks(self, handle: RankHandle) -> None:
+    def _take_stacks(self, rank: Rank) -> None:
         """Store the rank's stacks, if they were dumped for the report."""
-        if handle.observations.is_dump_for_report:
-            handle.observations.stacks = self._format_stacks(handle)
+        if rank.observations.is_dump_for_report:
+            rank.observations.stacks = self._format_stacks(rank)
 
-    def _format_stacks(self, handle: RankHandle) -> str:
-        return add_source_lines(cut_frames_of_mpwatch(handle.stack_parser.dump), self._wall_started_at)
+    def _format_stacks(self, rank: Rank) -> str:
+        return add_source_lines(cut_frames_of_mpwatch(rank.stack_parser.dump), self._wall_started_at)
 
-    def _request_stacks(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks, if it is not already writing them. Return False if the rank cannot write stacks."""
-        if handle.stack_parser.is_dump_pending():
+    def _request_stacks(self, rank: Rank) -> bool:
+        """Ask a rank for its stacks, unless it is writing them already. Return False if it cannot write stacks."""
+        if rank.stack_parser.is_dump_pending():
             return True
-        if not handle.request_stack_dump():
+        if not rank.request_stack_dump():
             return False
-        ask_natively = partial(handle.request_native_stack_dump, handle.stack_parser.dump_count)
+        ask_natively = partial(rank.request_native_stack_dump, rank.stack_parser.dump_count)
         self._call_at(monotonic() + NATIVE_DUMP_SECONDS, ask_natively)
         return True
 
-    def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
-        """Ask a rank for its stacks.
+    def _request_stacks_of_running_rank(self, rank: Rank) -> bool:
+        """Ask a rank for its stacks. If it has already sent stacks for the report, store these first."""
+        if rank.stack_parser.is_complete():
+            self._take_stacks(rank)
+            rank.observations.is_dump_for_report = False
+        return self._request_stacks(rank)
 
-        If the rank has already sent stacks for the report, store these stacks before the new request.
+    def _wake_rank(self, rank: Rank, observed: RankObservations) -> None:
+        """Interrupt the system call in which the main thread of a rank waits that has got SIGINT or SIGTERM, but still runs.
+
+        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt the call if it
+        came just before it, or if another thread received it. The request for stacks is a second signal, and does.
         """
-        if handle.stack_parser.is_complete():
-            self._take_stacks(handle)
-            handle.observations.is_dump_for_report = False
-        return self._request_stacks(handle)
-
-    def _wake_rank(self, handle: RankHandle, observed: RankObservations) -> None:
-        """Interrupt the main thread's system call in a rank that has received SIGINT or SIGTERM, but still runs.
-
-        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt a system call
-        if the signal came just before the call, or if another thread received the signal. So mpwatch sends the rank a second
-        signal, which requests the rank's stacks. This signal interrupts the main thread's system call.
-        """
-        is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
+        is_same_call = not rank.is_reaped and rank.observations is observed
         if is_same_call and observed.answer is None and not observed.has_exited:
-            self._request_stacks_of_running_rank(handle)
+            self._request_stacks_of_running_rank(rank)
 
-    def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
-        self._delayed_count += 1
-        heapq.heappush(self._delayed_actions, (due_at, self._delayed_count, action))
+    # ---- what the machines want
 
-    # ---- what follows: state machines, actions, changes of state
-
-    def _handle_events(self, events: list[m.Event | CallEvent]) -> list[m.Event | CallEvent]:
-        """Pass all events of one wake-up to the state machines, and then execute the machines' actions.
-
-        Return the new events that the actions and the new stages of the state machines have caused.
-        """
-        now = monotonic()
-        actions: list[tuple[RestartGroup, m.Action]] = []
-        groups_to_check = {group: None for group in self._unfinished_groups if group.due_at <= now}
-        for event in events:
-            for group in self._groups_of(event):
-                groups_to_check[group] = None
-                actions += [(group, action) for action in self._handle_event(group, event, now)]
-                self._finish_call_if_idle(group)  # a rank that has answered may exit in this wake-up
-        dead_handles = [self._pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
-        self._oom.add_suspects(handle.observations for handle in dead_handles if may_be_oom_kill(handle.observations))
-        for group in groups_to_check:
-            actions += [(group, action) for action in group.handle_deadline(now)]
-        new_events: list[m.Event | CallEvent] = [
-            event for group, action in actions for event in self._execute(group, action)
-        ]
-        for handle in dead_handles:
-            self._pool.reap(handle)
-        for group in groups_to_check:
-            new_events += self._handle_stage_change(group)
-        self._publish_state()
-        return new_events
-
-    def _groups_of(self, event: m.Event | CallEvent) -> Sequence[RestartGroup]:
-        if isinstance(event, m.RankEvent):
-            return (self._group_of(event.rank),)
-        if not isinstance(event, CallEvent) or not self._keep_ranks:
-            return list(self._unfinished_groups)
-        if isinstance(event.event, m.StartCall):
-            return self._find_idle_group(event.call, self._all_ranks if event.call.ranks is None else set(event.call.ranks))
-        return [group for group in self._unfinished_groups if group.call is event.call]
-
-    def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
-        """Return a list with one idle group that contains exactly the ranks in `ranks`.
-
-        If no group has exactly these ranks, split or merge groups. If one of these ranks was lost or is ending, return an
-        empty list.
-        """
-        idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
-        needed = [group for group in idle if group.setups.keys() & ranks]
-        missing = ranks - {rank for group in needed for rank in group.setups}
-        if missing:
-            self._refuse(call, missing)
-            return []
-        first, *others = needed
-        for other in others:
-            first.absorb(other)
-            self._group_by_rank |= dict.fromkeys(first.setups, first)
-            self._remove_group(other)
-        return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
-
-    def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
-        """If the ranks are independent, refuse a call that needs lost ranks. Otherwise, do nothing.
-
-        After a refusal, persistent_ranks.py restarts the lost ranks and makes the call again. If the ranks are not
-        independent, the loss of a rank ends all other ranks soon.
-        """
-        if self._are_independent:
-            call.ranks_to_restart = tuple(sorted(lost))
-            self._commands.wake_callers()
-
-    def _group_of(self, rank: int) -> RestartGroup:
-        """Return the rank's group. On several nodes there is only one group, whose ranks may change with each start."""
-        return self._group_by_rank[rank] if len(self._groups) > 1 else self._groups[0]
-
-    def _handle_event(self, group: RestartGroup, event: m.Event | CallEvent, now: float) -> list[m.Action]:
-        if isinstance(event, CallEvent):
-            if isinstance(event.event, m.StartCall) and not self._start_call(group, event.call):
-                return []
-            event = event.event
-        if isinstance(event, m.StopRequested):
-            return self._request_stop(group, event, now)
-        if isinstance(event, m.Abort) and self._keep_ranks and group.machine.is_call_running():
-            assert group.call is not None
-            group.call.lost_ranks = tuple(self._lost_ranks)
-        if isinstance(event, m.Exited) and group.machine.stage is m.RunStage.IDLE:
-            observed = self._pool.handles[event.rank].observations
-            how = "ended" if observed.exit_code is None else format_exit(observed.exit_code)
-            which = "it" if self._are_independent else "all ranks"
-            text = "rank %d (pid %s) %s while it had no call; the next call restarts %s"
-            self._deferred_log.warning(text, event.rank, observed.pid, how, which)
-        return group.handle(event, now)
-
-    def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
-        """Pass a stop request to the state machine, or let the leader of the job handle the request.
-
-        While a job on several nodes has a leader, this leader handles the stop requests of all nodes.
-        """
-        if group.call is not None and group.call.stop_request is None:
-            group.call.stop_request = event
-        if self._on_stop is not None and group.setups and not event.is_from_job and self._on_stop(event.cause):
-            return []
-        if event.is_from_job and group.call is not None and group.call.stop_request is not None:
-            event = replace(event, signum=group.call.stop_request.signum)  # if this node has requested it
-        actions = group.handle(event, now)
-        if event.is_from_job and group.machine.stop_request is None:  # the ranks of this node have ended
-            self._stop_agreements.begin(group, event.cause)
-        return actions
-
-    def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
-        """Assign a call to a group, and begin new observations of the group's ranks. Return False if a rank is already lost.
-
-        If this method returns False, `call.observations` stays empty. For persistent_ranks.py, this empty list means that a
-        rank was lost.
-        """
-        if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
-            group.call = call
-            return True
-        handles = [self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles]
-        is_whole = len(handles) == len(group.setups) and all(not handle.observations.has_exited for handle in handles)
-        if group.machine.stage is not m.RunStage.IDLE or not is_whole:
-            alive = {handle.observations.worker.rank for handle in handles if not handle.observations.has_exited}
-            self._refuse(call, group.setups.keys() - alive)
-            return False
-        group.call = call
-        self._monitors[group].begin_call()
-        if any(handle.collective_sockets.is_open for handle in handles):
-            self._monitors[group].start()
-        for handle in handles:
-            self._pool.begin_call(handle)
-            group.observed[handle.observations.worker.rank] = handle.reset_observations()
-        return True
-
-    def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
-        """Execute an action. Return the resulting events, for example HeartbeatRead after the action ReadHeartbeat."""
-        if isinstance(action, m.StartRank):
-            self._monitors[group].begin_call()
-            self._pool.wait_for_helpers()
-            self._start_rank(group, action.rank)
-            return []
-        handle = self._pool.handles[action.rank]
-        observed = handle.observations
+    def _execute(self, call: Call, action: m.Action) -> None:
+        rank = call.members[action.rank]
+        observed = rank.observations
+        if rank.is_reaped or rank.call is not call:  # it has ended, or the call is over, since the machine decided this
+            return
         if isinstance(action, m.CallRank):
-            assert group.call is not None
-            self._pool.send_call(handle, group.call.number, group.call.payload)
+            assert call.payload is not None
+            self._pool.send_call(rank, call.number, call.payload)
         elif isinstance(action, m.RequestExit):
-            handle.send(MessageKind.SHUTDOWN)
+            rank.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
             if observed.has_exited:  # in this wake-up
-                return []
+                return
             observed.is_dump_for_report = True
-            if not self._request_stacks(handle):
-                return [m.StackDumped(action.rank, generation=handle.generation)]
-            handle.awaits_dump = True
-            self._request_collectives_of(handle, again=True)
+            if not self._request_stacks(rank):
+                self._events.append(m.StackDumped(rank.number))
+                return
+            rank.awaits_dump = True
+            self._request_collectives_of(rank, again=True)
         elif isinstance(action, m.RequestCollectives):
-            handle.awaits_dump = True
-            self._request_collectives_of(handle, again=True)
-            return self._end_dump(handle)
+            rank.awaits_dump = True
+            self._request_collectives_of(rank, again=True)
+            self._events += self._end_dump(rank)
         elif isinstance(action, m.ReadHeartbeat):
-            return [
-                m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
-            ]
+            self._events.append(m.HeartbeatRead(rank.number, beat_at=self._pool.read_heartbeat_time(rank)))
         elif isinstance(action, m.SendSignal):
-            if action.signum != signal.SIGINT:
-                handle.process.send_signal_to_group(action.signum)
-            elif group.call is not None:
-                self._pool.interrupt_call(handle, group.call.number)
-            else:
-                return []  # the call has ended in this wake-up
-            if action.signum in (signal.SIGINT, signal.SIGTERM):
-                self._call_at(monotonic() + WAKE_SECONDS, partial(self._wake_rank, handle, observed))
-            observed.signals_sent.add(action.signum)
-            observed.first_signal_at = observed.first_signal_at or monotonic()
+            self._send_signal(call, rank, action.signum)
         else:
             assert isinstance(action, m.AbandonRank)
-            self._finish_observations(handle)
-            self._pool.abandon(handle)
-        return []
+            self._finish_observations(rank)
+            self._pool.abandon(rank)
 
-    def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
-        """Do the work that the new stage of a group's state machine requires, for example answer the group's call.
+    def _send_signal(self, call: Call, rank: Rank, signum: int) -> None:
+        if signum == signal.SIGINT:
+            self._pool.interrupt_call(rank, call.number)
+        else:
+            rank.process.send_signal_to_group(signum)
+        observed = rank.observations
+        if signum in (signal.SIGINT, signal.SIGTERM):
+            self._call_at(monotonic() + WAKE_SECONDS, partial(self._wake_rank, rank, observed))
+        observed.signals_sent.add(signum)
+        observed.first_signal_at = observed.first_signal_at or monotonic()
 
-        If the ranks of all groups must end, return a list with an Abort event. Otherwise, return an empty list.
-        """
-        stage_before, outcome_before = group.known_stage, (group.known_stop_reason, group.known_signum)
-        stop_request_before = group.known_stop_request
-        group.read_machine()
-        if group.known_stop_request is not None and stop_request_before is None:
-            self._stop_agreements.begin(group, group.known_stop_request.cause)
-        stage = group.known_stage
+    def _follow(self, call: Call) -> None:
+        """Do what the new stage of a call requires, such as answering it."""
+        if call not in self._calls:
+            return
+        machine = call.machine
+        call.update_deadline()
+        stage, outcome = machine.stage, (machine.stop_reason, machine.signum)
+        stage_before, outcome_before, request_before = call.known_stage, call.known_outcome, call.known_stop_request
+        call.known_stage, call.known_outcome, call.known_stop_request = stage, outcome, machine.stop_request
         is_new_stage = stage is not stage_before
-        is_stop_beginning = outcome_before[0] is None or stage_before is m.RunStage.DUMPING_STACKS
-        if group.machine.is_stop_overdue and is_stop_beginning and stage is not m.RunStage.DUMPING_STACKS:
-            self._log_overdue_ranks(group)
-        if (group.known_stop_reason, group.known_signum) != outcome_before or (
-            is_new_stage and stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
-        ):
-            self._on_outcome_change(group.machine)
-        if is_new_stage and stage in (m.RunStage.AWAITING_ROOT_CAUSE, m.RunStage.DUMPING_STACKS):
-            self._request_collectives(group)
-        if stage is m.RunStage.IDLE:
-            self._finish_call_if_idle(group)
-            if self._lost_ranks:
-                return [m.Abort()]
-        elif self._are_independent:
-            if stage is m.RunStage.FINISHED and is_new_stage:
-                self._end_lost_ranks(group)
-        elif self._keep_ranks and is_new_stage and stage in (m.RunStage.SHUTTING_DOWN, m.RunStage.TERMINATING):
-            self._note_lost_ranks(group)
-            return [m.Abort()]  # the ranks of a WorkerGroup end together
-        elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:
-            helpers_oom = self._oom.take_other_kills()
-            self._commands.request_decision(self._get_observations(group, helpers_oom))
-        elif stage is m.RunStage.FINISHED and is_new_stage:
-            self._unfinished_groups.remove(group)
-            self._note_lost_ranks(group)
-            group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
-            has_failed = group.machine.stop_reason is m.StopReason.FAILED
-            are_others_saving = group.call is not None and group.call.stop_request is not None
-            may_go_on = has_failed and (self._keep_going or are_others_saving)
-            if group.machine.stop_reason is not m.StopReason.SUCCEEDED and not may_go_on:
-                return [m.Abort()]
-        return []
+        if machine.stop_request is not None and request_before is None:
+            self._stop_agreements.begin(call, machine.stop_request.cause)
+        is_stop_beginning = outcome_before[0] is None or stage_before is m.CallStage.DUMPING_STACKS
+        if machine.is_stop_overdue and is_stop_beginning and stage is not m.CallStage.DUMPING_STACKS:
+            self._log_overdue_ranks(call)
+        if self._node is not None and (outcome != outcome_before or (is_new_stage and stage is m.CallStage.FINISHED)):
+            self._node.on_outcome_change(machine)
+        if is_new_stage and stage in (m.CallStage.AWAITING_ROOT_CAUSE, m.CallStage.DUMPING_STACKS):
+            self._request_collectives(call)
+        if self._keep_ranks and stage in (m.CallStage.SHUTTING_DOWN, m.CallStage.TERMINATING, m.CallStage.FINISHED):
+            exited = [number for number, observed in call.observed.items() if observed.has_exited]
+            self._lose_all(exited or call.ranks, but=call)
+        if machine.is_over():
+            self._answer(call)
 
-    def _log_overdue_ranks(self, group: RestartGroup) -> None:
-        """Log a warning about the ranks that have not returned in time after a stop request.
+    def _answer(self, call: Call) -> None:
+        is_kept = call.machine.stage is m.CallStage.KEPT
+        if is_kept:
+            for rank in call.members.values():
+                self._read_slot(rank)
+                self._take_stacks(rank)
+        else:
+            call.log_exit_problems(self._deferred_log)
+        call.evidence = self._make_evidence(call, "" if is_kept else self._oom.take_other_kills())
+        self._calls.remove(call)
+        if self._keep_ranks:
+            call.monitor.close()
+            for number, rank in call.members.items():
+                rank.call = None
+                if not is_kept:
+                    del self._ranks[number]
+        if not is_kept:
+            call.ended_ranks = call.ranks
+        self._answered_calls.append(call)
+        if is_kept and (self._lost_ranks or self._is_ending):
+            self._end_idle_ranks()
 
-        The warning shows where in the code each of these ranks is.
-        """
+    def _make_evidence(self, call: Call, helpers_oom: str) -> AttemptObservations:
+        verdict = call.monitor.final_verdict
+        return call.make_evidence(hostname=self._hostname, helpers_oom=helpers_oom, collective_verdict=verdict)
+
+    def _log_overdue_ranks(self, call: Call) -> None:
         timeout = self._spec.stop_policy.timeout
         assert timeout is not None
-        for handle in (self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles):
-            self._take_stacks(handle)
-        self._stop_agreements.log_overdue_ranks(group, timeout)
-
-    def _end_lost_ranks(self, group: RestartGroup) -> None:
-        """Remove a group of independent ranks that have ended, and answer their call, if any. Other ranks stay alive."""
-        group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
-        call, observations = group.call, self._get_observations(group, self._oom.take_other_kills())
-        self._remove_group(group)
-        self._publish_state()
-        if call is not None:
-            call.ended_ranks = tuple(group.setups)
-            self._answer_call(group, call, observations)
-
-    def _note_lost_ranks(self, group: RestartGroup) -> None:
-        """Record which ranks of the group were lost. If this method has already recorded lost ranks, do nothing.
-
-        If ranks of a WorkerGroup with scope="group" are lost, mpwatch also stops the calls of all other ranks. The result of
-        each stopped call says that the loss of these ranks caused the stop.
-        """
-        if not self._lost_ranks:
-            exited = [rank for rank, observed in group.observed.items() if observed.has_exited]
-            self._lost_ranks = exited or sorted(group.setups)
-
-    def _finish_call_if_idle(self, group: RestartGroup) -> None:
-        """Answer the group's call if the call has ended and its ranks are idle again."""
-        call = group.call
-        if call is None or group.machine.stage is not m.RunStage.IDLE:
-            return
-        for rank in group.setups:
-            handle = self._pool.handles[rank]
-            self._read_slot(handle)
-            self._take_stacks(handle)
-        self._answer_call(group, call, self._get_observations(group, ""))
-        while self._are_independent and len(group.setups) > 1:
-            self._add_group(group.split([max(group.setups)]))
-
-    def _answer_call(self, group: RestartGroup, call: PendingCall, observations: AttemptObservations) -> None:
-        call.observations = [observations]
-        group.call = None
-        call.is_done = True
-        self._commands.wake_callers()
+        for rank in call.members.values():
+            if not rank.is_reaped:
+                self._take_stacks(rank)
+        self._stop_agreements.log_overdue_ranks(call, timeout)
 
     def _publish_state(self) -> None:
-        may_lack_ranks = self._are_independent and not self._is_shutting_down
-        lacks_ranks = may_lack_ranks and sum(len(group.setups) for group in self._groups) < len(self._all_ranks)
-        self._commands.state = WorkerState.UNHEALTHY if lacks_ranks else state_of_all(self._groups)
-        self._event_bus.change_state(self._commands.state, (worker for group in self._groups for worker in group.workers))
+        state = self._find_state()
+        if state is not self.state:
+            self.state = state
+            self._event_bus.change_state(state, [rank.setup.worker for rank in self._ranks.values()])
+            self._outbox.wake()
+
+    def _find_state(self) -> WorkerState:
+        """Return one state that describes all ranks of this node.
+
+        It is UNHEALTHY while ranks are missing, or while a rank is restarted alone and the others go on. It is INIT while all
+        ranks are started or restarted together.
+        """
+        ranks = self._ranks.values()
+        if not self.starts or (not ranks and not self._keep_ranks):
+            return self.state
+        if self.has_lost_ranks and not self._is_ending:
+            return WorkerState.UNHEALTHY
+        calls = dict.fromkeys(rank.call for rank in ranks)
+        states = {call.machine.state for call in calls if call is not None}
+        if any(rank.call is None for rank in ranks):
+            is_starting = any(rank.call is None and not rank.is_ready for rank in ranks)
+            states.add(WorkerState.INIT if is_starting else WorkerState.HEALTHY)
+        is_rank_restarting = len(calls) > 1 and any(
+            call is not None and call.is_restart and call.machine.state is WorkerState.INIT for call in calls
+        )
+        if WorkerState.UNHEALTHY in states or is_rank_restarting:
+            return WorkerState.UNHEALTHY
+        if not states:
+            return self.state
+        return WorkerState.INIT if WorkerState.INIT in states else WorkerState.HEALTHY

@@ -7,7 +7,6 @@ from typing import Any
 from mpwatch.errors import LaunchError
 from mpwatch.options.per_rank import find_per_rank, format_argument
 from mpwatch.options.validation import name_of
-from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.wire.pickling import unpicklable
 from mpwatch.wire.pickling.call_payload import Call, Payload, pack, probe
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
@@ -16,7 +15,7 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 def pack_call(call: Call) -> Payload:
     """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
     call = _split_call(call)
-    return run_until_handler_raises(partial(_pack, call, partial(_name_parts, call)))
+    return _pack(call, partial(_name_parts, call))
 
 
 def pack_items(items: Mapping[str, Any]) -> Payload:
@@ -25,7 +24,7 @@ def pack_items(items: Mapping[str, Any]) -> Payload:
     Raises LaunchError if an item cannot be packed, and names this item in the error.
     """
     call = Call(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
-    return run_until_handler_raises(partial(_pack, call, items.items))
+    return _pack(call, items.items)
 
 
 def _split_call(call: Call) -> Call:

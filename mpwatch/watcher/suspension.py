@@ -4,7 +4,7 @@
     ---------------                                       --------------
     handler of SIGTSTP: ProgramSuspension.request
     ProgramSuspension.suspend: pause the live view
-                              --- Suspend ------------->  suspend_processes: SIGSTOP to the process group of each rank
+                              --- Suspension ---------->  suspend_processes: SIGSTOP to the process group of each rank
                               <-- are_ranks_stopped ----  wait for `is_over`
     SIGTSTP to itself
           ... the whole program is stopped until it gets SIGCONT ...
@@ -17,7 +17,7 @@ Guarantees:
 
 - While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
 - After a suspension, the watcher thread always continues. During a suspension, the watcher thread waits until the caller's
-  thread releases the lock `Suspend.is_over`. The caller's thread releases this lock even if an exception interrupts the
+  thread releases the lock `Suspension.is_over`. The caller's thread releases this lock even if an exception interrupts the
   suspension.
 - A process that was already stopped before the suspension stays stopped after the suspension.
 
@@ -28,18 +28,38 @@ continue at once.
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import list_group_members, read_process_state
 from mpwatch.os_support.signals import get_handler, set_handler
-from mpwatch.watcher.commands import CommandQueue, Suspend
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.processes.process import RankPopen
 
 STOP_SECONDS = 2.0  # the limit for the watcher thread to stop the ranks; it may be starting ranks, or waiting for helpers
 POLL_SECONDS = 0.05  # how often the caller's thread checks whether the watcher thread still runs
+
+
+def _make_locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(eq=False)
+class Suspension:
+    """One suspension of the program.
+
+    Its locks are no events, because `threading.Event.set` is written in Python, and a signal handler that raises there could
+    leave the event unset. No signal handler can interrupt `Lock.release`.
+    """
+
+    requested_at: float = field(default_factory=monotonic)  # time limits do not count from then to the end
+    are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)  # released by the watcher thread
+    is_over: threading.Lock = field(default_factory=_make_locked)  # released by the caller's thread
 
 
 class ProgramSuspension:
@@ -48,15 +68,15 @@ class ProgramSuspension:
     Each blocking call has its own ProgramSuspension. Only the main thread uses this class.
 
     Args:
-        commands: the queue of commands to the watcher thread.
-        is_watcher_running: returns whether the watcher thread can take a command.
+        post: passes a Suspension to the watcher thread.
+        is_watcher_running: returns whether the watcher thread can take a suspension.
     """
 
-    def __init__(self, commands: CommandQueue, is_watcher_running: Callable[[], bool]) -> None:
+    def __init__(self, post: Callable[[Suspension], object], is_watcher_running: Callable[[], bool]) -> None:
         self.is_requested = False
         self.view: ViewDriver | None = None  # leaves the terminal to others while the program is suspended
         self._is_under_way = False
-        self._commands = commands
+        self._post = post
         self._is_watcher_running = is_watcher_running
 
     def request(self, *, at_once: bool) -> None:
@@ -73,17 +93,17 @@ class ProgramSuspension:
         """
         if not self.is_requested or self._is_under_way:
             return
-        command = Suspend()
+        suspension = Suspension()
         try:
             self._is_under_way = True
             if self.view is not None:
                 self.view.pause()
-            self._commands.post(command)
-            self._wait_until_ranks_are_stopped(command)
+            self._post(suspension)
+            self._wait_until_ranks_are_stopped(suspension)
             _stop_this_program()
         finally:
             # This comes first. It is one call of C, so another exception can only come after it.
-            command.is_over.release()
+            suspension.is_over.release()
             self.is_requested = self._is_under_way = False
             if self.view is not None:
                 self.view.resume()
@@ -97,9 +117,9 @@ class ProgramSuspension:
             self.is_requested = False
             signal.raise_signal(signal.SIGTSTP)
 
-    def _wait_until_ranks_are_stopped(self, command: Suspend) -> None:
-        deadline = command.requested_at + STOP_SECONDS
-        while not command.are_ranks_stopped.acquire(timeout=POLL_SECONDS):
+    def _wait_until_ranks_are_stopped(self, suspension: Suspension) -> None:
+        deadline = suspension.requested_at + STOP_SECONDS
+        while not suspension.are_ranks_stopped.acquire(timeout=POLL_SECONDS):
             if not self._is_watcher_running() or monotonic() > deadline:
                 return
 
@@ -114,13 +134,13 @@ def _stop_this_program() -> None:
         set_handler(signal.SIGTSTP, handler)
 
 
-def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> None:
+def suspend_processes(suspension: Suspension, processes: Collection[RankPopen]) -> None:
     """Stop all processes of the ranks, and continue them when the suspension is over."""
-    if not command.is_over.locked():  # the suspension is over already
+    if not suspension.is_over.locked():  # the suspension is over already
         return
     with _stopped(processes):
-        command.are_ranks_stopped.release()
-        command.is_over.acquire()
+        suspension.are_ranks_stopped.release()
+        suspension.is_over.acquire()
 
 
 @contextmanager

@@ -18,10 +18,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.os_support.clock import monotonic
@@ -30,10 +29,7 @@ from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest, StatusRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
-from mpwatch.watcher.host_signals import HostSignals
-from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -53,6 +49,30 @@ STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `
 NEWLINE = "\n"
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
+
+
+class WatchedRanks(Protocol):
+    """What the console uses of the Watcher."""
+
+    deferred_log: DeferredLog
+    output: RankOutput
+
+    def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]:
+        """Return the new sockets: the rank, the descriptor, and why it was opened."""
+
+    def take_statuses(self, seconds: float | None) -> Sequence[RankStatus]: ...
+    def take_stacks(self, seconds: float | None) -> Stacks: ...
+    def suspend_limits(self, *, are_suspended: bool) -> None: ...
+    def interrupt_after(self, seconds: float, signum: int) -> None: ...
+
+
+class Prompter(Protocol):
+    """What the console uses of the signals of the waiting thread."""
+
+    received: list[int]
+    is_at_prompt: bool
+
+    def quit(self, error: BaseException) -> None: ...
 
 
 class RankSession:
@@ -124,18 +144,11 @@ class RankSession:
 
 
 class DebuggerConsole:
-    """The debugger sessions of all ranks. In a WorkerGroup, all calls use the same console.
+    """The debugger sessions of all ranks. In a WorkerGroup, all calls use the same console."""
 
-    Args:
-        commands: the command queue of the watcher thread.
-        output: the output of the ranks.
-        deferred_log: the log of the watcher thread.
-    """
-
-    def __init__(self, commands: CommandQueue, output: RankOutput, deferred_log: DeferredLog) -> None:
-        self._commands = commands
-        self._output = output
-        self._deferred_log = deferred_log
+    def __init__(self, watcher: WatchedRanks) -> None:
+        self._watcher = watcher
+        self._output = watcher.output
         self._has_warned = False
         self._sessions: dict[tuple[int, bool], RankSession] = {}  # by rank, and whether it is the inspector
         self._history: list[str] = []
@@ -147,7 +160,7 @@ class DebuggerConsole:
         """The sockets of all sessions. When a message arrives on one of the sockets, call `serve`."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
-    def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
+    def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
         """Show the prompts of the ranks until no rank waits at a prompt."""
         self._update()
         first = self._choose()
@@ -197,7 +210,7 @@ class DebuggerConsole:
     def _update(self) -> None:
         """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
         accepted = []
-        for rank, fd, purpose in self._commands.take_debugger_sockets():
+        for rank, fd, purpose in self._watcher.take_debugger_sockets():
             connection, is_inspector = Connection(fd), purpose == "inspector"
             reason = explain_missing_prompt()
             with suppress(OSError):  # the rank has ended
@@ -206,7 +219,7 @@ class DebuggerConsole:
                 connection.close()
                 if purpose == "post_mortem" and not self._has_warned:
                     self._has_warned = True
-                    self._deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
+                    self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
                 continue
             if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
                 earlier.connection.close()
@@ -292,10 +305,10 @@ class DebuggerConsole:
 
         Call this method only if the rank has neither a prompt nor an inspector (see RankSession).
         """
-        ranks = [status.rank for status in self._take_statuses()]
+        ranks = [status.rank for status in self._watcher.take_statuses(REQUEST_SECONDS)]
         if ranks and rank not in ranks:
             return f"there is no rank {rank} here, only {format_ranks(ranks)}"
-        stack = self._take_stacks().get(rank, "no answer")
+        stack = self._watcher.take_stacks(REQUEST_SECONDS).get(rank, "no answer")
         if "\n" not in stack:
             return f"rank {rank} is not at a prompt ({stack})"
         hint = "with debug='post_mortem' this command shows its variables"
@@ -303,7 +316,7 @@ class DebuggerConsole:
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
-        running = [status.rank for status in self._take_statuses() if status.state.is_running]
+        running = [status.rank for status in self._watcher.take_statuses(REQUEST_SECONDS) if status.state.is_running]
         self._receive()  # prompts that have opened meanwhile
         asked = sorted(self._get_stopped(), key=lambda session: session.rank)
         for session in asked:
@@ -317,23 +330,11 @@ class DebuggerConsole:
         if missed := set(running).difference(session.rank for session in asked):
             self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
-    def _take_statuses(self) -> Sequence[RankStatus]:
-        """Return the status of each rank of this node, or an empty sequence if the watcher thread answers too late."""
-        request = StatusRequest()
-        self._commands.post(request)
-        request.is_answered.wait(REQUEST_SECONDS)
-        return request.statuses or ()
-
-    def _take_stacks(self) -> Stacks:
-        """Return the stacks of the ranks of this node, or an empty dict if the watcher thread answers too late."""
-        request = StacksRequest()
-        self._commands.post(request)
-        request.is_answered.wait(REQUEST_SECONDS)
-        return request.stacks if request.stacks is not None else Stacks()
-
     def _describe_ranks(self) -> str:
         stopped = {session.rank: f" at a prompt ({session.place})" for session in self._get_stopped()}
-        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
+        return "\n".join(
+            f"{ranks}:{place}" for ranks, place in group_places(self._watcher.take_stacks(REQUEST_SECONDS) | stopped)
+        )
 
     def _describe_move(self, last: RankSession, new: RankSession) -> str:
         """Return the line that is shown when the prompt moves from one rank to another.
@@ -341,27 +342,26 @@ class DebuggerConsole:
         The line says where the two ranks are in their code.
         """
         now = f"now at rank {new.rank}: {new.place}"
-        stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
+        stack = self._watcher.take_stacks(REQUEST_SECONDS).get(last.rank) if not last.is_inspector else None
         if stack is None:
             return now
         ((_, place),) = group_places({last.rank: stack})
         verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
         return f"rank {last.rank}{verb}{place}; {now}"
 
-    def _quit(self, session: RankSession, signals: HostSignals) -> None:
+    def _quit(self, session: RankSession, signals: Prompter) -> None:
         if not self._has_quit:
             self._has_quit = True
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
             # A rank may have a handler for SIGTERM that does not end it. A second signal kills.
-            kill = partial(self._commands.post, Interrupted(signal.SIGTERM))
-            self._commands.post(DelayedAction(monotonic() + QUIT_SECONDS, kill))
+            self._watcher.interrupt_after(QUIT_SECONDS, signal.SIGTERM)
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
         """Suspend the time limits, the live view and the output of the run until the last prompt is closed."""
         with ExitStack() as stack:
-            self._commands.post(SuspendLimits())
-            stack.callback(self._commands.post, ResumeLimits())
+            self._watcher.suspend_limits(are_suspended=True)
+            stack.callback(self._watcher.suspend_limits, are_suspended=False)
             self._output.hold(is_held=True)
             stack.callback(self._output.hold, is_held=False)
             if view is not None:

@@ -1,23 +1,9 @@
-"""The state machine's tables: phases of a rank, stages of a run, events, actions and legal transitions. Pure data.
+"""The rules of one call as tables: the phases of a rank, the stages of a call, the events and the actions. Pure.
 
-Read this file first. state_machine.py applies the tables of this file, and no other module changes the state of a run.
+CallMachine (call_machine.py) applies the tables, and no other module changes a phase or a stage. An event that a table does
+not list raises IllegalEventError, which names the event and the phase: such an event is a bug in mpwatch.
 
-Rules:
-
-1. Each rank is in one `RankPhase`. For each phase, `TRANSITIONS` lists the legal events, and the phase that follows each
-   event.
-2. If TRANSITIONS does not list an event, StateMachine raises IllegalEventError. Such an event can come only if mpwatch has a
-   bug.
-3. Each StateMachine is in one `RunStage`, which is the stage of all its ranks.
-4. Each event of a rank has a `generation`: 0 for the first start of the rank, 1 for the second start, and so on.
-   StateMachine ignores events of an earlier generation, because a restart has replaced the process that sent these events.
-5. The methods of StateMachine read no clock, know no pids, use no pipes and send no signals.
-
-The event loop turns each message, exit, signal and command into an `Event`, and passes it to `StateMachine.handle`. When the
-time `StateMachine.deadline` comes, the event loop calls `StateMachine.handle_deadline`. The event loop executes the
-`Action`s that `handle` and `handle_deadline` return.
-
-The phases of a rank, with the events and the actions that change them:
+The phases of a rank, with the events and actions that change them:
 
     STARTING -- Ready --> READY -- CallRank --> RUNNING -- Returned --> RETURNED -- RequestExit --> EXITING
        |                                           `------ Failed ----> FAILED -- DetailsReceived --> DETAILS_SENT
@@ -26,43 +12,29 @@ The phases of a rank, with the events and the actions that change them:
     each phase above ---------- SIGTERM or SIGINT ---> TERMINATING -- SIGKILL --> KILLED -- KILL_SECONDS later --> ABANDONED
     each other phase except ABANDONED --- Exited ---> EXITED
 
-The stages of a run:
+The stages of a call:
 
-    IDLE --- StartCall ---> RUNNING
-    IDLE --- `start_timeout` expires ---> TERMINATING
-    RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
-    RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
-    RUNNING --- CollectivesMismatched ---> DUMPING_STACKS
+    RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> FINISHED
+    RUNNING --- a rank fails or is silent, a time limit passes, or CollectivesMismatched ---> DUMPING_STACKS
     RUNNING --- Abort, CancelAttempt, the first Interrupted, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
-    DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
+    DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> FINISHED
         (ranks that have returned send their collectives, since after SIGTERM they could not answer)
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
-    each stage above --- Interrupted ---> TERMINATING        (except SIGINT in IDLE, and the first one in RUNNING)
+    each stage above, except RUNNING --- Interrupted ---> TERMINATING
 
-    the end is AWAITING_DECISION if the ranks may be restarted, and FINISHED otherwise
-    AWAITING_DECISION --- Restart ---> RUNNING, in the next generation
-    AWAITING_DECISION --- DoNotRestart, Interrupted, Shutdown or Abort ---> FINISHED
+The ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions are different:
 
-Ranks of a WorkerGroup (`keep_ranks`) stay after a call, so these transitions are different:
-
-    RUNNING --- every rank has returned ---> IDLE
-    RUNNING --- a rank raises ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
+    RUNNING --- every rank has returned ---> KEPT
+    RUNNING --- a rank raises ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> KEPT
     DUMPING_STACKS because of SIGINT --- all stacks are there; the ranks get SIGINT ---> AWAITING_ROOT_CAUSE
-    AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
-    IDLE --- a rank exits ---> TERMINATING
-    IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
 
-In a WorkerGroup, each running call has its own state machine for the ranks of this call. The ranks that have no call belong
-to one or more other state machines.
-
-On several nodes, a state machine has no ranks at first, and its first stage is AWAITING_DECISION. All nodes decide together
-which ranks start.
+A call with no function ends idle ranks: it begins in SHUTTING_DOWN or TERMINATING.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
 ROOT_CAUSE_WAIT_SECONDS = 1.0  # how much later than a secondary failure its root cause may be reported
@@ -92,19 +64,18 @@ class RankPhase(Enum):
     ABANDONED = auto()  # did not exit after SIGKILL
 
 
-class RunStage(Enum):
-    """The stage of one StateMachine and of all its ranks."""
+class CallStage(Enum):
+    """The stage of a call."""
 
-    IDLE = auto()  # no call is running: the ranks start, or wait for a call
-    RUNNING = auto()
+    RUNNING = auto()  # some of its ranks may still be starting
     # A rank has raised, and its report or the root cause may still come. In a WorkerGroup, after a failure or Ctrl-C, the
     # ranks that have not answered yet have a limited time to do so.
     AWAITING_ROOT_CAUSE = auto()
     DUMPING_STACKS = auto()  # the ranks that are running send their stacks before they are stopped
     SHUTTING_DOWN = auto()  # all ranks have returned, and were asked to exit
     TERMINATING = auto()  # all ranks were stopped by a signal
-    AWAITING_DECISION = auto()  # there are no processes; the caller's thread decides whether to restart the ranks
-    FINISHED = auto()
+    KEPT = auto()  # over, and the ranks stay for the next call
+    FINISHED = auto()  # over, and no rank is left
 
 
 class StopReason(Enum):
@@ -113,16 +84,13 @@ class StopReason(Enum):
     SUCCEEDED = auto()
     FAILED = auto()
     TIMED_OUT = auto()
-    INTERRUPTED = auto()  # by a signal to the watcher, by a Shutdown during a call, or since another restart group failed
+    INTERRUPTED = auto()  # by a signal to the watcher, by a Shutdown, or because another call has failed
     CANCELLED_BY_JOB = auto()  # other nodes have ended the attempt, or this node has not heard from them for too long
 
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """An event of one rank."""
-
     rank: int
-    generation: int = field(default=0, kw_only=True)  # which start of the rank, from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +140,6 @@ class Exited(RankEvent):
     """The rank's process has exited, and the watcher has handled all messages that the rank had sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restart(RankEvent):
-    """Restart the ranks of a restart group. The field `rank` names one rank of the group."""
-
-    ranks: tuple[int, ...] = ()  # the ranks to start; empty: the same as before. In a job of several nodes they may change
-
-
-@dataclass(frozen=True, slots=True)
-class DoNotRestart(RankEvent):
-    """Do not restart the ranks of a restart group.
-
-    On a single node, the field `rank` names one rank of the group. On several nodes, the value of `rank` is not used.
-    """
-
-
 class InterruptCause(Enum):
     """The cause of an `Interrupted` event."""
 
@@ -201,7 +154,7 @@ class InterruptCause(Enum):
 class Interrupted:
     """The run or the call is interrupted.
 
-    StateMachine acts as if the calling program had received the signal `signum`. The actions do not depend on `cause`.
+    CallMachine acts as if the calling program had received the signal `signum`. The actions do not depend on `cause`.
     """
 
     signum: int
@@ -221,21 +174,13 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class StartCall:
-    """The caller wants to call a function in every rank."""
-
-    started_at: float
-    timeout: float | None = None  # seconds from `started_at`
-
-
-@dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The caller will make no more calls, so the ranks must exit."""
+    """The WorkerGroup ends while a call is running, so the ranks must exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The state machine must stop its ranks, because ranks of another state machine were lost or stopped."""
+    """The ranks must be stopped, because ranks of another call were lost or have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +231,6 @@ Event = (
     RankEvent
     | Interrupted
     | StopRequested
-    | StartCall
     | Shutdown
     | Abort
     | SuspendLimits
@@ -296,13 +240,6 @@ Event = (
     | CollectivesMismatched
     | Lease
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StartRank:
-    """Start a process for the rank."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +267,7 @@ class DumpStacks:
 class RequestCollectives:
     """Ask the rank which collectives it has called. StackDumped is the answer.
 
-    The state machine asks only ranks whose function has returned.
+    Only ranks whose function has returned are asked.
     """
 
     rank: int
@@ -358,11 +295,11 @@ class AbandonRank:
     rank: int
 
 
-Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | ReadHeartbeat | SendSignal | AbandonRank
+Action = CallRank | RequestExit | DumpStacks | RequestCollectives | ReadHeartbeat | SendSignal | AbandonRank
 
 
 class IllegalEventError(Exception):
-    """The state machine raises this exception if the phase of the rank, or the stage of the run, does not allow an event."""
+    """The phase of the rank, or the stage of the call, does not allow this event."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.
@@ -393,3 +330,14 @@ TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
     RankPhase.ABANDONED: {},
 }
 ALIVE_PHASES = frozenset(RankPhase) - {RankPhase.EXITED, RankPhase.ABANDONED}
+
+# For each stage the stages that can follow.
+STAGES: dict[CallStage, frozenset[CallStage]] = {
+    CallStage.RUNNING: frozenset(CallStage) - {CallStage.RUNNING},
+    CallStage.AWAITING_ROOT_CAUSE: frozenset(CallStage) - {CallStage.RUNNING, CallStage.AWAITING_ROOT_CAUSE},
+    CallStage.DUMPING_STACKS: frozenset(CallStage) - {CallStage.RUNNING, CallStage.DUMPING_STACKS},
+    CallStage.SHUTTING_DOWN: frozenset({CallStage.TERMINATING, CallStage.FINISHED}),
+    CallStage.TERMINATING: frozenset({CallStage.FINISHED}),
+    CallStage.KEPT: frozenset(),
+    CallStage.FINISHED: frozenset(),
+}

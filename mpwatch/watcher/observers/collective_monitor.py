@@ -31,7 +31,7 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
 )
 from mpwatch.watcher.machine.transitions import CollectivesMismatched
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.processes.rank_handle import RankHandle
+from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.messages import MessageKind
 
 CHECK_SECONDS = 5.0  # between two checks, at most
@@ -52,7 +52,7 @@ class CollectiveMonitor:
         final_verdict: the verdict that has ended the call, or None if no verdict has ended it.
 
     Args:
-        list_handles: returns the handles of the ranks that are checked.
+        list_ranks: returns the ranks that are checked.
         stall_after: the option, in seconds. If it is None, nothing is checked.
         deferred_log: receives the warnings.
         is_called: returns whether a rank takes part in the call. Other ranks may return later than the call.
@@ -68,7 +68,7 @@ class CollectiveMonitor:
 
     def __init__(
         self,
-        list_handles: Callable[[], Collection[RankHandle]],
+        list_ranks: Callable[[], Collection[Rank]],
         stall_after: float | None,
         deferred_log: DeferredLog,
         *,
@@ -80,7 +80,7 @@ class CollectiveMonitor:
         may_call_again: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._list_handles = list_handles
+        self._list_ranks = list_ranks
         self._stall_after = stall_after
         self._deferred_log = deferred_log
         self._is_called = is_called
@@ -92,7 +92,7 @@ class CollectiveMonitor:
         self._clock = clock
         self.final_verdict: CollectiveVerdict | None = None
         self._is_started = self._is_closed = False
-        self._asked: set[RankHandle] = set()  # ranks that have not answered
+        self._asked: set[Rank] = set()  # ranks that have not answered
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
@@ -117,15 +117,15 @@ class CollectiveMonitor:
         self._known_stall = None
         self._called_at = self._clock()
 
-    def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
+    def add(self, rank: Rank, answer: RankCollectives | None) -> None:
         """Record a rank's answer. After the answer of the last rank, compare the collectives of all ranks.
 
         `answer` contains the collectives of the rank, or is None if the rank has closed its socket.
         """
-        if handle in self._asked:
-            self._asked.discard(handle)
+        if rank in self._asked:
+            self._asked.discard(rank)
             if answer is not None:
-                self._answers[handle.observations.worker.rank] = answer
+                self._answers[rank.number] = answer
             if not self._asked:
                 self._judge()
 
@@ -147,12 +147,12 @@ class CollectiveMonitor:
         self._is_closed = True
 
     def _check(self) -> None:
-        handles = [handle for handle in self._list_handles() if handle.collective_sockets.is_open]
-        can_compare = len(handles) > 1 or self._on_stall is not None
+        ranks = [rank for rank in self._list_ranks() if rank.collective_sockets.is_open]
+        can_compare = len(ranks) > 1 or self._on_stall is not None
         if self._asked or not can_compare or not self._is_checking():
             return
         self._answers.clear()
-        self._asked = {handle for handle in handles if handle.collective_sockets.ask()}
+        self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
         self._call_at(self._clock() + ANSWER_SECONDS, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
@@ -162,11 +162,11 @@ class CollectiveMonitor:
 
     def _judge(self) -> None:
         returned = [
-            handle.observations.worker.rank
-            for handle in self._list_handles()
-            if self._is_called(handle.observations.worker.rank)
-            and handle.observations.answer is not None
-            and handle.observations.answer.kind is MessageKind.RETURNED
+            rank.number
+            for rank in self._list_ranks()
+            if self._is_called(rank.number)
+            and rank.observations.answer is not None
+            and rank.observations.answer.kind is MessageKind.RETURNED
         ]
         if self._on_stall is not None and self._is_checking():
             self._report_stall(self._on_stall, returned)

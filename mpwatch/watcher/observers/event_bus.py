@@ -1,9 +1,6 @@
-"""The events of a run: any thread publishes them, and the caller's thread dispatches them to the observers.
+"""The events of a run or a WorkerGroup: any thread publishes them, and a thread of the program passes them to the observers.
 
-    watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
-
-An observer is user code. A slow observer delays only the caller's thread, and not the ranks. If an observer raises an
-exception that is not in ENDS_RUN, the exception is logged and the observer is removed.
+An observer is user code. A slow one delays only the thread that waits for the ranks. One that raises gets no more events.
 """
 
 import logging
@@ -11,6 +8,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from mpwatch.events.logging_observer import LogEvents
@@ -20,6 +18,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
 from mpwatch.results.state_transitions import ENDS, check_transition
+from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
@@ -27,25 +26,16 @@ MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps 
 
 
 class EventBus:
-    """The events of one run, or all events of one WorkerGroup.
-
-    Args:
-        run_id: the run_id of the events.
-        spec: the options. Its observers receive the events.
-        keep_events: whether to keep all events, for the result.
-    """
-
     def __init__(self, run_id: str, spec: GroupSpec, *, keep_events: bool) -> None:
         self.run_id = run_id
         self.started_at = monotonic()
-        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # that were dispatched, if they are kept
-        self.wake: Callable[[], object] = lambda: None  # makes the caller's thread call `dispatch`; WatcherThread sets it
+        self.outbox = Outbox()
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # for the result, if they are kept
         self.state = WorkerState.UNKNOWN  # of all ranks together, as of the last StateChanged
         self._log = LogEvents()
         self._observers: list[Observer] = [self._log, *spec.observers]
         self._progress_observers: list[Callable[[Any], object]] = [*spec.progress_observers]
         self._keep_events = keep_events
-        self._queue: deque[Event] = deque()  # events that have not been dispatched
         self._wall_clock = time.time() - self.started_at
         self.ranks: Sequence[int] = ()  # of this node
         self._has_started = False
@@ -58,22 +48,14 @@ class EventBus:
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
-        """Queue an event of the given ranks, and wake up the caller's thread. Any thread may call this method.
-
-        Args:
-            kind: class of the event.
-            ranks: the ranks of the event.
-            at: when the event happened, in seconds of CLOCK_MONOTONIC. None means now.
-            attempt: number of the attempt.
-            details: the other fields of the event.
-        """
+        """Queue an event that happened `at`, by CLOCK_MONOTONIC, or now. Any thread may call this method."""
         if not self.wants(kind):
             return
         at = monotonic() if at is None else at
         when = {"time": self.wall_time(at), "monotonic": at}
-        self._queue.append(kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details))
-        if self._is_observed(kind):
-            self.wake()
+        event = kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details)
+        post = self.outbox.post if self._is_observed(kind) else self.outbox.post_quietly
+        post(partial(self._deliver, event))
 
     def _is_observed(self, kind: type[Event]) -> bool:
         if kind is Progressed:
@@ -81,12 +63,7 @@ class EventBus:
         return len(self._observers) > 1 or self._log.wants(kind)
 
     def publish_run_started(self, spec: GroupSpec, *, fn: str) -> None:
-        """Publish that the ranks are about to be started.
-
-        Args:
-            spec: options of the run or the WorkerGroup.
-            fn: name of the function. It is empty for a WorkerGroup, which can call several functions.
-        """
+        """`fn` is empty for a WorkerGroup, which can call several functions."""
         assert isinstance(spec.nprocs, int)  # see GroupSpec
         self._has_started = True
         if not spec.is_multi_node:
@@ -103,11 +80,7 @@ class EventBus:
         )
 
     def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
-        """Publish that the run has ended, and pass all queued events to the observers.
-
-        If an exception interrupts this method, call it again, so that the observers get the rest of the events. The event
-        RunEnded is never published twice.
-        """
+        """Publish RunEnded, once, and pass all events to the observers. Call it again if an exception interrupts it."""
         if self._has_started and not self._has_ended:
             if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call
                 self.change_state(state, workers)
@@ -118,16 +91,16 @@ class EventBus:
                 RunEnded, self.ranks, attempt=attempt, state=self.state, elapsed=elapsed, restarts=restarts, reason=reason
             )
         try:
-            self.dispatch()
+            self.outbox.run_all()
         finally:
-            self.dispatch()  # the rest, after a KeyboardInterrupt
+            self.outbox.run_all()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
         """Set the state of the run or the WorkerGroup, and publish the event StateChanged if the state is new.
 
         Raises ValueError if TRANSITIONS does not allow a change from the present state to `after`.
         """
-        if after is not self.state:
+        if after is not self.state and not self._has_ended:
             check_transition(self.state, after)
             before, self.state = self.state, after  # first: after an exception here, no second final state can follow
             self.publish(StateChanged, self.ranks, attempt=_latest_attempt(workers), before=before, after=after)
@@ -136,18 +109,10 @@ class EventBus:
         """Convert a time of CLOCK_MONOTONIC into seconds since 1970."""
         return self._wall_clock + at
 
-    @property
-    def has_events(self) -> bool:
-        """Whether the queue has events that were not dispatched yet."""
-        return bool(self._queue)
-
-    def dispatch(self) -> None:
-        """Call the observers for each queued event. Only the caller's thread may call this method."""
-        while self._queue:
-            event = self._queue.popleft()
-            if self._keep_events and not isinstance(event, Progressed):
-                self.events.append(event)
-            self._notify(event)
+    def _deliver(self, event: Event) -> None:
+        if self._keep_events and not isinstance(event, Progressed):
+            self.events.append(event)
+        self._notify(event)
 
     def _notify(self, event: Event) -> None:
         interrupt: BaseException | None = None

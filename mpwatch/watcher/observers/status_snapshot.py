@@ -14,7 +14,7 @@ from mpwatch.results.rank_status import RankReport, RankStatus
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine.transitions import RankPhase
 from mpwatch.watcher.processes.process_pool import ProcessPool
-from mpwatch.watcher.restarts.restart_group import RestartGroup
+from mpwatch.watcher.processes.rank import Rank
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.shared_memory import HeartbeatSample
 
@@ -29,10 +29,9 @@ STATES = {
 }
 
 
-def current_statuses(groups: Iterable[RestartGroup], pool: ProcessPool) -> list[RankStatus]:
+def current_statuses(ranks: Iterable[Rank], pool: ProcessPool) -> list[RankStatus]:
     """Return the present status of each rank, sorted by rank."""
-    statuses = [_current_status(observed, group, pool) for group in groups for observed in group.observed.values()]
-    return sorted(statuses, key=lambda status: status.rank)
+    return sorted((_current_status(rank, pool) for rank in ranks), key=lambda status: status.rank)
 
 
 def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
@@ -45,18 +44,18 @@ def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
     return sorted(statuses, key=lambda status: status.rank)
 
 
-def _current_status(observed: RankObservations, group: RestartGroup, pool: ProcessPool) -> RankStatus:
-    rank = observed.worker.rank
-    handle = pool.handles.get(rank)
-    if handle is None or handle.observations is not observed:  # the process has exited
-        return _final_status(observed, group.machine.stopped_at, monotonic())
-    phase = group.machine.phase_table.phases[rank]
+def _current_status(rank: Rank, pool: ProcessPool) -> RankStatus:
+    observed, machine = rank.observations, None if rank.call is None else rank.call.machine
+    stopped_at = None if machine is None else machine.stopped_at
+    if rank.is_reaped:
+        return _final_status(observed, stopped_at, monotonic())
+    phase = rank.phase
     state = STATES.get(phase) if observed.answer is None else None
-    if phase is RankPhase.RUNNING and rank in group.machine.heartbeats.late_ranks:
+    if machine is not None and phase is RankPhase.RUNNING and rank.number in machine.heartbeats.late_ranks:
         state = WorkerState.UNHEALTHY
-    state = state or _final_state(observed, group.machine.stopped_at)
+    state = state or _final_state(observed, stopped_at)
     usage = read_process_usage(observed.pid) if observed.pid is not None else None
-    heartbeat = pool.read_heartbeat(handle)
+    heartbeat = pool.read_heartbeat(rank)
     return _build_status(observed, state, heartbeat, usage, monotonic())  # time last: no heartbeat is later than that
 
 

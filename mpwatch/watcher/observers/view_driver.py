@@ -1,6 +1,6 @@
 """The driver of the live view. The driver runs in the caller's thread while this thread waits for the end of a call.
 
-    caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
+    caller's thread --- an update is due: ask for the statuses ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
 A view runs code of other packages (rich, IPython), and writes to a terminal that may be closed. If a view raises an
@@ -9,16 +9,15 @@ exception, the driver logs the exception and removes the view, so that the run d
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.watcher.commands import CommandQueue, StatusRequest
+from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
-from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_CLOSES = 2
@@ -52,42 +51,49 @@ def no_view() -> None:
 
 
 class ViewDriver:
-    """Updates the view of one call, in the caller's thread.
+    """Updates the view of one run or call. Its methods raise only exceptions that end the run, such as KeyboardInterrupt.
 
-    The methods of a ViewDriver raise only exceptions that end the run, such as KeyboardInterrupt.
+    Args:
+        make_view: makes the view, or returns None.
+        ask: makes the watcher thread pass the statuses of all ranks to a function, and wake up this thread.
+        is_shown: whether the view shows a rank.
     """
 
-    def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
-        self._commands = commands
-        self._pending_call = pending_call
-        self._request: StatusRequest | None = None  # that has not been answered
+    def __init__(
+        self,
+        make_view: MakeView,
+        ask: Callable[[Callable[[Sequence[RankStatus]], object]], object],
+        is_shown: Callable[[int], bool],
+    ) -> None:
+        self._ask, self._is_shown = ask, is_shown
+        self._is_asking = False
+        self._statuses: Sequence[RankStatus] | None = None  # that have come
         self._view: View | None = None
         self._due_at = 0.0  # when the next update is due
         self._close_count = 0
         self._guard(lambda: self._open_view(make_view))
 
     def seconds_to_next_update(self) -> float | None:
-        """Return how long the caller's thread may sleep before the next update.
-
-        Return None if the caller's thread may sleep until another thread wakes it up.
-        """
-        if self._view is None or self._request is not None or self._due_at == math.inf:
+        """Return how long this thread may sleep before the next update. None: until another thread wakes it up."""
+        if self._view is None or self._is_asking or self._due_at == math.inf:
             return None
         return max(0.0, self._due_at - monotonic())
 
     def update(self) -> None:
-        """Show the statuses that the watcher thread has sent, or request new statuses if an update is due."""
+        """Show the statuses that have come, or ask for new ones if an update is due."""
         if self._view is None:
             return
-        if self._request is None:
+        if not self._is_asking:
             if monotonic() >= self._due_at:
-                self._request = StatusRequest()
-                self._commands.post(self._request)
-        elif self._request.statuses is not None:
-            statuses, self._request = self._request.statuses, None
-            called = self._pending_call.ranks
-            shown = [status for status in statuses if called is None or status.rank in called]
+                self._is_asking = True
+                self._ask(self._receive)
+        elif self._statuses is not None:
+            shown = [status for status in self._statuses if self._is_shown(status.rank)]
+            self._is_asking, self._statuses = False, None
             self._guard(lambda: self._show(shown))
+
+    def _receive(self, statuses: Sequence[RankStatus]) -> None:  # in the watcher thread
+        self._statuses = statuses
 
     def pause(self) -> None:
         """Release the view's rows of the terminal, because a debugger's prompt or a shell uses the terminal.
@@ -103,18 +109,16 @@ class ViewDriver:
         if self._due_at < math.inf:
             self._due_at = 0.0
 
-    def close(self) -> None:
-        """Close the view, because the call is over or an exception has ended the call.
+    def close(self, attempts: Iterable[AttemptObservations]) -> None:
+        """Close the view, and show what the last attempts have ended with.
 
-        If an exception such as KeyboardInterrupt interrupts `close`, the BlockingCall calls `close` again. The second call
-        of `close` closes the view again, because the first call has perhaps not restored the terminal. A third call of
-        `close` does not call `View.close` again. Otherwise a view that always raises KeyboardInterrupt would prevent the
-        rest of the cleanup.
+        If an exception such as KeyboardInterrupt interrupts `close`, it is called again, since the terminal has perhaps not
+        been restored. But a view that always raises must not prevent the rest of the cleaning up.
         """
         view = self._view
         self._close_count += 1
         if view is not None and self._close_count <= MAX_CLOSES:
-            self._guard(lambda: self._close_view(view))
+            self._guard(lambda: view.close(final_statuses(attempts)))
         self._view = None
 
     def _open_view(self, make_view: MakeView) -> None:
@@ -125,9 +129,6 @@ class ViewDriver:
         if self._view is not None:
             self._view.show(statuses)
             self._schedule_update()
-
-    def _close_view(self, view: View) -> None:
-        view.close(final_statuses(self._pending_call.observations))
 
     def _schedule_update(self) -> None:
         if self._view is not None:

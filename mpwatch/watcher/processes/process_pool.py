@@ -5,13 +5,13 @@ This module runs in the watcher thread.
     ProcessPool --- Selector: the one place where the event loop waits
                 --- Guardian: kills the ranks if the calling program is killed
                 --- memory file: a slot for each rank, for heartbeats and the black box (wire/shared_memory.py)
-                --- RankHandle for each rank --- RankPopen: its process
+                --- Rank for each rank --- RankPopen: its process
                                              --- channel: messages in both directions
                                              --- stack pipe: stderr until the rank is ready, then stack dumps
 
     descriptor of a rank                     is closed
     the rank's ends, stdio and /dev/null     by `start`, when the process has them
-    channel, stack pipe                      by RankHandle.close, in `reap` and `abandon`
+    channel, stack pipe                      by Rank.close, in `reap` and `abandon`
     sentinel, multiprocessing's pipe         by RankPopen, in `reap` and `abandon`
     pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
 
@@ -43,8 +43,8 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
 from mpwatch.watcher.processes.process import POLL_SECONDS, RankPopen
+from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
-from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import Message, MessageKind, encode_call
@@ -75,7 +75,7 @@ class ProcessPool:
     When the context ends, the pool kills the ranks that are still alive.
 
     Attributes:
-        handles: a dict from each rank that was not reaped or abandoned to its handle.
+        alive: a dict from each rank that was not reaped or abandoned to its Rank.
         selector: the Selector with which the event loop waits for the ranks. It exists while the pool is open.
         guardian: kills the ranks if the calling program is killed. It exists while the pool is open.
         deferred_log: receives warnings about ranks that are left behind.
@@ -86,7 +86,7 @@ class ProcessPool:
         self._output = output
         self._spec = spec
         self._ignored_signals = tuple(set(spec.stop_policy.signals) - {signal.SIGINT, signal.SIGTERM})
-        self.handles: dict[int, RankHandle] = {}
+        self.alive: dict[int, Rank] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
         self._slots: dict[int, int] = {}  # number of the slot, by rank
@@ -112,14 +112,14 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, setup: RankSetup) -> RankHandle:
+    def start(self, setup: RankSetup) -> Rank:
         """Start a rank. Raises LaunchError."""
         try:
             return self._start(setup)
         except (OSError, RuntimeError, AssertionError) as error:
             raise LaunchError(with_remedy(f"rank {setup.worker.rank} could not be started", error)) from error
 
-    def _start(self, setup: RankSetup) -> RankHandle:
+    def _start(self, setup: RankSetup) -> Rank:
         worker = setup.worker
         slot = self._allocate_slot(worker.rank)
         with ExitStack() as kept, ExitStack() as passed:
@@ -158,12 +158,12 @@ class ProcessPool:
                     cpus=setup.cpus,
                 )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
-            handle = self.handles[worker.rank] = RankHandle(
-                worker, process, channel, stack_pipe, slot=slot, stdio=stdio, deferred_log=self.deferred_log
+            rank = self.alive[worker.rank] = Rank(
+                setup, process, channel, stack_pipe, slot=slot, stdio=stdio, deferred_log=self.deferred_log
             )
             kept.pop_all()
             self.guardian.guard(process.pid)
-        return handle
+        return rank
 
     def _allocate_slot(self, rank: int) -> int:
         if rank in self._slots:  # this rank was started before
@@ -174,7 +174,7 @@ class ProcessPool:
             prepare_slot(self._slots_fd, self._slots[rank])
         return self._slots[rank]
 
-    def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
+    def send_call(self, rank: Rank, number: int, payload: Payload) -> None:
         """Send a rank its call.
 
         The startup output is what the rank's interpreter has printed at its start. Before the first call, send the startup
@@ -182,92 +182,88 @@ class ProcessPool:
         must not block. Raises LaunchError.
         """
         try:
-            if handle.stack_parser.startup_output:
-                handle.send_file(MessageKind.STARTUP_OUTPUT, handle.stack_parser.startup_output)
-                handle.stack_parser.startup_output = b""
-            handle.send_frame(encode_call(number, payload.body), payload.fds)
+            if rank.stack_parser.startup_output:
+                rank.send_file(MessageKind.STARTUP_OUTPUT, rank.stack_parser.startup_output)
+                rank.stack_parser.startup_output = b""
+            rank.send_frame(encode_call(number, payload.body), payload.fds)
         except OSError as error:
-            raise LaunchError(
-                with_remedy(f"the call could not be sent to rank {handle.observations.worker.rank}", error)
-            ) from error
+            raise LaunchError(with_remedy(f"the call could not be sent to rank {rank.number}", error)) from error
 
-    def read_black_box(self, handle: RankHandle) -> list[Message]:
-        """Return the messages in the black box of a dead rank.
-
-        If a rank's channel is closed, the rank writes its messages to its black box.
-        """
-        rank = handle.observations.worker.rank
+    def read_black_box(self, rank: Rank) -> list[Message]:
+        """Return the messages that a dead rank has written into shared memory, because its channel was closed."""
         try:
-            return read_black_box(self._slots_fd, self._slots[rank])
+            return read_black_box(self._slots_fd, self._slots[rank.number])
         except ValueError as error:  # the rank has overwritten its own memory
-            self.deferred_log.debug("the black box of rank %d: %s", rank, error)
+            self.deferred_log.debug("the black box of rank %d: %s", rank.number, error)
             return []
 
-    def interrupt_call(self, handle: RankHandle, number: int) -> None:
+    def interrupt_call(self, rank: Rank, number: int) -> None:
         """Send SIGINT to the rank, to interrupt the call whose number is `number`.
 
         SIGINT can reach the rank between two calls. The rank ignores a SIGINT that was sent for an earlier call.
         """
-        record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], number)
-        handle.process.send_signal(signal.SIGINT)
+        record_interrupt(self._slots_fd, self._slots[rank.number], number)
+        rank.process.send_signal(signal.SIGINT)
 
-    def read_heartbeat(self, handle: RankHandle) -> HeartbeatSample:
+    def read_heartbeat(self, rank: Rank) -> HeartbeatSample:
         """Read the rank's last report and the time of its last heartbeat."""
-        return read_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
+        return read_heartbeat(self._slots_fd, self._slots[rank.number])
 
-    def read_heartbeat_time(self, handle: RankHandle) -> float | None:
+    def read_heartbeat_time(self, rank: Rank) -> float | None:
         """Read only the time of the rank's last heartbeat. This method is faster than `read_heartbeat`."""
-        return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
+        return read_heartbeat_time(self._slots_fd, self._slots[rank.number])
 
     def get_stop_memory(self, rank: int) -> StopMemory:
         """Return the StopMemory of a rank that was started, even if the rank is dead."""
         return get_stop_memory(self._slots_fd, self._slots[rank])
 
-    def begin_call(self, handle: RankHandle) -> None:
+    def begin_call(self, rank: Rank) -> None:
         """Delete the heartbeats, the reports, the steps and the stderr of the previous call."""
-        prepare_slot(self._slots_fd, self._slots[handle.observations.worker.rank])
-        handle.observations.stderr_tail.clear()
+        prepare_slot(self._slots_fd, self._slots[rank.number])
+        rank.observations.stderr_tail.clear()
 
-    def reap(self, handle: RankHandle) -> None:
+    def reap(self, rank: Rank) -> None:
         """Kill the processes that are left in the group of a dead rank, and reap the rank."""
-        rank, pid = handle.observations.worker.rank, handle.process.pid
-        del self.handles[rank]  # first: after an error the end of the pool must not reap it again
+        pid = rank.process.pid
+        del self.alive[rank.number]  # first: after an error the end of the pool must not reap it again
+        rank.is_reaped = True
         killed_at = monotonic()
         try:
-            handle.close()
+            rank.close()
         finally:  # even if the calling program has closed descriptors of mpwatch
-            if not handle.process.reap():
+            if not rank.process.reap():
                 text = "rank %d (pid %d) is dead, but a debugger holds it: it stays a zombie until the debugger detaches"
-                self.deferred_log.warning(text, rank, pid)
-                handle.process.abandon()
-            self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
+                self.deferred_log.warning(text, rank.number, pid)
+                rank.process.abandon()
+            self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
             self.guardian.release(pid)
             if group_exists(pid):
                 self._killed_groups[pid] = killed_at
 
-    def abandon(self, handle: RankHandle) -> None:
+    def abandon(self, rank: Rank) -> None:
         """Log a warning about a rank that cannot be killed, close the connections to it, and never wait for it again."""
         text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
-        self.deferred_log.warning(text, handle.observations.worker.rank, handle.process.pid)
-        handle.close()
-        handle.process.abandon()
-        self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
-        del self.handles[handle.observations.worker.rank]  # last: after an error the end of the pool tries again
+        self.deferred_log.warning(text, rank.number, rank.process.pid)
+        rank.close()
+        rank.process.abandon()
+        self._output.end_rank(rank.stdio, rank.stack_parser.unforwarded_output)
+        rank.is_reaped = True
+        del self.alive[rank.number]  # last: after an error the end of the pool tries again
 
     def _kill_and_reap_all(self) -> None:
         """If the watcher itself has failed, kill and reap the ranks that still exist."""
-        for handle in self.handles.values():
-            handle.process.send_signal_to_group(signal.SIGKILL)
+        for rank in self.alive.values():
+            rank.process.send_signal_to_group(signal.SIGKILL)
         deadline = monotonic() + KILL_SECONDS
         with ExitStack() as stack:  # an error with one rank does not keep the others from being reaped
-            for handle in self.handles.values():
-                stack.callback(self._reap_or_abandon, handle, deadline)
+            for rank in list(self.alive.values()):
+                stack.callback(self._reap_or_abandon, rank, deadline)
 
-    def _reap_or_abandon(self, handle: RankHandle, deadline: float) -> None:
-        if handle.process.wait_for_exit(deadline):
-            self.reap(handle)
+    def _reap_or_abandon(self, rank: Rank, deadline: float) -> None:
+        if rank.process.wait_for_exit(deadline):
+            self.reap(rank)
         else:
-            self.abandon(handle)
+            self.abandon(rank)
 
     def wait_for_helpers(self) -> None:
         """Wait until the killed helpers of reaped ranks are gone, and reap those that this process has adopted.

@@ -29,16 +29,9 @@ PickledParts = dict[str, Any]  # the pickles of one exception; for its keys see 
 MEMORY_ADDRESS = r"0x[0-9a-f]+"
 
 
-class HostHandlerError(BaseException):
-    """This exception means that a signal handler of the calling program has raised an exception.
-
-    `run_until_handler_raises` catches a HostHandlerError, and raises the handler's exception instead.
-    """
-
-
 # These exceptions end a run if they are raised while user code runs in the caller's thread. All others are errors of that
 # code.
-ENDS_RUN = (KeyboardInterrupt, HostHandlerError)
+ENDS_RUN = (KeyboardInterrupt,)
 
 
 def get_builtin_attribute(error: BaseException, name: str) -> Any:
@@ -60,7 +53,7 @@ def add_note(error: BaseException, note: str) -> None:
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
     """Rebuild an exception from the three messages that encoder.py has made from it.
 
-    This function runs user code, and ignores the exceptions of this code, except KeyboardInterrupt and HostHandlerError.
+    This function runs user code, and ignores the exceptions of this code, except KeyboardInterrupt.
 
     Args:
         plain: the message "plain" of `ExceptionEncoder`.

@@ -1,5 +1,6 @@
-"""Any order of events, tried by Hypothesis: the state machine, used as the event loop uses it, and the diagnosis afterwards."""
+"""Any order of events, tried by Hypothesis: the machine of a call, used as the event loop uses it, and the diagnosis afterwards."""
 
+import math
 import signal
 
 from hypothesis import settings
@@ -12,7 +13,7 @@ from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Verd
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine import transitions as m
-from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.pickling import return_values
@@ -43,7 +44,6 @@ class History(RuleBasedStateMachine):
     """Ranks do anything that the event loop could observe. The machine's actions are recorded."""
 
     @initialize(
-        may_restart=st.booleans(),
         keep=st.booleans(),
         n=st.integers(2, 5),
         timeout=st.none() | st.floats(0.5, 30),
@@ -53,35 +53,33 @@ class History(RuleBasedStateMachine):
         signals=st.integers(0, 2),
         exits=st.integers(0, 2),
     )
-    def begin(self, *, may_restart, keep, n, timeout, limit, stop_timeout, ready, signals, exits):
+    def begin(self, *, keep, n, timeout, limit, stop_timeout, ready, signals, exits):
         self.now = 1.0
         self.are_limits_suspended, self.resumed_at = False, 0.0
         self.keep = keep
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
-        more = {
-            "grace_period": GRACE,
-            "start_timeout": START_TIMEOUT,
-            "keep_ranks": keep,
-            "decide_after": (m.StopReason.FAILED,) if may_restart else (),
-        }
-        self.machine = StateMachine(range(n), now=self.now, **more, heartbeat_timeout=limit, stop_timeout=stop_timeout)
+        self.stop_timeout = stop_timeout
         self.state = WorkerState.INIT
-        self.have_others_failed = False
-        self.restarts = 3
         self.signals, self.exits = signals, exits  # how many may still come; without a limit most histories are soon over
-        self.begin_generation(n)
-        self.send(m.StartCall(self.now, timeout))
-        self.make_some_ready(ready)
-
-    def begin_generation(self, n):
         self.observed = {rank: {"was_ready": False} for rank in range(n)}
         self.begin_call()
-
-    def make_some_ready(self, number):
-        for rank in sorted(self.observed)[:number]:
+        for rank in range(min(n, ready)):
             self.make_ready(rank)
 
     def begin_call(self):
+        phases = {rank: m.RankPhase.READY if it["was_ready"] else m.RankPhase.STARTING for rank, it in self.observed.items()}
+        timeout, limit = self.limits["timeout"], self.limits["heartbeat_timeout"]
+        self.machine = CallMachine(
+            phases,
+            now=self.now,
+            grace_period=GRACE,
+            timeout_at=math.inf if timeout is None else self.now + timeout,
+            start_deadline=self.now + START_TIMEOUT,
+            heartbeat_timeout=limit,
+            stop_timeout=self.stop_timeout,
+            keep_ranks=self.keep,
+            are_limits_suspended=self.are_limits_suspended,
+        )
         self.verdict = None
         self.is_diagnosed = False
         self.actions = []
@@ -90,34 +88,21 @@ class History(RuleBasedStateMachine):
         self.has_sent_details = set()
         self.heartbeats = dict.fromkeys(self.observed)
         self.asked_for_stacks = set()
+        self.execute(self.machine.begin())
+        self.check_state()
 
-    @precondition(lambda self: self.machine.stage is m.RunStage.IDLE)
+    @precondition(lambda self: self.machine.stage is m.CallStage.KEPT)
     @rule(timeout=st.none() | st.floats(0.5, 30))
     def call_again(self, timeout):
         assert self.keep
         assert set(self.machine.phase_table.phases.values()) == {m.RankPhase.READY}
         self.limits["timeout"] = timeout
         self.begin_call()
-        self.send(m.StartCall(self.now, timeout))
 
     @precondition(lambda self: self.keep)
     @rule()
     def shut_down(self):
         self.send(m.Shutdown())
-
-    @precondition(lambda self: self.machine.stage is m.RunStage.AWAITING_DECISION)
-    @rule(exits=st.integers(0, 2))
-    def decide_about_restart(self, exits):
-        assert set(self.machine.phase_table.phases.values()) == {m.RankPhase.EXITED}
-        assert self.machine.signum is None
-        self.diagnose()
-        self.exits = exits
-        self.restarts -= 1
-        event = m.Restart(0, generation=self.machine.generation) if self.restarts else self.make_event(m.DoNotRestart, 0)
-        self.send(event)
-        assert self.machine.stage is (
-            m.RunStage.RUNNING if self.restarts and not self.have_others_failed else m.RunStage.FINISHED
-        )
 
     @rule()
     def suspend_or_resume_limits(self):
@@ -131,7 +116,7 @@ class History(RuleBasedStateMachine):
         self.now += seconds
         self.resumed_at = self.now
         self.send(m.Resumed(self.now - seconds))
-        assert self.machine.stage in (m.RunStage.RUNNING, m.RunStage.IDLE) or abs(self.seconds_to_deadline() - left) < 1e-6
+        assert self.machine.stage is m.CallStage.RUNNING or abs(self.seconds_to_deadline() - left) < 1e-6
 
     def seconds_to_deadline(self):
         return (self.machine.deadline if self.machine.deadline is not None else self.now) - self.now
@@ -146,47 +131,29 @@ class History(RuleBasedStateMachine):
 
     @rule(signum=st.none() | st.sampled_from([signal.SIGINT, signal.SIGUSR1]), is_from_job=st.booleans())
     def request_stop(self, signum, is_from_job):
-        was_running = self.machine.is_call_running()
+        was_running = self.machine.is_running()
         self.send(m.StopRequested("a reason", signum, is_from_job=is_from_job))
         assert not was_running or self.machine.stop_request is not None
 
     @rule()
     def abort(self):
-        self.have_others_failed = True
         self.send(m.Abort())
 
     @rule()
     def cancel_by_another_node(self):
         self.send(m.CancelAttempt())
 
-    @precondition(lambda self: self.machine.generation)
-    @rule(
-        data=st.data(),
-        kind=st.sampled_from([m.Ready, m.Returned, m.Failing, m.Failed, m.StackDumped, m.HeartbeatRead, m.Exited]),
-    )
-    def send_event_of_earlier_generation(self, data, kind):
-        rank = data.draw(st.sampled_from(sorted(self.observed)))
-        before = dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline
-        assert self.machine.handle(kind(rank, generation=self.machine.generation - 1), self.now) == []
-        assert (dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline) == before
-
     def make_ready(self, rank):
         self.observed[rank]["was_ready"] = True
-        self.send(self.make_event(m.Ready, rank))
-
-    def make_event(self, kind, rank, **more):
-        return kind(rank, generation=self.machine.generation, **more)
+        self.send(m.Ready(rank))
 
     def send(self, event):
         self.execute(self.machine.handle(event, self.now))
         self.check_state()
-        if self.machine.stage is m.RunStage.IDLE:
+        if self.machine.stage is m.CallStage.KEPT:
             self.diagnose()
 
     def execute(self, actions):
-        if any(isinstance(action, m.StartRank) for action in actions):
-            assert actions == [m.StartRank(rank) for rank in self.observed]
-            self.begin_generation(len(self.observed))
         self.actions += actions
         for action in actions:
             if isinstance(action, m.SendSignal):
@@ -195,7 +162,7 @@ class History(RuleBasedStateMachine):
                 self.asked_for_stacks.add(action.rank)
         for action in actions:
             if isinstance(action, m.ReadHeartbeat):
-                self.send(self.make_event(m.HeartbeatRead, action.rank, beat_at=self.heartbeats[action.rank]))
+                self.send(m.HeartbeatRead(action.rank, beat_at=self.heartbeats[action.rank]))
 
     def check_state(self):
         """Check that the new state may follow the last one, as EventBus.change_state does."""
@@ -225,17 +192,17 @@ class History(RuleBasedStateMachine):
     def raise_error(self, data, is_secondary, announced):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
         if announced:
-            self.send(self.make_event(m.Failing, rank))
+            self.send(m.Failing(rank))
         self.answer(rank, MessageKind.RAISED, ENCODERS[is_secondary].plain())
         self.observed[rank]["details"] = ENCODERS[is_secondary].details()
-        self.send(self.make_event(m.Failed, rank, is_secondary=is_secondary))
+        self.send(m.Failed(rank, is_secondary=is_secondary))
 
     @precondition(lambda self: self.ranks_that_may_send_details())
     @rule(data=st.data())
     def send_details(self, data):
         rank = data.draw(st.sampled_from(self.ranks_that_may_send_details()))
         self.has_sent_details.add(rank)
-        self.send(self.make_event(m.DetailsReceived, rank))
+        self.send(m.DetailsReceived(rank))
 
     def ranks_that_may_send_details(self):
         failed = [rank for rank in self.has_answered - self.has_sent_details if "details" in self.observed[rank]]
@@ -246,7 +213,7 @@ class History(RuleBasedStateMachine):
     def return_value(self, data):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
         self.answer(rank, MessageKind.RETURNED, RETURNED)
-        self.send(self.make_event(m.Returned, rank))
+        self.send(m.Returned(rank))
 
     @precondition(lambda self: self.exits and self.ranks_in(*m.ALIVE_PHASES - WAS_STOPPED))
     @rule(data=st.data(), code=EXIT_CODES)
@@ -261,7 +228,7 @@ class History(RuleBasedStateMachine):
 
     def exit(self, rank, code):
         self.observed[rank] |= {"died_at": self.now, "exit_code": code}
-        self.send(self.make_event(m.Exited, rank))
+        self.send(m.Exited(rank))
 
     @precondition(lambda self: self.ranks_in(m.RankPhase.RUNNING))
     @rule(data=st.data())
@@ -275,7 +242,7 @@ class History(RuleBasedStateMachine):
             st.sampled_from(sorted(self.asked_for_stacks & set(self.ranks_in(*m.ALIVE_PHASES - {m.RankPhase.EXITING}))))
         )
         self.asked_for_stacks.remove(rank)
-        self.send(self.make_event(m.StackDumped, rank))
+        self.send(m.StackDumped(rank))
 
     @precondition(lambda self: self.signals)
     @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
@@ -300,18 +267,15 @@ class History(RuleBasedStateMachine):
     @invariant()
     def every_wait_has_a_deadline(self):
         machine = getattr(self, "machine", None)
-        if machine is None or machine.stage is m.RunStage.FINISHED:
+        if machine is None or machine.is_over():
             return
-        if self.are_limits_suspended and machine.is_call_running():  # the user may take any time
+        if self.are_limits_suspended and machine.is_running():  # the user may take any time
             assert machine.deadline is None
             return
-        if machine.stage not in (m.RunStage.RUNNING, m.RunStage.IDLE, m.RunStage.AWAITING_DECISION):
+        if machine.stage is not m.CallStage.RUNNING:
             assert machine.deadline is not None
         elif machine.deadline is None:
-            assert (
-                machine.stage in (m.RunStage.IDLE, m.RunStage.AWAITING_DECISION)
-                or m.RankPhase.RUNNING in machine.phase_table.phases.values()
-            )
+            assert m.RankPhase.RUNNING in machine.phase_table.phases.values()
             assert m.RankPhase.STARTING not in machine.phase_table.phases.values()
 
     @invariant()
@@ -319,7 +283,7 @@ class History(RuleBasedStateMachine):
         machine = getattr(self, "machine", None)
         if machine is None or self.are_limits_suspended:
             return
-        if machine.stage is m.RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
+        if machine.stage is m.CallStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
             heartbeats = [
                 max(beat, self.resumed_at)
                 for rank, beat in self.heartbeats.items()
@@ -360,14 +324,12 @@ class History(RuleBasedStateMachine):
             return
         self.send(m.ResumeLimits())
         for attempt in range(10):  # no rank does anything any more
-            if attempt == 5 and self.machine.stage is m.RunStage.RUNNING:
+            if attempt == 5 and self.machine.stage is m.CallStage.RUNNING:
                 self.send(m.Interrupted(signal.SIGINT))
-            if self.machine.stage is m.RunStage.IDLE:
-                self.send(m.Shutdown())
-            if self.machine.stage is m.RunStage.AWAITING_DECISION:
-                self.send(self.make_event(m.DoNotRestart, 0))
+            if self.machine.stage is m.CallStage.KEPT:
+                return
             self.reach_deadline()
-        assert self.machine.stage is m.RunStage.FINISHED
+        assert self.machine.stage is m.CallStage.FINISHED
         assert set(self.machine.phase_table.phases.values()) <= {m.RankPhase.EXITED, m.RankPhase.ABANDONED}
         assert self.machine.stop_reason is not None
         assert sum(isinstance(action, m.AbandonRank) for action in self.actions) <= len(self.observed)

@@ -1,26 +1,27 @@
-"""Written histories of the state machine: who is stopped by what, in which order, and by when. Each takes microseconds."""
+"""Written histories of the machine of a call: who is stopped by what, in which order, and by when. Each takes microseconds."""
 
+import math
 import signal
 import time
 from collections import Counter
-from itertools import permutations
 
 import pytest
 
 from mpwatch import WorkerState
 from mpwatch.watcher.machine import transitions as m
-from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.call_machine import CallMachine
 
 GRACE, START_TIMEOUT, LIMIT = 10.0, 30.0, 10.0
 CTRL_C, TERM = m.Interrupted(signal.SIGINT), m.Interrupted(signal.SIGTERM)
 BY_SIGNAL, BY_CALLER = m.StopRequested("SIGUSR1", signal.SIGUSR1), m.StopRequested("request_stop()")
-RESTARTABLE = {"decide_after": (m.StopReason.FAILED,)}
 
 
-def running_machine(n=2, *, timeout=None, ready=None, **options):
-    """Return a machine with a call. So many of its ranks are ready; all of them by default."""
-    machine = StateMachine(range(n), now=0.0, grace_period=GRACE, start_timeout=START_TIMEOUT, **options)
-    assert machine.handle(m.StartCall(0.0, timeout), 0.0) == []
+def running_machine(n=2, *, timeout=math.inf, ready=None, **options):
+    """Return the machine of a call. So many of its ranks are ready; all of them by default."""
+    phases = dict.fromkeys(range(n), m.RankPhase.STARTING)
+    limits = {"grace_period": GRACE, "start_deadline": START_TIMEOUT, "timeout_at": timeout}
+    machine = CallMachine(phases, now=0.0, **limits, **options)
+    assert machine.begin() == []
     for rank in range(n if ready is None else ready):
         assert machine.handle(m.Ready(rank), 0.0) == [m.CallRank(rank)]
     return machine
@@ -55,7 +56,7 @@ def test_ranks_that_have_returned_are_asked_to_exit_together():
     assert handle(machine, 1.0, m.Returned(2), m.Exited(2), m.Returned(0)) == []
     assert handle(machine, 1.0, m.Returned(1)) == [m.RequestExit(0), m.RequestExit(1)]
     handle(machine, 2.0, m.Exited(0), m.Exited(1))
-    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.RunStage.FINISHED, m.StopReason.SUCCEEDED, None)
+    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.FINISHED, m.StopReason.SUCCEEDED, None)
 
 
 def test_a_rank_that_does_not_exit_after_all_have_returned_is_stopped_and_the_run_has_succeeded():
@@ -76,7 +77,7 @@ def test_a_failure_stops_all_ranks_when_they_have_said_where_they_are():
     ]
     assert machine.stopped_at == 1.0  # what ranks do after the request for stacks may be a consequence of it
     handle(machine, 2.0, *map(m.Exited, range(3)))
-    assert (machine.stage, machine.stop_reason) == (m.RunStage.FINISHED, m.StopReason.FAILED)
+    assert (machine.stage, machine.stop_reason) == (m.CallStage.FINISHED, m.StopReason.FAILED)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +104,13 @@ def test_ranks_are_terminated_killed_and_abandoned_once():
     assert handle(machine, 1.0 + GRACE) == kill(0, 1)
     handle(machine, 11.5, m.Exited(0))
     assert handle(machine, 1.0 + GRACE + m.KILL_SECONDS) == [m.AbandonRank(1)]
-    assert (machine.stage, machine.deadline) == (m.RunStage.FINISHED, None)
+    assert (machine.stage, machine.deadline) == (m.CallStage.FINISHED, None)
 
 
 @pytest.mark.parametrize("first", [m.Failed(0, is_secondary=True), m.Failing(0)], ids=["secondary", "not reported yet"])
 def test_the_root_cause_is_waited_for_until_a_deadline(first):
     machine = after(1.0, first)
-    assert (machine.stage, machine.deadline) == (m.RunStage.AWAITING_ROOT_CAUSE, 1.0 + m.ROOT_CAUSE_WAIT_SECONDS)
+    assert (machine.stage, machine.deadline) == (m.CallStage.AWAITING_ROOT_CAUSE, 1.0 + m.ROOT_CAUSE_WAIT_SECONDS)
     assert m.DumpStacks(1) in handle(machine, 1.0 + m.ROOT_CAUSE_WAIT_SECONDS)
     assert machine.stop_reason is m.StopReason.FAILED
 
@@ -165,7 +166,7 @@ def test_a_signal_stops_ranks_once_and_then_kills_them(history, event, actions, 
 
 def test_ranks_of_a_group_end_if_one_of_them_exits_at_ctrl_c():
     machine = after(1.0, CTRL_C, m.Exited(1), m.StackDumped(0), keep_ranks=True)
-    assert machine.stage is m.RunStage.TERMINATING
+    assert machine.stage is m.CallStage.TERMINATING
 
 
 # --- limits. Each is reached at a time after second 1.
@@ -263,7 +264,7 @@ def test_a_rank_has_failed_if_it_is_silent_at_two_readings():
 def test_a_rank_that_sends_a_heartbeat_before_the_second_reading_was_only_suspended():
     machine = running_machine(heartbeat_timeout=LIMIT)
     assert read_heartbeats(machine, 5.0, rank0=-5.0, rank1=4.0) == read_heartbeats(machine, 6.0, rank0=5.2, rank1=5.2) == []
-    assert (machine.heartbeats.silent_ranks, machine.stage) == ({}, m.RunStage.RUNNING)
+    assert (machine.heartbeats.silent_ranks, machine.stage) == ({}, m.CallStage.RUNNING)
 
 
 @pytest.mark.parametrize("pause", [[m.SuspendLimits(), m.ResumeLimits()], [m.Resumed(1.0)]], ids=["prompt", "suspension"])
@@ -286,79 +287,30 @@ def test_readings_that_are_always_late_excuse_a_silent_rank_for_a_limited_time_o
     assert (actions, machine.stop_reason) == ([m.DumpStacks(0)], m.StopReason.FAILED)
 
 
-# --- restarts
+# --- ranks of a WorkerGroup
 
 
-def test_restarted_ranks_begin_anew_but_their_timeout_goes_on():
-    machine = after(1.0, m.Failed(0), m.StackDumped(1), timeout=20.0, heartbeat_timeout=LIMIT, **RESTARTABLE)
-    assert handle(machine, 1.1, m.Exited(0)) == []
-    assert (machine.stage, machine.state) == (m.RunStage.TERMINATING, WorkerState.UNHEALTHY)
-    handle(machine, 1.1, m.Exited(1))
-    assert (machine.stage, machine.stop_reason, machine.deadline) == (
-        m.RunStage.AWAITING_DECISION,
-        m.StopReason.FAILED,
-        None,
-    )
-    assert handle(machine, 14.0, m.Restart(0)) == [m.StartRank(0), m.StartRank(1)]
-    assert (machine.generation, machine.stop_reason, machine.state) == (1, None, WorkerState.INIT)
-    handle(machine, 15.0, *(m.Ready(rank, generation=1) for rank in range(2)))
-    assert (machine.deadline, machine.state) == (19.0, WorkerState.HEALTHY)  # then heartbeats are read
-    assert handle(machine, 20.0) == [m.DumpStacks(0), m.DumpStacks(1)]
-    assert machine.stop_reason is m.StopReason.TIMED_OUT
+def test_idle_ranks_are_called_at_once_and_are_idle_again_when_all_have_answered():
+    machine = CallMachine(dict.fromkeys(range(2), m.RankPhase.READY), now=0.0, grace_period=GRACE, keep_ranks=True)
+    assert machine.begin() == [m.CallRank(0), m.CallRank(1)]
+    assert handle(machine, 1.0, m.Failed(0), m.Returned(1), m.DetailsReceived(0)) == []
+    assert (machine.stage, machine.stop_reason, machine.deadline) == (m.CallStage.KEPT, m.StopReason.FAILED, None)
+    assert set(machine.phase_table.phases.values()) == {m.RankPhase.READY}
+    assert handle(machine, 2.0, TERM, BY_CALLER, m.Abort(), m.Shutdown()) == []
 
 
-def failed_machine():
-    return after(1.0, m.Failed(0), m.Exited(0), n=1, **RESTARTABLE)
+@pytest.mark.parametrize("phase", [m.RankPhase.READY, m.RankPhase.STARTING])
+def test_idle_ranks_are_asked_to_exit_and_ranks_that_start_are_stopped(phase):
+    machine = CallMachine({0: phase, 1: m.RankPhase.READY}, now=0.0, grace_period=GRACE, keep_ranks=True)
+    actions = machine.end_idle_ranks(1.0)
+    assert actions == (terminate(0, 1) if phase is m.RankPhase.STARTING else [m.RequestExit(0), m.RequestExit(1)])
+    handle(machine, 2.0, m.Exited(0), m.Exited(1))
+    assert machine.stage is m.CallStage.FINISHED
 
 
-@pytest.mark.parametrize("kind", [m.Ready, m.Returned, m.Failing, m.Failed, m.StackDumped, m.Exited, m.DoNotRestart])
-def test_an_event_of_an_earlier_attempt_changes_nothing(kind):
-    machine = failed_machine()
-    handle(machine, 2.0, m.Restart(0))
-    before = dict(machine.phase_table.phases), machine.stage, machine.deadline
-    assert handle(machine, 3.0, kind(0, generation=0)) == []
-    assert (dict(machine.phase_table.phases), machine.stage, machine.deadline) == before
-
-
-@pytest.mark.parametrize(
-    ("event", "signum", "cause"),
-    [
-        (m.DoNotRestart(0), None, None),
-        (m.Shutdown(), None, None),
-        (m.Abort(), None, None),
-        (CTRL_C, signal.SIGINT, m.InterruptCause.SIGNAL),
-        (BY_SIGNAL, signal.SIGUSR1, m.InterruptCause.STOP_REQUEST),
-        (BY_CALLER, signal.SIGTERM, m.InterruptCause.STOP_REQUEST),
-    ],
-)
-def test_what_comes_before_the_decision_may_be_the_end(event, signum, cause):
-    machine = failed_machine()
-    assert handle(machine, 2.0, event, m.Restart(0)) == []
-    assert (machine.stage, machine.stop_reason) == (m.RunStage.FINISHED, m.StopReason.FAILED)
-    assert machine.signum == signum
-    assert signum is None or machine.interrupt_cause is cause
-
-
-def test_a_request_of_the_job_to_stop_leaves_the_decision_to_the_job():
-    machine = failed_machine()
-    handle(machine, 2.0, m.StopRequested("SIGUSR1", is_from_job=True))
-    assert handle(machine, 3.0, m.Restart(0)) == [m.StartRank(0)]
-
-
-@pytest.mark.parametrize(
-    ("history", "stage"),
-    [
-        ([TERM, m.StackDumped(0), m.Exited(0)], m.RunStage.FINISHED),
-        ([m.Exited(0), CTRL_C], m.RunStage.FINISHED),
-        ([m.Abort(), m.StackDumped(0), m.Exited(0)], m.RunStage.FINISHED),
-        ([m.Failed(0), m.Abort(), m.Exited(0), m.Restart(0)], m.RunStage.FINISHED),
-        ([m.Returned(0), m.Abort(), m.Exited(0)], m.RunStage.FINISHED),
-        ([m.Failed(0), CTRL_C, CTRL_C, m.Exited(0)], m.RunStage.FINISHED),
-        ([m.Exited(0)], m.RunStage.AWAITING_DECISION),
-    ],
-)
-def test_interrupted_and_aborted_ranks_are_not_restarted(history, stage):
-    assert after(1.0, *history, n=1, **RESTARTABLE).stage is stage
+def test_the_end_of_a_group_stops_the_ranks_of_its_calls():
+    machine = after(1.0, m.Returned(0), keep_ranks=True)
+    assert handle(machine, 2.0, m.Shutdown(), m.Shutdown()) == [m.RequestExit(0), *terminate(0, 1)]
 
 
 # --- requests to stop
@@ -370,8 +322,6 @@ def test_ranks_that_return_after_a_request_have_succeeded(request_):
     assert (machine.stop_request, machine.deadline) == (request_, 6.0)
     handle(machine, 2.0, BY_CALLER, m.Returned(0), m.Returned(1))
     assert (machine.stop_request, machine.stop_reason, machine.signum) == (request_, m.StopReason.SUCCEEDED, None)
-    handle(machine, 3.0, BY_CALLER, m.StartCall(started_at=3.0))  # without a call nobody is asked
-    assert (machine.stop_request, machine.deadline) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -405,17 +355,6 @@ def test_ranks_are_stopped_and_killed_at_the_times_of_the_last_lease():
     assert machine.deadline == 6.0 + m.KILL_SECONDS
 
 
-def test_in_a_job_of_several_nodes_ranks_are_started_unless_the_end_comes_before():
-    """Commands that come together are handled in their order. The actions are executed after that."""
-    start, ends = m.Restart(0, ranks=(0, 1)), (TERM, m.Shutdown())
-    for order in permutations([start, *ends, m.CancelAttempt(), m.Lease(5.0, 6.0)]):
-        machine = StateMachine((), now=0.0, grace_period=GRACE, decide_after=[m.StopReason.CANCELLED_BY_JOB])
-        actions = handle(machine, 0.0, m.StartCall(0.0), *order)
-        is_started = order.index(start) < min(map(order.index, ends))
-        assert actions[:2] == ([m.StartRank(0), m.StartRank(1)] if is_started else [])
-        assert machine.stage is (m.RunStage.TERMINATING if is_started else m.RunStage.FINISHED)
-
-
 # --- illegal events, and many ranks
 
 
@@ -426,7 +365,6 @@ def test_in_a_job_of_several_nodes_ranks_are_started_unless_the_end_comes_before
         ([], m.Ready(0)),
         ([m.Returned(0)], m.Returned(0)),
         ([m.Exited(0)], m.Exited(0)),
-        ([], m.DoNotRestart(0)),
     ],
 )
 def test_an_event_that_cannot_come_is_an_error(history, event):
@@ -445,6 +383,6 @@ def test_ten_thousand_ranks_of_which_a_thousand_fail():
         assert machine.deadline is not None
     actions += handle(machine, 1.1 + GRACE)
     handle(machine, 12.0, *map(m.Exited, range(9000, 10_000)))
-    assert machine.stage is m.RunStage.FINISHED
+    assert machine.stage is m.CallStage.FINISHED
     assert Counter(type(action) for action in actions) == {m.DumpStacks: 9000, m.RequestExit: 1000, m.SendSignal: 21_000}
     assert time.process_time() - began < 2.0

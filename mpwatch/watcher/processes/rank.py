@@ -1,6 +1,6 @@
-"""The handle of one rank: its process, its channel, its stack pipe, and what the watcher has observed of the rank.
+"""One rank: its process, its channel, its pipe for stacks, and what the watcher has seen of it. Runs in the watcher thread.
 
-This module runs in the watcher thread.
+A restarted rank is a new Rank.
 
 watcher <--- channel (socket pair): messages, and descriptors of files ---> rank
 watcher <--- stack pipe: stderr until the rank is ready, then stack dumps --- rank
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import (
     MSG_NOSIGNAL,
@@ -28,10 +27,12 @@ from mpwatch.os_support.processes import has_descriptor, is_ending, read_process
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
+from mpwatch.watcher.machine.transitions import RankPhase
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.pipes import StdioFds
 from mpwatch.watcher.processes.collective_sockets import CollectiveSockets
 from mpwatch.watcher.processes.process import RankPopen
+from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.messages import MAX_DESCRIPTORS, READY_BODY, FrameDecoder, Message, MessageKind, encode_frame
 from mpwatch.wire.resource_errors import with_remedy
@@ -44,23 +45,22 @@ DRAIN_LIMIT = 1 << 26  # bytes to read from one channel in a wake-up, at most, s
 MAX_COPY_SIZE = 1 << 20
 
 
-class RankHandle:
-    """The process of a rank, and the watcher's ends of the connections to this process.
+class Rank:
+    """Owned by the event loop. It lives from the start of the process until another process takes its place.
 
     Attributes:
-        generation: the number of this start of the rank, from 0.
-        started_at: when the rank was started, by CLOCK_MONOTONIC.
-        observations: what the watcher has observed of the rank in the current call.
-        channel: the watcher's end of the channel.
-        slot: number of the rank's slot in the memory file.
-        stack_parser: parses what the rank writes to the stack pipe.
-        collective_sockets: the sockets over which the rank reports its collectives.
-        awaits_dump: whether the state machine waits for StackDumped of this rank.
+        number: the global rank.
+        call: the call that it belongs to, or None while it is idle. A rank of a run keeps its last call.
+        is_ready: whether it has reported that it is ready.
+        observations: what the watcher has seen of it in the present call.
+        slot: number of its slot in the memory file.
+        awaits_dump: whether the machine of its call waits for StackDumped of this rank.
+        is_reaped: whether its process is gone for good, or is not waited for any longer.
     """
 
     def __init__(
         self,
-        worker: Worker,
+        setup: RankSetup,
         process: RankPopen,
         channel: socket.socket,
         stack_pipe: int,
@@ -70,10 +70,13 @@ class RankHandle:
         deferred_log: DeferredLog,
     ) -> None:
         self._deferred_log = deferred_log
-        self.generation = 0
-        self.started_at = monotonic()
+        self.setup = setup
+        self.number = setup.worker.rank
+        self.call: Any = None  # or a Call, whose module imports this one
+        self.is_ready = self.is_reaped = False
+        self.started_at = self.run_started_at = monotonic()  # of the process; of the run or the call
         self.process = process
-        self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
+        self.observations = RankObservations(setup.worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
         self.stack_parser = StackDumpParser()
         self.collective_sockets = CollectiveSockets()
@@ -87,6 +90,13 @@ class RankHandle:
         self._rank_stack_fd = -1  # the rank's descriptor of its end of the stack pipe; -1 until the rank is ready
         self._selector: Selector[Any] | None = None
         self._registered_fds: set[int] = set()
+
+    @property
+    def phase(self) -> RankPhase:
+        if self.call is not None:
+            phase: RankPhase = self.call.machine.phase_table.phases[self.number]
+            return phase
+        return RankPhase.READY if self.is_ready else RankPhase.STARTING
 
     def register(
         self,
@@ -102,10 +112,10 @@ class RankHandle:
         self._register(self.process.sentinel, on_exit)
 
     def reset_observations(self) -> RankObservations:
-        """Replace the RankObservations of the previous call by a new object for the next call, and return the new object."""
+        """Forget what was observed in the previous call, because the next one begins."""
         before = self.observations
         self.observations = RankObservations(
-            before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
+            before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=self.is_ready
         )
         self.stack_parser.discard_dump()
         self.awaits_dump = False
@@ -125,7 +135,7 @@ class RankHandle:
         """Close the watcher's ends of all connections."""
         if (error := self.process.signal_error) is not None:
             text = "rank %d (pid %s) could not be sent a signal: %r"
-            self._deferred_log.warning(text, self.observations.worker.rank, self.process.pid, error)
+            self._deferred_log.warning(text, self.number, self.process.pid, error)
         self._close_channel()
         self.collective_sockets.close()
         for fd in list(self._registered_fds):
@@ -215,7 +225,7 @@ class RankHandle:
         except BlockingIOError:
             raise
         except (OSError, ValueError) as error:  # a dead rank has reset it, or another program has written to it
-            self._deferred_log.debug("channel of rank %d closed: %s", self.observations.worker.rank, error)
+            self._deferred_log.debug("channel of rank %d closed: %s", self.number, error)
             self._close_channel()
 
     def _read_returned_file(self, message: Message) -> None:
@@ -233,7 +243,7 @@ class RankHandle:
         """Record that the rank is ready."""
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
-        self.observations.was_ready = True
+        self.is_ready = self.observations.was_ready = True
         self.stack_parser.mark_ready(main_thread)
 
     def request_stack_dump(self) -> bool:

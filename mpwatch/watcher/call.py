@@ -1,0 +1,195 @@
+"""One attempt of one function on fixed ranks. A restart is a new Call, on new ranks.
+
+    thread of the program: make a Call --- EventLoop.start or EventLoop.begin ---> watcher thread: its machine decides
+                           wait until `is_over`, read `evidence` <-----------------'
+
+Idle ranks belong to no Call. With scope="worker" or `keep_going` each rank has a Call of its own.
+"""
+
+import math
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+
+from mpwatch.events.types import CallStarted, Event, HeartbeatLate, WorkerExited, WorkerReady, WorkerSucceeded
+from mpwatch.options.spec import GroupSpec
+from mpwatch.os_support.clock import monotonic
+from mpwatch.results.failure import format_exit
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.machine import transitions as m
+from mpwatch.watcher.machine.call_machine import CallMachine
+from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.processes.rank import Rank
+from mpwatch.wire.pickling.call_payload import Payload
+
+SLOW_EXIT = "a slow exit: an exit hook, a finaliser or destroy_process_group() that does not end, or a busy machine"
+_numbers = count(1)
+
+
+class Call:
+    """Made by a thread of the program. From EventLoop.start or EventLoop.begin on, only the watcher thread writes to it.
+
+    Args:
+        payload: the function and its arguments. None: no function is called, but idle ranks are ended.
+        ranks: the ranks, in order.
+        started_at: when the caller made the run or the call. `timeout` and `stop_after` count from then.
+        timeout: seconds, or None for no limit.
+        stop_after: after how many seconds the ranks are asked to stop, or None.
+        suspended_before: how long Ctrl-Z had suspended the ranks of this watcher before `started_at`, in seconds.
+        is_restart: whether the same function was called before, in an earlier attempt of the run.
+
+    Attributes:
+        number: no other call of this program has it. An interrupt names the call by it.
+        is_posted: whether the watcher thread has got it or will get it.
+        is_over: whether the ranks are idle again or have ended, so that there is `evidence`.
+        is_refused: whether it could not begin, because `lost_ranks` were lost or because the run was interrupted.
+        refused_at_start: which of `EventLoop.starts` the refusal followed.
+        ended_ranks: the ranks that have ended with the call, in a WorkerGroup.
+        lost_elsewhere: ranks of a WorkerGroup whose loss outside of this call has ended it.
+    """
+
+    def __init__(
+        self,
+        payload: Payload | None,
+        ranks: Iterable[int],
+        *,
+        started_at: float,
+        timeout: float | None = None,
+        stop_after: float | None = None,
+        suspended_before: float = 0.0,
+        is_restart: bool = False,
+    ) -> None:
+        self.payload, self.ranks = payload, tuple(ranks)
+        self.started_at, self.timeout, self.stop_after = started_at, timeout, stop_after
+        self.suspended_before, self.is_restart = suspended_before, is_restart
+        self.number = next(_numbers)
+        self.is_posted = self.is_over = self.is_refused = False
+        self.evidence: AttemptObservations | None = None
+        self.lost_ranks: tuple[int, ...] = ()
+        self.refused_at_start = 0
+        self.ended_ranks: tuple[int, ...] = ()
+        self.lost_elsewhere: tuple[int, ...] = ()
+        self.machine: CallMachine
+        self.monitor: CollectiveMonitor
+        self.members: dict[int, Rank] = {}
+        self.exit_blockers: dict[int, str] = {}  # by rank: what keeps a rank that has returned from exiting
+        self.before_begin: list[m.Event] = []  # came before it could begin
+        self.due_at = math.inf  # of the machine
+        self.known_stage: m.CallStage | None = None  # what the event loop has acted upon
+        self.known_outcome: tuple[m.StopReason | None, int | None] = (None, None)
+        self.known_stop_request: m.StopRequested | None = None
+
+    def begin(
+        self, members: Iterable[Rank], machine: CallMachine, monitor: CollectiveMonitor, spec: GroupSpec, events: EventBus
+    ) -> None:
+        self.members = {rank.number: rank for rank in members}
+        self.machine, self.monitor = machine, monitor
+        self._spec, self._events = spec, events
+        self._begun_at = min(rank.started_at for rank in self.members.values()) if not machine.keeps_ranks else monotonic()
+        self._all_ready_at = monotonic() if all(rank.is_ready for rank in self.members.values()) else None
+        for rank in self.members.values():
+            rank.call, rank.run_started_at = self, self.started_at
+
+    def has_ended(self) -> bool:
+        """Return whether nothing more will come of it."""
+        return self.is_over or self.is_refused
+
+    @property
+    def observed(self) -> dict[int, RankObservations]:
+        return {number: rank.observations for number, rank in self.members.items()}
+
+    @property
+    def attempt(self) -> int:
+        return next(iter(self.members.values())).setup.worker.restart_count
+
+    def update_deadline(self) -> None:
+        deadline = self.machine.deadline
+        self.due_at = math.inf if deadline is None else deadline
+
+    def handle(self, event: m.Event, now: float) -> list[m.Action]:
+        """Pass an event to the machine, publish what observers see of it, and return the machine's actions."""
+        machine = self.machine
+        was_late = isinstance(event, m.HeartbeatRead) and event.rank in machine.heartbeats.late_ranks
+        was_running = machine.is_running()
+        actions = machine.handle(event, now)
+        if isinstance(event, m.Ready):
+            self._publish(WorkerReady, event.rank)
+            if not machine.phase_table.counts[m.RankPhase.STARTING] and self._all_ready_at is None:
+                self._all_ready_at = now
+        elif isinstance(event, m.Returned) and was_running:
+            answer = self.members[event.rank].observations.answer
+            self._publish(WorkerSucceeded, event.rank, at=None if answer is None else answer.stamp)
+        elif isinstance(event, m.Exited):
+            publish_exited(self._events, self.members[event.rank])
+        elif isinstance(event, m.HeartbeatRead) and event.rank in machine.heartbeats.late_ranks and not was_late:
+            assert event.beat_at is not None
+            limit = self._spec.heartbeat_timeout
+            self._publish(HeartbeatLate, event.rank, silent_seconds=now - event.beat_at, heartbeat_timeout=limit)
+        return actions
+
+    def publish_started(self) -> None:
+        if not self.is_restart:
+            self._publish(CallStarted, *self.members)
+
+    def _publish(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
+        self._events.publish(kind, ranks, at=at, attempt=self.attempt, **details)
+
+    def make_evidence(
+        self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
+    ) -> AttemptObservations:
+        machine, spec, now, ranks = self.machine, self._spec, monotonic(), self.observed
+        return AttemptObservations(
+            ranks=ranks,
+            hostname=hostname,
+            run_started_at=self.started_at,
+            stopped_at=machine.stopped_at,
+            stop_reason=machine.stop_reason,
+            never_ready=machine.never_ready,
+            silent_ranks=machine.heartbeats.silent_ranks,
+            heartbeat_timeout=spec.heartbeat_timeout,
+            timeout=self.timeout,
+            start_timeout=spec.start_timeout,
+            signum=machine.signum,
+            interrupt_cause=machine.interrupt_cause,
+            stop_cause="" if machine.stop_request is None else machine.stop_request.cause,
+            stop_timeout=spec.stop_policy.timeout if machine.is_stop_overdue else None,
+            helpers_oom=helpers_oom,
+            collective_verdict=collective_verdict,
+            log_dir=spec.logs.folder_of_run(self._events.run_id) if spec.logs is not None else "",
+            attempt_started_at=self._begun_at,
+            all_ready_at=self._all_ready_at,
+            ended_at=max(now if observed.died_at is None else observed.died_at for observed in ranks.values()),
+        )
+
+    def log_exit_problems(self, deferred_log: DeferredLog) -> None:
+        """Log a warning for each rank that succeeded or was idle, but exited too late or with an error."""
+        what_was, value_kept = ("was asked to exit", "") if self.payload is None else ("had returned", ". Its value is kept")
+        limit = max(self._spec.grace_period, m.EXIT_SECONDS)
+        for rank in self.machine.overdue_exits:
+            blocker = self.exit_blockers.get(rank) or SLOW_EXIT
+            text = f"rank %d {what_was} but was still running %g s later (%s); mpwatch stopped it{value_kept}"
+            deferred_log.warning(text, rank, limit, blocker)
+        for rank, observed in self.observed.items():
+            was_signalled = -(observed.exit_code or 0) in observed.signals_sent
+            if self.machine.stop_reason is m.StopReason.SUCCEEDED and observed.exit_code and not was_signalled:
+                deferred_log.warning(f"rank %d {what_was}, and then %s{value_kept}", rank, format_exit(observed.exit_code))
+
+
+def publish_exited(events: EventBus, rank: Rank) -> None:
+    observed = rank.observations
+    heartbeat = observed.heartbeat
+    events.publish(
+        WorkerExited,
+        [rank.number],
+        at=observed.died_at,
+        attempt=rank.setup.worker.restart_count,
+        pid=observed.pid,
+        exit_code=observed.exit_code,
+        heartbeat_at=heartbeat.beat_at if heartbeat.beat_at != math.inf else None,
+        progress=observed.get_progress(rank.run_started_at),
+        reported_at=heartbeat.report[0] if heartbeat.report is not None else None,
+        was_stopped=-(observed.exit_code or 0) in observed.signals_sent,
+    )

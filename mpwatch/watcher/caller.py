@@ -1,0 +1,250 @@
+"""A thread of the program waits for its ranks, and meanwhile runs what must not run in the watcher thread.
+
+    Caller.execute:  install signal handlers --> start the watcher thread --> body: post, wait --> restore the handlers
+
+`wait` runs the functions of the Outbox (observers, log records), decisions about restarts (`serve`), the live view and the
+prompts of the debugger. After the first exception there, of whatever code and also of a signal handler of the program, the
+ranks of the call are stopped as after SIGTERM, and the exception goes on when they have ended. If a second exception comes
+meanwhile, the watcher thread still ends the ranks, but nobody waits for it. Idle ranks of a WorkerGroup stay.
+"""
+
+import logging
+import math
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+from weakref import ref
+
+from mpwatch.errors import make_error
+from mpwatch.os_support.clock import monotonic
+from mpwatch.results.model import WorkerState
+from mpwatch.results.report import format_report
+from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.call import Call
+from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.machine.transitions import InterruptCause
+from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
+from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
+from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.running_calls import add_call
+from mpwatch.watcher.signals import Signals
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.watcher.watcher import Watcher
+from mpwatch.wire.exceptions.decoder import add_note
+
+T = TypeVar("T")
+CHECK_SECONDS = 0.1  # how often a thread that an exception has interrupted looks whether the watcher thread lives
+
+
+def log_last_report(result: RunResult[Any]) -> None:
+    """Log the report of the run, because a signal is about to end the program."""
+    log_now(logging.WARNING, "%s", format_report(result))
+
+
+class Caller:
+    """One wait of one thread. `execute` is called once.
+
+    Args:
+        watcher: whose ranks the thread waits for.
+        call: the call of a WorkerGroup. None: all ranks.
+        make_view: makes the live view.
+        ends_ranks: whether no rank is left afterwards, so that all ranks are stopped after an exception.
+
+    Attributes:
+        serve: is called at each wake-up, until an exception comes.
+        list_attempts: returns the latest attempts, for the last view of the ranks.
+        is_over: whether the thread does not wait any more.
+    """
+
+    def __init__(
+        self, watcher: Watcher, call: Call | None = None, make_view: MakeView = no_view, *, ends_ranks: bool
+    ) -> None:
+        self.watcher, self._call, self._ends_ranks = watcher, call, ends_ranks
+        self._make_view, self.has_view = make_view, make_view is not no_view
+        self.serve: Callable[[], object] = lambda: None
+        self.list_attempts: Callable[[], Iterable[AttemptObservations]] = lambda: (
+            [] if call is None or call.evidence is None else [call.evidence]
+        )
+        self.is_over = False
+        self._has_begun = False
+        self._view_driver: ViewDriver | None = None
+        self._progress_driver: ViewDriver | None = None
+        self.signals = Signals(watcher, call)
+        add_call(self, Caller.ask_to_stop)
+        if threading.current_thread() is threading.main_thread():
+            watcher.get_main_caller = ref(self)
+
+    def execute(self, body: Callable[[], T]) -> T:
+        """Call `body`, which posts to the watcher and waits, and return its value."""
+        with closing(WakeupPipe()) as wakeup:
+            return self._execute(body, wakeup)
+
+    def _execute(self, body: Callable[[], T], wakeup: WakeupPipe) -> T:
+        try:
+            self.watcher.outbox.add_waiting(wakeup)
+            self.signals.take_over(wakeup)
+            self._has_begun = True
+            self.watcher.start()
+            if self._call is not None or not self.watcher.keeps_ranks:
+                self._open_views()
+            self.signals.is_in_user_code = True
+            try:
+                value = body()
+            finally:
+                self.signals.is_in_user_code = False
+            self._restore()
+        except BaseException:
+            self.serve = lambda: None
+            try:
+                self._stop_ranks()
+            finally:
+                self._restore()
+                self.signals.deliver_received()
+            raise
+        finally:
+            self.is_over = True
+            self.signals.close_stop_requests()
+            self.watcher.outbox.remove_waiting(wakeup)
+        return value
+
+    def _open_views(self) -> None:
+        call, ask = self._call, partial(self.watcher.post, self.watcher.loop.send_statuses)
+        self._view_driver = self.signals.suspension.view = ViewDriver(
+            self._make_view, ask, lambda rank: call is None or rank in call.ranks
+        )
+        self._progress_driver = ViewDriver(
+            self.watcher.make_progress_events, ask, lambda rank: call is None or rank in call.ranks
+        )
+
+    def wait(self, until: Callable[[], bool], deadline: float = math.inf) -> None:
+        """Wait until `until()` is true, at most to a time of CLOCK_MONOTONIC. Raise what has ended the watcher thread."""
+        self._wait(until, deadline)
+        if self.watcher.error is not None and not until():
+            raise self.watcher.error
+
+    def _wait(self, until: Callable[[], bool], deadline: float = math.inf, longest: float = math.inf) -> None:
+        """Do not use `Thread.join` here: not every signal wakes up a thread that waits for a lock."""
+        self._run_callbacks()
+        while not (until() or self.watcher.is_finished) and (now := monotonic()) < deadline:
+            if longest < math.inf and not self.watcher.is_alive():
+                return
+            waits = [seconds for driver in self._drivers if (seconds := driver.seconds_to_next_update()) is not None]
+            seconds = min([*waits, deadline - now, longest])
+            debugger = self.watcher.get_debugger(self)
+            self.signals.wait_for_wakeup(
+                seconds if seconds < math.inf else None, () if debugger is None else debugger.connections
+            )
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        was_in_user_code, self.signals.is_in_user_code = self.signals.is_in_user_code, True
+        try:
+            self.signals.suspension.suspend()
+            self.watcher.outbox.run_all()
+            self.serve()
+            self._update_views()
+            self._print_stacks()
+            if (debugger := self.watcher.get_debugger(self)) is not None:
+                debugger.serve(self.signals, self._view_driver)
+        finally:
+            self.signals.is_in_user_code = was_in_user_code
+
+    def _update_views(self) -> None:
+        """If SIGTSTP comes during an update, the program is suspended after it."""
+        self.signals.is_drawing = True
+        try:
+            for driver in self._drivers:
+                driver.update()
+        finally:
+            self.signals.is_drawing = False
+        self.signals.suspension.suspend()
+
+    @property
+    def _drivers(self) -> list[ViewDriver]:
+        return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
+
+    def _print_stacks(self) -> None:
+        """Write the stacks to stderr that SIGQUIT has asked for, when they have come."""
+        stacks, self.signals.stacks = self.signals.stacks, None
+        if stacks is not None:
+            with ignore_user_errors():  # stderr may be closed, or an object that raises anything
+                sys.stderr.write(f"mpwatch: where the ranks are now (they go on)\n{stacks}\n")
+                sys.stderr.flush()
+
+    def _stop_ranks(self) -> None:
+        """After an exception: stop the ranks that were to work for this thread, and wait until they have ended."""
+        watcher, call = self.watcher, self._call
+        watcher.cancel_start()
+        if not self._has_begun or not watcher.is_alive():
+            return
+        if self._ends_ranks:
+            self.signals.post_interrupt(signal.SIGTERM)
+            watcher.post(watcher.loop.shut_down if watcher.keeps_ranks else watcher.loop.end)
+            self._wait(lambda: False, longest=CHECK_SECONDS)
+        elif call is not None and call.is_posted:
+            self.signals.post_interrupt(signal.SIGTERM)
+            self._wait(call.has_ended, longest=CHECK_SECONDS)
+
+    def _restore(self) -> None:
+        try:
+            if self._ends_ranks and self.watcher.is_finished:
+                self.watcher.join()
+            for driver in self._drivers:
+                driver.close(self.list_attempts())
+        finally:
+            self.signals.restore()
+        self.signals.suspension.suspend_after_call()
+        self.watcher.outbox.run_all()
+
+    def ask_to_stop(self, cause: str) -> bool:
+        """Ask the ranks to save and return. Return False if the call is over. Any thread may call this."""
+        return self.signals.request_stop(cause)
+
+    # ---- afterwards
+
+    def drain_timeout(self, seconds_left: float) -> float | None:
+        """Return how long to wait for the ranks' output, or None for no limit: not longer than the run's `timeout`."""
+        if self.signals.received or self.signals.error is not None:
+            return LAST_DRAIN_SECONDS
+        return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
+
+    def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
+        """Return the result that `make` builds from what the ranks have sent. It runs user code.
+
+        First raise what `Signals.quit` has received. Deferred signals are delivered before an exception leaves.
+        """
+        try:
+            if self.signals.error is not None:
+                raise self.signals.error
+            result = make()
+        except BaseException:
+            self.signals.deliver_received()
+            raise
+        # a stop request may have come when the ranks were about to end
+        return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
+
+    def deliver_signals(self, result: RunResult[Any], attempts: Iterable[AttemptObservations]) -> None:
+        """Deliver the deferred signals to the program's handlers. The handler of SIGINT can raise KeyboardInterrupt.
+
+        Call this last, after all cleaning up, and outside of an `except` block, whose exception a traceback would show, too.
+        """
+        __tracebackhide__ = True  # see mpwatch.run
+        for evidence in attempts:
+            if evidence.interrupt_cause is InterruptCause.STOP_TIMEOUT:
+                self.signals.defer_stop_signal(evidence.signum)
+        if result.state is not WorkerState.SUCCEEDED and self.signals.will_end_program():
+            log_last_report(result)
+        try:
+            self.signals.deliver_received()
+        except BaseException as error:
+            if result.state is WorkerState.FAILED:
+                raise error from make_error(result)
+            if result.state is WorkerState.STOPPED and isinstance(error, KeyboardInterrupt):
+                add_note(error, format_report(result))
+            raise

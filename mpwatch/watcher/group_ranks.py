@@ -1,0 +1,356 @@
+"""The ranks of a WorkerGroup, which stay alive between calls. Runs in the threads of the program.
+
+    start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: start ranks, then call --> ... --> close
+
+With scope="group", the loss of a rank ends all running calls and all other ranks; the next call starts all ranks again. With
+scope="worker" it ends only its own call, and the next call that needs the rank starts it again. In both cases the watcher
+refuses a call whose ranks are lost, and the thread of the call starts them and posts the call once more.
+"""
+
+import logging
+import math
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from mpwatch.options.spec import PersistentGroupSpec
+from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
+from mpwatch.os_support.descriptors import open_standard_descriptors
+from mpwatch.results.model import WorkerState
+from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_verdict
+from mpwatch.results.run_result import RunResult
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.call import Call
+from mpwatch.watcher.caller import Caller
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.observers.view_driver import MakeView, no_view
+from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
+from mpwatch.watcher.signal_options import check_stop_signals
+from mpwatch.watcher.watcher import Watcher
+from mpwatch.wire.pickling.call_payload import Call as PackedCall
+
+OnStart = Callable[[Caller], object]  # see GroupRanks.call
+
+LOST_WHILE_IDLE = "a rank was lost while it had no call"
+CALL_ABORTED = "the last call was aborted"
+START_INTERRUPTED = "a signal interrupted the start of the ranks"
+CLOSED = "this WorkerGroup is closed; make another one"
+ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
+
+
+class GroupRanks:
+    """The ranks of one WorkerGroup.
+
+    Calls that run at the same time must use different ranks (rank_queue.py). `start` and `close` must not run beside a call,
+    but a cancelled call may still be on its way when `close` begins. Any thread may read `state` and `workers`.
+    """
+
+    def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
+        self._spec = spec
+        self._make_view = make_view
+        self._event_bus = EventBus(uuid.uuid4().hex, spec, keep_events=False)
+        self._watcher: Watcher | None = None  # None before the start and after the end; replaced if it has failed itself
+        self._starts = 0  # how often ranks were started in this watcher
+        self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
+        self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart all ranks
+        self._loss_reasons: dict[int, str] = {}  # the same with scope="worker", for ranks that were lost in a call
+        self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
+        self._joined: tuple[Watcher, int, int] | None = None  # whose ranks have made which process group
+        self._start_refusal = ""  # why no ranks may be started any more; empty: they may be started
+        # To start ranks, and to begin and end calls. A thread also holds it while it calls the user's `env`.
+        self._lock = threading.RLock()
+        self._callers: WeakSet[Caller] = WeakSet()  # that may not be over
+        self.workers: tuple[Worker, ...] = ()
+
+    @property
+    def state(self) -> WorkerState:
+        """INIT, HEALTHY, or UNHEALTHY: then the next call must restart ranks, or the heartbeat of a rank is late."""
+        watcher = self._watcher
+        if watcher is None or watcher.is_finished:
+            return WorkerState.UNHEALTHY
+        state = watcher.loop.state
+        return WorkerState.INIT if state is WorkerState.UNKNOWN else state
+
+    @property
+    def has_ranks(self) -> bool:
+        """False if it is certain that there are none."""
+        return self._watcher is not None
+
+    def start(self) -> None:
+        """Start the ranks. Raises LaunchError."""
+        with open_standard_descriptors():
+            watcher = self._get_watcher()
+            self._event_bus.publish_run_started(self._spec, fn="")
+            caller = self._make_caller(watcher)
+            has_started = lambda: watcher.loop.state is not WorkerState.UNKNOWN  # noqa: E731
+            self._execute(caller, lambda: caller.wait(has_started), math.inf)
+        if caller.signals.received:
+            self._end_ranks()
+            self._restart_reason = START_INTERRUPTED  # the group stays if the handler of the signal raises no exception
+        caller.signals.deliver_received()
+
+    @property
+    def lacks_process_group(self) -> bool:
+        """Whether `backend` is set, and the ranks have no usable process group of torch. A call of all ranks makes it."""
+        watcher = self._watcher
+        is_joined = watcher is not None and self._joined == (watcher, self._starts, self._process_group_version)
+        return self._spec.torch_backend.name is not None and not is_joined
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        ranks: tuple[int, ...] | None = None,
+        *,
+        on_start: OnStart | None = None,
+        has_view: bool = True,
+    ) -> RunResult[Any] | None:
+        """Call a function in these ranks, or in all ranks if `ranks` is None.
+
+        `on_start` gets the Caller of a call in the background, which has no live view. Return None if torch's process group
+        has gone with a lost rank, and only some ranks are called. See `lacks_process_group`.
+
+        Raises LaunchError. Raises RuntimeError if ranks must be started and the WorkerGroup is closed or the program ends.
+        """
+        __tracebackhide__ = True  # see mpwatch.run
+        if threading.current_thread() is threading.main_thread():
+            check_stop_signals(self._spec)
+        backend, version = self._spec.torch_backend, self._process_group_version
+        # some ranks alone can neither make nor destroy a process group
+        name = backend.name if ranks is None else None
+        packed = PackedCall(fn, args, kwargs, name, version, backend_timeout=backend.timeout)
+        started_at = monotonic()
+        payload = pack_call(packed)
+        has_succeeded, call = False, None
+        try:
+            with open_standard_descriptors():
+                watcher = self._get_watcher()
+            suspended = watcher.loop.suspended_seconds
+            called = range(int(self._spec.nprocs)) if ranks is None else ranks
+            call = Call(payload, called, started_at=started_at, timeout=timeout, suspended_before=suspended)
+            caller = self._make_caller(watcher, call, on_start=on_start, has_view=has_view and on_start is None)
+            needs_process_group = ranks is not None and backend.name is not None
+            limit = math.inf if timeout is None else started_at + timeout - suspended
+            self._execute(caller, partial(self._follow, caller, call, give_up=needs_process_group), limit)
+            if call.evidence is None:
+                caller.signals.deliver_received()
+                return None
+            result = caller.build_result(partial(self._diagnose, call))
+            has_succeeded = call.evidence.stop_reason is StopReason.SUCCEEDED
+        except BaseException:
+            self._restart_reason = CALL_ABORTED
+            raise
+        finally:
+            payload.close()
+            with self._lock:
+                if ranks is None and has_succeeded:
+                    self._joined = (watcher, self._starts, version)
+                elif ranks is None and call is not None and call.is_posted:
+                    self._process_group_version = version + 1
+        self._note_reasons(call, result, caller, has_succeeded=has_succeeded)
+        caller.deliver_signals(result, [call.evidence])
+        if result.state is not WorkerState.SUCCEEDED and call.ended_ranks and not self._start_refusal:
+            ended = call.ended_ranks if self._spec.scope == "worker" else tuple(worker.rank for worker in self.workers)
+            result = replace(result, notes=(*result.notes, format_ended_ranks(ended)))
+        return result
+
+    def close(self) -> None:
+        """End the ranks, and wait for their end. Once this method has begun, no call can start ranks."""
+        self._start_refusal = CLOSED
+        self._end_ranks()
+
+    def take_stacks(self) -> Stacks:
+        """Return the present stacks of all ranks, or none if there are no ranks. Any thread may call this method."""
+        watcher = self._watcher
+        return Stacks() if watcher is None else watcher.take_stacks()
+
+    def explain_loss(self, rank: int, reason: str) -> None:
+        """Set the reason that the log gives when a rank that was lost in a call is restarted. Only with scope="worker"."""
+        if rank in self._loss_reasons:
+            self._loss_reasons[rank] = reason
+
+    def shut_down_in_background(self) -> None:
+        """End the ranks of a WorkerGroup that was not closed, but do not wait for their end."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and watcher.belongs_to_this_process():
+            watcher.post(watcher.loop.shut_down)
+            watcher.close_when_finished()
+
+    def shut_down_at_exit(self) -> None:
+        """End the ranks when the program ends, and wait for their end. Once this has begun, no call can start ranks."""
+        self._start_refusal = ENDED_AT_EXIT
+        watcher = self._watcher
+        if watcher is not None and watcher.belongs_to_this_process():
+            watcher.post(watcher.loop.shut_down)
+            watcher.join()
+            watcher.drain_output(LAST_DRAIN_SECONDS if watcher.output.is_reader_stalled else None)
+            with self._lock:
+                self._close(watcher)
+
+    def publish_run_ended(self, reason: str = "") -> None:
+        restarts = max(0, self._restart_count)
+        self._event_bus.publish_run_ended(WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason)
+
+    def _end_ranks(self) -> None:
+        with self._lock:  # a call that was cancelled may be starting ranks
+            watcher = self._watcher
+        if watcher is None:
+            return
+        caller = self._make_caller(watcher, ends_ranks=True)
+
+        def shut_down() -> None:
+            watcher.post(watcher.loop.shut_down)
+            caller.wait(lambda: False)
+
+        self._execute(caller, shut_down, 0.0 if watcher.output.is_reader_stalled else math.inf)
+        caller.signals.deliver_received()
+
+    def _check_start(self) -> None:
+        """Raise RuntimeError if `close` or `shut_down_at_exit` has begun: a cancelled call may still be on its way."""
+        if self._start_refusal:
+            raise RuntimeError(self._start_refusal)
+
+    def _get_watcher(self) -> Watcher:
+        """Return the watcher. If there is none, or if it has failed, make one that starts all ranks."""
+        with self._lock:
+            if self._watcher is not None and self._watcher.is_finished:
+                self._close(self._watcher)
+            if self._watcher is None:
+                self._check_start()
+                watcher = Watcher(self._spec, self._event_bus, keep_ranks=True)
+                try:
+                    self._starts = 0
+                    self._start_ranks(watcher, [])
+                    watcher.output.use_current_streams()
+                except BaseException:
+                    watcher.close()
+                    raise
+                self._watcher = watcher
+            return self._watcher
+
+    def _start_ranks(self, watcher: Watcher, lost_ranks: tuple[int, ...] | list[int]) -> None:
+        """Make the watcher start these ranks, or all ranks with scope="group" and at first."""
+        self._check_start()
+        is_first = self._restart_count < 0
+        counts = {worker.rank: worker.restart_count for worker in self.workers}
+        setups = []
+        if self._spec.scope == "worker" and lost_ranks:
+            for rank in lost_ranks:
+                reason = self._loss_reasons.pop(rank, "it was lost while it had no call")
+                log_now(logging.WARNING, "rank %d is restarted: %s", rank, reason)
+                setups += watcher.prepare([rank], counts[rank] + 1)
+            self._restart_count += len(lost_ranks)
+        else:
+            if not is_first:
+                log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
+            setups = watcher.prepare(range(int(self._spec.nprocs)), max(counts.values(), default=-1) + 1)
+            self._restart_count += 1
+            self._restart_reason = LOST_WHILE_IDLE
+            self._loss_reasons.clear()
+        self._check_start()  # again: `prepare` calls functions of the user, such as `env`
+        self.workers = watcher.workers
+        self._starts += 1
+        watcher.post(watcher.loop.start_ranks, setups)
+
+    def _follow(self, caller: Caller, call: Call, *, give_up: bool) -> None:
+        """Post the call, and wait until it is over. If ranks are lost, start them first, or give up."""
+        watcher = caller.watcher
+        while True:
+            call.is_posted, call.is_refused = True, False
+            watcher.post(watcher.loop.begin, call)
+            caller.wait(call.has_ended)
+            if call.is_over or give_up:
+                return
+            with open_standard_descriptors(), self._lock:
+                self._check_start()
+                if self._starts == call.refused_at_start:  # otherwise another call has started them meanwhile
+                    self._start_ranks(watcher, call.lost_ranks)
+
+    def _note_reasons(self, call: Call, result: RunResult[Any], caller: Caller, *, has_succeeded: bool) -> None:
+        """Remember why ranks have to be restarted before the next call."""
+        why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
+        if call.ended_ranks:
+            self._loss_reasons |= dict.fromkeys(call.ended_ranks, why)
+            if not call.lost_elsewhere:
+                self._restart_reason = f"not all of them survived the last call: {why}"
+        elif not caller.watcher.loop.has_lost_ranks:  # a signal may reach the ranks after the call, and end them
+            self._restart_reason = CALL_ABORTED if caller.signals.received else LOST_WHILE_IDLE
+
+    def _diagnose(self, call: Call) -> RunResult[Any]:
+        assert call.evidence is not None
+        result = diagnose_attempt(call.evidence)
+        if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call
+            reason = format_loss_in_other_call(call.lost_elsewhere) if call.lost_elsewhere else format_end_of_program()
+            result = replace(result, reason=reason)
+        publish_outcomes(self._event_bus, call.evidence, result)
+        self._event_bus.outbox.run_all()
+        return result
+
+    def _make_caller(
+        self,
+        watcher: Watcher,
+        call: Call | None = None,
+        *,
+        on_start: OnStart | None = None,
+        has_view: bool = False,
+        ends_ranks: bool = False,
+    ) -> Caller:
+        """Return the Caller that waits for the ranks. Nothing closes the watcher until `_end` is called with it."""
+        with self._lock:
+            # two views would draw over each other
+            has_view = has_view and not any(caller.has_view for caller in self._list_others())
+            make_view = self._make_view if has_view else no_view
+            caller = Caller(watcher, call, make_view, ends_ranks=ends_ranks)
+            self._callers.add(caller)
+        try:
+            if on_start is not None:
+                on_start(caller)
+        except BaseException:
+            self._end(caller)
+            raise
+        return caller
+
+    def _list_others(self, own: Caller | None = None) -> list[Caller]:
+        return [caller for caller in self._callers if caller is not own and not caller.is_over]
+
+    def _execute(self, caller: Caller, body: Callable[[], None], output_deadline: float) -> None:
+        """Call `body` as Caller.execute does. Then wait for the output of the ranks, at most until `output_deadline`."""
+        watcher = caller.watcher
+        try:
+            output = watcher.output
+            if output.is_read and not self._list_others(caller):  # lines of ranks of other calls may be unfinished
+                output.use_current_streams()
+            caller.execute(body)
+            if output.is_read:
+                left = output_deadline + watcher.loop.suspended_seconds - monotonic()
+                has_others = bool(self._list_others(caller))
+                watcher.drain_output(caller.drain_timeout(left), with_unfinished_lines=not has_others)
+            else:
+                watcher.outbox.run_all()
+        finally:
+            self._end(caller)
+
+    def _end(self, caller: Caller) -> None:
+        caller.is_over = True
+        with self._lock:
+            self._callers.discard(caller)
+            if caller.watcher.is_finished:
+                self._close(caller.watcher)
+
+    def _close(self, watcher: Watcher) -> None:
+        """Close a watcher whose ranks have ended, unless a thread still uses it."""
+        if self._watcher is watcher:
+            self._watcher = None
+        if not any(caller.watcher is watcher for caller in self._callers):
+            watcher.close()

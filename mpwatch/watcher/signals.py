@@ -1,0 +1,242 @@
+"""The signals of the program while one of its threads waits for ranks. Its own handlers are back afterwards.
+
+- SIGINT, SIGTERM and SIGHUP are deferred: the watcher thread stops the ranks at once, and the program's handler gets the
+  signal when they have ended. At the prompt of a debugger SIGINT raises KeyboardInterrupt at once. So does a second SIGINT
+  while user code (an observer, `retry_if`, `env`) runs in this thread.
+- A signal of the option `stop` asks the ranks to save and return, and does not reach the program. If it comes twice, or if
+  the ranks do not return in time, the run is stopped and the signal is deferred.
+- SIGQUIT (Ctrl-Backslash) prints the stacks of all ranks, unless the program handles it. A shell without job control starts
+  background programs (`&`) with SIGQUIT ignored, so it does so then, too.
+- SIGTSTP (Ctrl-Z) suspends the ranks together with the program, unless the program handles or ignores it. See suspension.py.
+- All other signals go to the program's own handlers. If one raises, the ranks are stopped, as after any other exception in
+  this thread.
+
+A handler that C code has installed is never replaced, and an ignored signal stays ignored, except SIGQUIT and the signals of
+`stop`. Outside the main thread nothing is changed, since Python runs signal handlers in the main thread only; program_end.py
+interrupts such a call when Ctrl-C ends the program.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mpwatch.os_support.processes import read_process_state
+from mpwatch.os_support.signals import list_python_handlers, name_signal, set_handler
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.call import Call
+from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
+from mpwatch.watcher.program_end import add_call, remove_call
+from mpwatch.watcher.signal_options import find_handlers
+from mpwatch.watcher.suspension import ProgramSuspension
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.watcher.watcher import Watcher
+
+DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """The signals during one wait. A method that an exception has interrupted can be called again.
+
+    Args:
+        watcher: whose ranks the signals are for.
+        call: the call of a WorkerGroup that the signals are for. None: they are for all ranks.
+    """
+
+    def __init__(self, watcher: Watcher, call: Call | None) -> None:
+        self._watcher, self._call = watcher, call
+        self._wakeup: WakeupPipe
+        is_run = not watcher.keeps_ranks
+        self._stop_signals: Collection[int] = watcher.stop_signals if is_run or call is not None else ()
+        self._received_stop_signals: set[int] = set()
+        # The cause of the first request to stop, or "" if the call has ended before that. `setdefault` is one operation, so
+        # a request and the end of the call agree on which of them was first.
+        self._stop_cause: dict[None, str] = {}
+        self.received: list[int] = []  # deferred signals that must still be delivered to the program's own handlers
+        self.error: BaseException | None = None  # to raise at the end: the user has quit at the prompt of a debugger
+        self.stacks: Stacks | None = None  # that SIGQUIT has asked for
+        self.is_in_user_code = False  # which may take any time
+        self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
+        self.is_at_prompt = False  # of a debugger
+        self._host_handlers: dict[int, Any] = {}  # of the signals that `_receive` handles
+        self._host_wakeup_fds: list[int] = []  # the program's own wake-up descriptor, once it has been replaced
+        self.pid = os.getpid()
+        self.suspension = ProgramSuspension(partial(watcher.post, watcher.loop.suspend), watcher.is_running)
+        # for program_end.py, outside the main thread
+        self.thread_id = threading.get_native_id()
+        self.is_over = threading.Event()
+        self.ends_with_program = is_run and threading.current_thread().daemon
+        self._is_ended_by_program = False
+        self._is_registered = False
+
+    def take_over(self, wakeup: WakeupPipe) -> None:
+        """Install the handlers. From now on, each signal wakes this thread."""
+        self._wakeup = wakeup
+        if threading.current_thread() is not threading.main_thread():
+            self._is_registered = True
+            add_call(self)
+            return
+        set_wakeup_fd = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
+        # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
+        self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._wakeup.write_fd]))
+        handlers = list_python_handlers()
+        without_handler = find_signals_without_handler(handlers)
+        uncaught = find_handlers(set(self._stop_signals) - handlers.keys())
+        wanted = {*DEFERRED_SIGNALS, *self._stop_signals, *without_handler}
+        known = {**without_handler, **uncaught, **handlers}
+        self._host_handlers = {signum: handler for signum, handler in known.items() if signum in wanted}
+        for signum in self._host_handlers:
+            set_handler(signum, self._receive)
+
+    def restore(self) -> None:
+        """Install the program's handlers and wake-up descriptor again. A handler that it has set meanwhile stays."""
+        # checked before the calling program has its handlers back, which may raise
+        usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
+        for signum in [signum for signum, handler in list_python_handlers().items() if handler == self._receive]:
+            set_handler(signum, self._host_handlers[signum])
+        for fd in usable_wakeup_fds:
+            signal.set_wakeup_fd(fd)
+            self._forward_wakeups()
+
+    def _receive(self, signum: int, _: object) -> None:
+        if os.getpid() == self.pid:
+            if signum in self._stop_signals:
+                self._receive_stop_signal(signum)
+            elif signum in DEFERRED_SIGNALS:
+                self._defer(signum)
+            elif signum == signal.SIGTSTP:
+                self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
+            elif not self.is_at_prompt:  # SIGQUIT; at the prompt the command `ranks` shows the stacks
+                self._watcher.post(self._watcher.loop.send_stacks, partial(setattr, self, "stacks"))
+        else:  # a child that another thread of the program has forked; the ranks do not belong to it
+            self.restore()
+            signal.raise_signal(signum)
+
+    def _defer(self, signum: int) -> None:
+        is_keyboard = signum == signal.SIGINT
+        if is_keyboard and self.is_at_prompt:
+            raise KeyboardInterrupt
+        is_urgent = is_keyboard and signum in self.received
+        self.received.append(signum)
+        self.post_interrupt(signum)
+        if is_urgent and self.is_in_user_code:
+            raise KeyboardInterrupt
+
+    def _receive_stop_signal(self, signum: int) -> None:
+        is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
+        if signum in self._received_stop_signals or is_for_prompt:
+            self._defer(signum)
+        else:
+            self._received_stop_signals.add(signum)
+            self.request_stop(name_signal(signum), signum)
+
+    def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
+        """Make the watcher act as if this signal had come, but do not deliver it to the program. For any thread."""
+        if os.getpid() == self.pid:  # this is not a child that the calling program has forked
+            self._watcher.post(self._watcher.loop.interrupt, Interrupted(signum, cause), self._call)
+
+    def request_stop(self, cause: str, signum: int | None = None) -> bool:
+        """Ask the ranks to save and return, because of `cause`, and of the signal `signum` if there was one.
+
+        Any thread may call this. Return False if the call is over, so that the result will not have this request.
+        """
+        if os.getpid() != self.pid or not self._stop_cause.setdefault(None, cause):
+            return False
+        self._watcher.post(self._watcher.loop.request_stop, StopRequested(cause, signum), self._call)
+        return True
+
+    def close_stop_requests(self) -> str:
+        """Refuse stop requests from now on. Return the cause of the first one, or an empty text if there was none."""
+        return self._stop_cause.setdefault(None, "")
+
+    def quit(self, error: BaseException) -> None:
+        """Stop the ranks as if SIGTERM had come. When they have ended, the wait raises `error`."""
+        self.error = self.error or error
+        self.post_interrupt(signal.SIGTERM)
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does, for a call outside the main thread. Any thread may call this method."""
+        self.received.append(signal.SIGINT)
+        self.post_interrupt(signal.SIGINT)
+
+    def end_with_program(self) -> None:
+        """Stop the ranks: the program is ending, and Python does not wait for this daemon thread."""
+        self._is_ended_by_program = True
+        self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
+
+    def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
+        """Wait for a signal, for the watcher, or for one of `others`; at most `seconds`, or without a limit."""
+        was_in_user_code, self.is_in_user_code = self.is_in_user_code, False
+        try:
+            wait([self._wakeup.fileno(), *others], seconds)
+        finally:
+            self.is_in_user_code = was_in_user_code
+        self._forward_wakeups()
+
+    def will_end_program(self) -> bool:
+        """Return whether a deferred signal will end the program without an exception, as SIGTERM does by default.
+
+        Not SIGINT: a user who presses Ctrl-C knows why the program ends.
+        """
+        return any(signum != signal.SIGINT and signal.getsignal(signum) is signal.SIG_DFL for signum in self.received)
+
+    def defer_stop_signal(self, signum: int | None) -> None:
+        """Defer a stop signal after all, because the ranks have not returned in time."""
+        if signum in self._received_stop_signals and signum not in self.received:
+            self.received.append(signum)
+
+    def deliver_received(self) -> None:
+        """Deliver each deferred signal to the program's handler, as the last step. SIGINT usually raises KeyboardInterrupt.
+
+        Outside the main thread, raise KeyboardInterrupt if the call was interrupted.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            if self._is_registered:
+                remove_call(self)
+            if self._is_ended_by_program:
+                sys.exit()  # ends the thread, and prints nothing
+            if self.received:
+                self.received.clear()
+                raise KeyboardInterrupt
+            return
+        while self.received:
+            signum = self.received.pop(0)
+            try:
+                signal.raise_signal(signum)
+            finally:
+                self.deliver_received()
+
+    def _forward_wakeups(self) -> None:
+        """Write the numbers of received signals to the program's wake-up descriptor, except those that mpwatch has used."""
+        consumed = {*self.received, *self._stop_signals}
+        forwarded = bytes(signum for signum in self._wakeup.drain() if signum and signum not in consumed)
+        if forwarded and self._host_wakeup_fds and self._host_wakeup_fds[0] != -1:
+            with suppress(OSError):  # it may be closed; or full, and then the calling program is woken already
+                os.write(self._host_wakeup_fds[0], forwarded)
+
+
+def _can_be_woken(fd: int) -> bool:
+    """Return whether Python accepts `fd` as the wake-up descriptor. Python refuses a closed or blocking descriptor."""
+    try:
+        return fd == -1 or not os.get_blocking(fd)
+    except OSError:
+        return False
+
+
+def find_signals_without_handler(python_handlers: Collection[int]) -> dict[int, Any]:
+    """Return the signals that mpwatch uses and that the program does not handle: each with SIG_DFL, or an ignored SIGQUIT.
+
+    The kernel is asked, because `signal.getsignal` returns SIG_DFL even if C code has installed a handler.
+    """
+    candidates = [signum for signum in (*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP) if signum not in python_handlers]
+    default = [signum for signum in candidates if signal.getsignal(signum) is signal.SIG_DFL]
+    state = read_process_state(os.getpid()) if default else None
+    found: dict[int, Any] = {signum: signal.SIG_DFL for signum in default if state is None or not state.catches(signum)}
+    if signal.SIGQUIT in candidates and signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        found[signal.SIGQUIT] = signal.SIG_IGN
+    return found

@@ -1,0 +1,277 @@
+"""The watcher thread of a run or a WorkerGroup, and what other threads do with it.
+
+    thread of the program:  prepare --> start --> post functions, wait for answers --> post `end` --> join --> close
+    watcher thread:                       '--> EventLoop.run ------------------------------> is_finished, wake up
+
+The event loop has a thread of its own, so that no exception of the program's code can interrupt it: a signal handler or
+PyThreadState_SetAsyncExc can raise between any two bytecodes, for example while a rank is being started.
+"""
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from multiprocessing.context import set_spawning_popen
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import ref
+
+from mpwatch.errors import LaunchError
+from mpwatch.events.types import Progressed
+from mpwatch.options.log_spec import default_logs
+from mpwatch.options.spec import GroupSpec
+from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.clock import monotonic
+from mpwatch.os_support.processes import wait_for_thread_exit
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.event_loop import DebuggerSocket, EventLoop, Node
+from mpwatch.watcher.import_check import check_not_importing
+from mpwatch.watcher.inbox import Inbox
+from mpwatch.watcher.machine.transitions import Interrupted
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.observers.progress_events import ProgressEvents
+from mpwatch.watcher.output.rank_output import RankOutput
+from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups, build_workers, reserve_port
+from mpwatch.wire.resource_errors import with_remedy
+
+if TYPE_CHECKING:
+    from mpwatch.watcher.debugger.console import DebuggerConsole
+
+T = TypeVar("T")
+THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
+ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer checks whether the ranks have ended meanwhile
+
+
+class WaitingThread(Protocol):
+    """The attribute of a Caller (caller.py) that decides who serves the debugger."""
+
+    is_over: bool
+
+
+def has_come_up(thread: threading.Thread) -> bool:
+    """Return whether a thread is alive. If the start of the thread was interrupted, wait until the thread runs."""
+    deadline = monotonic() + THREAD_START_SECONDS
+    while thread in threading.enumerate() and not thread.is_alive() and monotonic() < deadline:
+        os.sched_yield()
+    return thread.is_alive()
+
+
+class Watcher:
+    """Lives as long as the run, or as long as the WorkerGroup unless the watcher itself fails.
+
+    Args:
+        spec: the options.
+        event_bus: of the run or the WorkerGroup.
+        keep_ranks: whether the ranks stay after a call.
+        node: the thread that talks to the other nodes, or None on one node.
+
+    Attributes:
+        loop: post its methods to the watcher thread.
+        outbox: what the threads of the program must run. See Caller.
+        workers: the latest start of each rank. Empty until `prepare` was called.
+        is_finished: no rank is left, and none will be started.
+        error: what the event loop has raised.
+    """
+
+    def __init__(self, spec: GroupSpec, event_bus: EventBus, *, keep_ranks: bool, node: Node | None = None) -> None:
+        check_not_importing()
+        assert isinstance(spec.nprocs, int)  # see GroupSpec
+        self._spec, self._event_bus, self.keeps_ranks = spec, event_bus, keep_ranks
+        self.outbox = event_bus.outbox
+        self.deferred_log = DeferredLog(self.outbox)
+        self._port_socket: socket.socket | None = None  # keeps MASTER_PORT reserved
+        self._debugger_sockets: deque[DebuggerSocket] = deque()
+        with ExitStack() as stack:
+            self._inbox = stack.enter_context(closing(Inbox()))
+            nprocs = None if spec.is_multi_node else spec.nprocs
+            self.output = RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)
+            stack.callback(self._release)
+            self._resources = stack.pop_all()
+        self.loop = EventLoop(
+            spec,
+            self._inbox,
+            self.outbox,
+            self.deferred_log,
+            event_bus,
+            output=self.output,
+            keep_ranks=keep_ranks,
+            node=node,
+            offer_debugger_socket=self._offer_debugger_socket,
+        )
+        self.workers: tuple[Worker, ...] = ()
+        self.is_finished = False
+        self.error: BaseException | None = None
+        self.stop_signals = tuple(spec.stop_policy.signals)
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._is_cancelled = False
+        self._closes_itself = False
+        self._debugger: DebuggerConsole | None = None
+        self._debugger_lock = threading.Lock()
+        self._debugger_user: Callable[[], WaitingThread | None] = lambda: None  # who serves the debugger
+        self.get_main_caller: Callable[[], WaitingThread | None] = lambda: None  # the last one in the main thread
+
+    def prepare(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
+        """Return what is needed to start these ranks. This calls the user's `env` function, in this thread.
+
+        All ranks together get a new MASTER_PORT. Some ranks get the present one.
+        """
+        if self._port_socket is None or len(ranks) == self._spec.nprocs:
+            # the new port is reserved before the old one is released, so the two differ
+            earlier, self._port_socket = self._port_socket, reserve_port()
+            if earlier is not None:
+                earlier.close()
+        port = self._port_socket.getsockname()[1]
+        run_id = self._event_bus.run_id
+        workers = build_workers(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
+        setups = build_rank_setups(self._spec, workers)
+        known = {worker.rank: worker for worker in self.workers}
+        self.workers = tuple((known | {setup.worker.rank: setup.worker for setup in setups}).values())
+        return setups
+
+    def post(self, method: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Make the watcher thread call a method of `loop`. Any thread and any signal handler may call this."""
+        self._inbox.post(partial(method, *args, **kwargs))
+
+    def start(self) -> None:
+        """Start the thread, unless it was started before. Raises LaunchError. Only one thread at a time may call this."""
+        if self._thread is not None:
+            return
+        # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
+        daemon = self.keeps_ranks or threading.current_thread().daemon
+        self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python is ending, or there is no room for one more
+            self._thread, self.is_finished = None, True
+            raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
+
+    def _run(self) -> None:
+        try:
+            if not self._is_cancelled:
+                self.loop.run()
+        except BaseException as error:  # noqa: BLE001  a waiting thread raises it
+            self.error = error
+        finally:
+            self.output.stop_when_drained()
+            self.is_finished = True
+            self.outbox.wake()
+            if self._closes_itself:
+                self.close()
+
+    def make_progress_events(self) -> ProgressEvents | None:
+        """Return a View that publishes the reports of the ranks, or None if no observer asks for them."""
+        return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
+
+    def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
+        """Wait until everything that the ranks have printed so far was written, or log a warning after `seconds`."""
+        if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
+            text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
+            self.deferred_log.warning(text)
+        self.outbox.run_all()
+
+    def take_stacks(self, seconds: float | None = None) -> Stacks:
+        """Return the present stacks of all ranks, or none if the watcher does not answer. Any thread may call this."""
+        return self._ask(self.loop.send_stacks, seconds) or Stacks()
+
+    def take_statuses(self, seconds: float | None = None) -> Sequence[RankStatus]:
+        """Return the present status of each rank, or () if the watcher does not answer. Any thread may call this."""
+        return self._ask(self.loop.send_statuses, seconds) or ()
+
+    def _ask(self, method: Callable[[Callable[[T], object]], object], seconds: float | None) -> T | None:
+        answers: list[T] = []
+        has_come = threading.Event()
+
+        def receive(answer: T) -> None:
+            answers.append(answer)
+            has_come.set()
+
+        self.post(method, receive)
+        deadline = None if seconds is None else monotonic() + seconds
+        while not has_come.wait(ANSWER_POLL_SECONDS):
+            if not self.is_running() or (deadline is not None and monotonic() >= deadline):
+                break
+        return answers[0] if answers else None
+
+    def is_running(self) -> bool:
+        return self._thread is not None and not self.is_finished
+
+    def is_alive(self) -> bool:
+        """Return whether the thread is alive, even if its start was interrupted."""
+        return self._thread is not None and has_come_up(self._thread)
+
+    def belongs_to_this_process(self) -> bool:
+        """Return False in a fork of the program."""
+        return os.getpid() == self._pid
+
+    def cancel_start(self) -> None:
+        """If the event loop does not run yet, start no rank."""
+        self._is_cancelled = True
+        set_spawning_popen(None)  # an exception may have interrupted the pickling of a call, which sets it
+
+    def join(self) -> None:
+        """Wait until the thread has ended, without a limit. Post `end` or `shut_down` before."""
+        if self._thread is not None and self._thread.native_id is not None:
+            self._thread.join()
+            wait_for_thread_exit(self._thread.native_id)
+
+    def close(self) -> None:
+        """Release all resources. If the thread was started, `is_finished` must be True."""
+        self.is_finished = True
+        try:
+            self.output.close()
+            if self._debugger is not None:
+                self._debugger.close()
+        finally:
+            self._resources.close()
+
+    def close_when_finished(self) -> None:
+        """Make the watcher thread call `close` when all ranks have ended."""
+        self._closes_itself = True
+        if self.is_finished or not self.is_alive():
+            self.close()
+
+    def _release(self) -> None:
+        for debugger_socket in self.take_debugger_sockets():
+            os.close(debugger_socket.fd)
+        if self._port_socket is not None:
+            self._port_socket.close()
+
+    # ---- the debugger
+
+    def get_debugger(self, user: WaitingThread) -> "DebuggerConsole | None":
+        """Return the console, or None if no rank has reached a breakpoint, or if another thread serves the console.
+
+        Only the main thread can open prompts. If it waits, it opens them for all ranks, those of other calls, too.
+        """
+        if self._debugger is None and not self._debugger_sockets:
+            return None
+        with self._debugger_lock:
+            candidates = (self.get_main_caller(), self._debugger_user())
+            server = next((caller for caller in candidates if caller is not None and not caller.is_over), user)
+            if server is not user:
+                return None
+            self._debugger_user = ref(user)
+            if self._debugger is None:
+                from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
+
+                self._debugger = DebuggerConsole(self)
+            return self._debugger
+
+    def _offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
+        self._debugger_sockets.append(debugger_socket)
+        self.outbox.wake()
+
+    def take_debugger_sockets(self) -> list[DebuggerSocket]:
+        return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
+
+    def suspend_limits(self, *, are_suspended: bool) -> None:
+        self.post(self.loop.suspend_limits, are_suspended=are_suspended)
+
+    def interrupt_after(self, seconds: float, signum: int) -> None:
+        """Interrupt the ranks once more, if they have not ended by then."""
+        self.post(self.loop.call_at, monotonic() + seconds, partial(self.loop.interrupt, Interrupted(signum)))
