@@ -130,11 +130,6 @@ def test_the_verdict(answer, ranks, last_calls, expected):
         assert verdict.sentence.startswith(sentence)
 
 
-def test_the_calls_of_a_batch_are_one_call(answer):
-    (call,) = answer(*UNEVEN_BATCHES[0]).collectives
-    assert (call.name, call.state) == ("ALLGATHER_coalesced", CollectiveState.COMPLETED)
-
-
 def test_a_recorder_that_has_lost_the_first_calls_does_not_say_that_they_were_not_made(answer):
     assert not answer(entry("all_reduce", 300, (4,), record_id=299)).has_all
     assert answer(entry("all_reduce", 1, (4,))).has_all

@@ -63,14 +63,9 @@ def test_a_message_with_any_text_arrives(hostname):
     ("change", "text"),
     [
         ({"kind": "Shutdown"}, "no message of kind 'Shutdown'"),
-        ({"kind": ["NodeInfo"]}, "no message of kind"),
         ({"nprocs": "8"}, r"NodeInfo\.nprocs must be a whole number"),
-        ({"nprocs": True}, r"NodeInfo\.nprocs"),
-        ({"nprocs": 1 << 60}, r"NodeInfo\.nprocs"),
         ({"grace_period": float("nan")}, r"NodeInfo\.grace_period must be a finite number"),
         ({"hostname": "\x1b[2J"}, r"NodeInfo\.hostname must be a text"),
-        ({"hostname": "x" * 70_000}, r"NodeInfo\.hostname must be a text"),
-        ({"job_config": {"items": [["a"]]}}, r"NodeInfo\.job_config\.items\[0\] must be 2 values"),
         ({"history": {"attempts": 1}}, r"NodeInfo\.history\.restarts_used is missing"),
         ({"more": 1}, "NodeInfo has no field 'more'"),
     ],
@@ -87,12 +82,6 @@ def test_a_message_with_a_changed_field_is_refused_or_is_another_message(kind, d
     name = data.draw(st.sampled_from(sorted(body)))
     with suppress(InvalidEntryError):
         assert type(decode_message(body | {name: data.draw(JSON)})) in MESSAGE_TYPES.values()
-
-
-@pytest.mark.parametrize("value", [1 << 60, float("nan"), {1, 2}, {None: 1}], ids=str)
-def test_a_value_that_cannot_be_sent_is_named(value):
-    with pytest.raises((ValueError, TypeError), match=r"NodeInfo\.grace_period"):
-        encode_message(dataclasses.replace(NODE_INFO, grace_period=value))
 
 
 # --- signatures
@@ -141,25 +130,6 @@ def test_a_valid_signature_needs_the_secret():
         SIGNED.decode(NAME, SIGNED.encode(NAME, {}).encode()[:8] + b" " + guess + b"\n" + body)
     with pytest.raises(SecretMismatchError, match=r"^not signed, but this node has a secret"):
         SIGNED.decode(NAME, UNSIGNED.encode(NAME, {}).encode())
-
-
-NOT_JSON = {
-    "not JSON: ": b"{",
-    "not JSON: .*utf-8": b'{"a":"\xff"}',
-    "not JSON: .*(recursion|Stack overflow)": b"[" * 100_000,
-    "not JSON: Exceeds the limit": b'{"a":%s}' % (b"9" * 5000),
-    "not a mapping": b"[]",
-    "NaN is not a JSON number": b'{"a":NaN}',
-    "-Infinity is not a JSON number": b'{"a":-Infinity}',
-    "^too large: 3 MiB, more than the limit of 256 KiB$": bytes(3 << 20),
-}
-
-
-@pytest.mark.parametrize(("why", "text"), NOT_JSON.items(), ids=range(len(NOT_JSON)))
-def test_only_a_json_mapping_of_limited_size_is_decoded(why, text):
-    with pytest.raises(InvalidEntryError, match=why) as caught:
-        UNSIGNED.decode(NAME, b"\n" + text if len(text) < 1 << 20 else text)
-    assert len(str(caught.value)) < 400
 
 
 @CODECS

@@ -8,7 +8,6 @@ import pytest
 
 import mpwatch
 from mpwatch.cluster.links import NodeLinks
-from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import merge_results
 from mpwatch.events import RendezvousCompleted, Restarting, RunEnded, Stopping
@@ -55,23 +54,6 @@ def test_new_nodes_go_on_with_the_history_of_the_lost_ones():
     assert [attempt.name for attempt in result.attempts] == ["first start, 5.0 s", "restart 1, 90.0 s", "restart 2, 1.0 s"]
 
 
-def test_a_start_for_new_nodes_is_no_restart():
-    job = DrivenJob(1)
-    job.start(0)
-    job.restart(0, restarts_left=1, is_counted=False)
-    job.start(1)
-    assert job.lose_nodes()[0] == RestartHistory(attempts=2, restarts_used=1)
-
-
-def test_nodes_that_are_lost_while_they_meet_again_have_counted_the_restart():
-    job = DrivenJob(1)
-    job.start(0)
-    job.restart(0, restarts_left=0)
-    history, event = job.lose_nodes()
-    assert history == RestartHistory(attempts=1, restarts_used=1)
-    assert not event.is_counted
-
-
 @pytest.mark.parametrize(
     ("max_restarts", "event", "reason"),
     [
@@ -96,17 +78,6 @@ def test_restarts_are_limited_and_a_node_that_could_not_join_does_not_end_the_jo
     job.start(1)
     assert job.lose_nodes() is None
     assert job.not_restarted == "all restarts are used up (max_restarts=1)"
-
-
-def test_a_wait_for_the_cluster_has_few_reports():
-    wait = QueueWait(None, now=100.0)
-    reports = []
-    for _ in range(15):
-        assert wait.take_report("job 101 has not begun", wait.report_at - 0.01) == ""
-        reports.append(wait.take_report("job 101 has not begun", wait.report_at))
-    assert reports[0] == "job 101 has not begun. The job has waited for 10 s, and waits without limit (queue_timeout)"
-    assert "has waited for 40 s" in reports[2]
-    assert wait.report_at > 3 * 86_400.0
 
 
 def test_the_reason_is_that_of_a_node_that_the_driver_has_not_stopped():

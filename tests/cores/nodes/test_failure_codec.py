@@ -110,21 +110,6 @@ def test_groups_and_contexts_arrive():
     assert isinstance(third, KeyboardInterrupt)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        SyntaxError("bad", ("file.py", 3, 5, "text", 3, 6)),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
-        SystemExit(3),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_builtin_exceptions_format_their_own_text(error):
-    back = send(raise_and_catch(error))
-    assert isinstance(back, type(error))
-    assert traceback.format_exception(back)[-1].endswith(f"{error!s}\n")
-
-
 def test_an_exception_that_resists_encoding_arrives():
     class Hostile(Exception):
         def __str__(self):
@@ -149,20 +134,6 @@ def test_a_recursion_keeps_its_first_and_last_frames():
     assert 10 < len(kept) <= MAX_FRAMES < len(whole)  # fewer if the path of this file is long
     for end in (0, -1):
         assert (kept[end].name, kept[end].lineno) == (whole[end].name, whole[end].lineno)
-
-
-def test_long_texts_lose_their_middle_and_short_texts_stay_whole():
-    text = "begin\n" + "x" * 900_000 + "\nend"
-    error = raise_and_catch(OwnError(7, why=text))
-    encoded = encode_failure(make_failure(summary="short", traceback=text, stderr=text, exception=error))
-    assert json_size(encoded) <= MAX_FAILURE_BYTES
-    back = decode_failure(json.loads(dump_json(encoded)))
-    assert back.summary == "short"
-    for kept in (back.traceback, back.stderr, str(back.exception)):
-        assert len(kept) > 4000
-        assert kept.endswith("\nend")
-        assert " characters ...]\n" in kept
-    assert back.traceback.startswith("begin\n")
 
 
 @given(
@@ -218,12 +189,6 @@ def change(encoded, path, value):
         encoded[path[-1]] = value
 
 
-@given(JSON)
-def test_garbage_is_refused(garbage):
-    with pytest.raises(InvalidEntryError):
-        decode_failure(garbage)
-
-
 CHANGES = st.tuples(st.sampled_from(list(paths_in(VALID))), JSON | st.just(REMOVED) | st.integers(0, 5))
 
 
@@ -240,7 +205,6 @@ def test_altered_data_is_refused_or_is_a_failure(changes):
 
 
 FIRST = ("exception", "exceptions", 0)
-SECOND_FRAME = ("exception", "exceptions", 1, "frames", 0)
 
 
 @pytest.mark.parametrize(
@@ -248,17 +212,12 @@ SECOND_FRAME = ("exception", "exceptions", 1, "frames", 0)
     [
         ([], r"ProcessFailure must be a mapping, not \[\]"),
         (alter("kind", to="UNKNOWN"), "ProcessFailure.kind must be one of EXCEPTION, .*, not 'UNKNOWN'"),
-        (alter("rank", to="1"), "ProcessFailure.rank must be a whole number"),
         (alter("hostname", to="a\x1b[2Jb"), "ProcessFailure.hostname must be a text .* without control characters"),
-        (alter("exception", "exceptions", to=[]), "ExceptionGraph.exceptions is empty"),
         (alter(*FIRST, "bases", to=["eval"]), r"exceptions\[0\].bases must be builtin exceptions, not 'eval'"),
-        (alter(*FIRST, "bases", to=["OSError", "SyntaxError"]), "exceptions cannot be built: multiple bases"),
         (alter(*FIRST, "cause", to=99), r"exceptions\[0\] refers to exception 99 of \d+"),
         (alter(*FIRST, "members", to=[0]), "has a group that is a member of itself"),
-        (alter(*SECOND_FRAME, to=["f"]), r"exceptions\[1\].frames\[0\] must be 8 values"),
-        (alter(*SECOND_FRAME, 4, to=1 << 40), "ExceptionGraph.exceptions cannot be built"),
     ],
-    ids=range(11),
+    ids=range(6),
 )
 def test_the_error_names_what_is_wrong(encoded, why):
     with pytest.raises(InvalidEntryError, match=why):

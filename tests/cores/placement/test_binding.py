@@ -1,7 +1,6 @@
 """The CPUs of each rank, on machines that are simulated as folders and on any machine that hypothesis can think of."""
 
 import itertools
-from collections import Counter
 
 import hypothesis
 import numpy as np
@@ -52,9 +51,7 @@ SOCKETS, HYBRID = SimulatedMachine.add_sockets, SimulatedMachine.add_hybrid
         (SOCKETS, (2, 2, 2), range(8), [[0, 1, 4, 5], [2, 3, 6, 7]]),
         (SOCKETS, (2, 2, 2), range(8), [[0, 4], [1, 5], [2, 6], [3, 7]]),
         (SOCKETS, (1, 5, 2), range(10), [[0, 1, 5, 6], [2, 7], [3, 8], [4, 9]]),  # the first ranks have one core more
-        (SOCKETS, (1, 3, 2), range(6), [[0, 3], [1, 4], [2], [5]]),  # neighbours are together
         (SOCKETS, (2, 5, 1), range(10), [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]]),  # each rank is in one NUMA node
-        (SOCKETS, (2, 5, 1), range(10), [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]),
         (SOCKETS, (2, 8, 2), {4, 5, 6, 7, 20, 21}, [[4, 5, 20, 21], [6, 7]]),
         (HYBRID, (2, 4), range(8), [[0, 1, 4, 5], [2, 3, 6, 7]]),  # performance cores are 0-1 and 2-3
         (HYBRID, (4, 8), range(16), [[0, 1, 2, 3, 8, 9], [4, 5, 10, 11, 12], [6, 7, 13, 14, 15]]),
@@ -88,20 +85,12 @@ def test_without_gpus_the_numa_nodes_are_dealt_out(machine, ranks, nodes_of_rank
     assert choose(machine, range(8), [None] * ranks) == expected
 
 
-def test_a_node_without_allowed_cpus_is_treated_as_unknown(machine):
-    machine.add_sockets(2, 4)
-    assert choose(machine, {4, 5, 6}, [0, 1]) == [[4, 5, 6], [4, 5, 6]]
-    machine.add_node(2, "")  # a node of memory alone
-    assert choose(machine, range(8), [2, None]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 @pytest.mark.parametrize(
     ("option", "ranks", "gpu_nodes", "shares"),
     [
         ("cores", 4, None, [(4, 8)] * 4),
         ("numa", 2, None, [(8, 16)] * 2),
         ("numa", 4, [0, 0, 0, 1], [(2, 5)] * 3 + [(8, 16)]),
-        ("numa", 64, None, [(1, 1)] * 64),
     ],
 )
 def test_ranks_on_the_same_cpus_share_them(machine, option, ranks, gpu_nodes, shares):
@@ -122,12 +111,9 @@ def test_a_function_may_return_any_collection_of_cpus(returned):
     ("returned", "error", "text"),
     [
         ((), ValueError, "has no CPU"),
-        ([1, -1], ValueError, "has CPU -1"),
         (range(9), ValueError, "has CPUs 4-8"),
         (None, TypeError, "must be a set of CPU numbers, not None"),
-        ("0-1", TypeError, "must be a set of CPU numbers, not '0-1'"),
         ([0, "1"], TypeError, "must be a set of CPU numbers, but it has '1'"),
-        ([True], TypeError, "must be a set of CPU numbers, but it has True"),
     ],
 )
 def test_what_a_function_returns_is_checked(returned, error, text):
@@ -148,12 +134,6 @@ MACHINES = st.lists(
 GPU_NODES = st.lists(st.none() | st.integers(0, 7), min_size=1, max_size=20)
 
 
-def count_spanning(cores, sizes):
-    """How many ranks have cores of several NUMA nodes, if their cores are contiguous and these are their numbers."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return sum(len({core.node for core in cores[start:end]}) > 1 for start, end in itertools.pairwise(ends))
-
-
 @hypothesis.given(MACHINES, st.data())
 def test_any_split_has_each_cpu_once_and_is_fair(cores, data):
     cpus = sorted(cpu for core in cores for cpu in core.cpus)
@@ -172,19 +152,6 @@ def test_any_split_has_each_cpu_once_and_is_fair(cores, data):
     assert all(max(counts) - min(counts) <= 1 for counts in counts_of_kinds)
 
 
-@hypothesis.given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
-def test_no_split_of_equal_cores_spans_fewer_nodes(sizes_of_nodes, data):
-    """Compared with all ways to give `surplus` ranks one core more. Among the best ones, the first ranks have most."""
-    cores = list(make_cores((0, node, 0, 1) for node, count in enumerate(sizes_of_nodes) for _ in range(count)))
-    ranks = data.draw(st.integers(1, len(cores)))
-    base, surplus = divmod(len(cores), ranks)
-    ways = [tuple(base + (n in more) for n in range(ranks)) for more in itertools.combinations(range(ranks), surplus)]
-    parts = split_cores(cores, ranks)
-    assert [cpu for part in parts for cpu in sorted(part)] == list(range(len(cores)))
-    best = min(ways, key=lambda sizes: (count_spanning(cores, sizes), [-size for size in sizes]))
-    assert tuple(map(len, parts)) == best
-
-
 @hypothesis.given(MACHINES, GPU_NODES)
 def test_any_choice_of_nodes_is_of_whole_nodes_and_its_shares_fit_into_the_machine(cores, gpu_nodes):
     cpus_of_node = {}
@@ -198,11 +165,3 @@ def test_any_choice_of_nodes_is_of_whole_nodes_and_its_shares_fit_into_the_machi
     used = set().union(*(binding.cpus for binding in bindings))
     assert sum(binding.cpu_share for binding in bindings if binding.cpu_share > 1) <= len(used)
     assert all(1 <= binding.core_share <= binding.cpu_share <= len(binding.cpus) for binding in bindings)
-
-
-@hypothesis.given(MACHINES, st.integers(1, 20))
-def test_dealt_nodes_have_each_cpu(cores, ranks):
-    parts = choose_nodes(cores, [None] * ranks)
-    assert set().union(*parts) == {cpu for core in cores for cpu in core.cpus}
-    uses = Counter(frozenset(part) for part in parts)
-    assert max(uses.values()) - min(uses.values()) <= 1

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from cores.placement.simulated_machine import SimulatedMachine
-from mpwatch.os_support.cpu_topology import Core, read_cores
+from mpwatch.os_support.cpu_topology import read_cores
 
 
 @pytest.fixture
@@ -25,11 +25,6 @@ def test_two_sockets_with_two_threads_on_each_core(machine):
     cores = read(machine.add_sockets(2, 4, threads=2), range(16))
     assert cpus_of(cores) == [(core, core + 8) for core in range(8)]
     assert [(core.package, core.node, core.kind) for core in cores] == [(0, 0, 0)] * 4 + [(1, 1, 0)] * 4
-
-
-def test_several_numa_nodes_in_a_package(machine):
-    cores = read(machine.add_sockets(2, 2, nodes_per_package=2), range(4))
-    assert [(core.package, core.node) for core in cores] == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
 def test_cores_of_one_package_are_neighbours_even_if_numbers_alternate(machine):
@@ -57,17 +52,6 @@ def test_the_kinds_of_cores_of_a_hybrid_processor(machine):
     assert [core.kind for core in cores] == [0, 0, 1, 1, 1, 1]
     machine.write("sys/devices/cpu_atom/cpus", "4-5").write("sys/devices/cpu_lowpower/cpus", "6-7")
     assert [core.kind for core in read(machine, range(8))] == [0, 0, 1, 1, 2, 2]
-
-
-def test_without_sysfs_each_cpu_is_a_core(machine):
-    assert read(machine, {3, 1}) == [Core((1,)), Core((3,))]
-
-
-def test_without_lists_of_siblings_the_numbers_of_cores_are_used(machine):
-    machine.add_sockets(1, 2, threads=2)
-    for file in machine.folder.rglob("thread_siblings_list"):
-        file.unlink()
-    assert cpus_of(read(machine, range(4))) == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("text", ["", "\n", "all", "0-", "-1", "3-1", "0-99999999999999999999", "0-7:2/4", "\xff", "0,,1"])

@@ -6,7 +6,7 @@ pytest.importorskip("pyte")
 
 from pyte.modes import DECAWM
 
-from mpwatch.live_view.scroll_region import ScrollRegion, go_to_line_start
+from mpwatch.live_view.scroll_region import ScrollRegion
 from support.screens import Emulator
 
 COLUMNS, ROWS = 40, 10
@@ -34,7 +34,7 @@ def text_rows(emulator):
     return [row for row in emulator.all_rows() if row]
 
 
-@pytest.mark.parametrize("before", [0, 1, 7, 8, 9, 10, 30], ids=lambda n: f"{n} lines before")
+@pytest.mark.parametrize("before", [0, 1, 8, 30], ids=lambda n: f"{n} lines before")
 @pytest.mark.parametrize("rest", ["", "half a line"])
 def test_printed_lines_scroll_above_the_view(emulator, before, rest):
     region = ScrollRegion()
@@ -100,18 +100,3 @@ def test_the_view_is_removed_wherever_a_drawing_has_ended():
         assert [row.strip() for row in text_rows(emulator)] == ["one", "two", "next"], cut
         assert emulator.screen.margins is None
         assert DECAWM in emulator.screen.mode
-
-
-@pytest.mark.parametrize("line", ["hal", "50 %\r"])
-def test_an_unfinished_line_stays_when_the_view_is_removed(emulator, line):
-    region = ScrollRegion()
-    send(emulator, "one\n" + line)
-    draw(emulator, region, VIEW)
-    send(emulator, region.recover())
-    assert text_rows(emulator) == ["one", line.strip()]
-
-
-@pytest.mark.parametrize("column", [0, 1, 20, COLUMNS - 1, COLUMNS])
-def test_go_to_line_start(emulator, column):
-    send(emulator, "x" * column + go_to_line_start(COLUMNS) + "mine")
-    assert text_rows(emulator) == [*(["x" * column] if column else []), "mine"]
