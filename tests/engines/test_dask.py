@@ -2,13 +2,11 @@
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import numpy as np
 import pytest
 
 import mpwatch
@@ -83,12 +81,6 @@ def test_200_megabytes_come_back(client):
     cases.check_large_values(partial(run, client))
 
 
-@pytest.mark.filterwarnings("error:Sending large graph")
-def test_large_arguments_are_no_part_of_the_graph(client):
-    result = run(client, lambda array: float(array.sum()), 1, nodes=2, args=(np.ones(2_500_000),))
-    assert list(result) == [2_500_000.0] * 2
-
-
 def test_ranks_are_not_daemonic_and_can_start_processes(client):
     def start_a_child():
         child = subprocess.run([sys.executable, "-c", "print('started')"], capture_output=True, text=True, check=True)
@@ -104,12 +96,6 @@ def test_a_failure_is_that_on_one_machine(client, fn, options):
 
 def test_ctrl_c_stops_all_nodes(client):
     cases.check_ctrl_c(partial(run, client))
-
-
-def test_ctrl_c_twice_ends_all_nodes_at_once(client):
-    with pytest.raises(KeyboardInterrupt):
-        run(client, signal.pause, 2, nodes=2, on_event=cases.interrupt)
-    assert not any(client.run(list_own_tasks).values())
 
 
 def test_ranks_stop_together(client):
@@ -162,31 +148,8 @@ def test_a_node_waits_for_a_busy_worker(client):
     busy.release()
 
 
-@pytest.mark.slow
-def test_a_new_worker_becomes_a_node():
-    with make_cluster(1) as cluster, Client(cluster) as client:
-
-        def add_a_worker(event):
-            if isinstance(event, mpwatch.events.CallStarted):
-                cluster.scale(2)
-
-        assert list(run(client, functions.wait_for_world_size, 1, nodes=(1, 2), args=(2,), on_event=add_a_worker)) == [0, 1]
-        check_nothing_left(client)
-
-
 def test_a_job_does_not_wait_for_nodes_that_have_no_worker(client, caplog):
     cases.check_begin_without_room(partial(run, client), caplog)
-
-
-def test_a_cluster_that_is_closed_meanwhile_ends_the_job():
-    with make_cluster(2) as cluster, Client(cluster) as client:
-
-        def close_it(event):
-            if isinstance(event, mpwatch.events.CallStarted):
-                cluster.close()
-
-        with pytest.raises((mpwatch.LaunchError, mpwatch.RunFailedError)):
-            run(client, signal.pause, 1, nodes=2, on_event=close_it)
 
 
 def test_a_task_can_be_the_driver(client):
@@ -240,19 +203,3 @@ def test_a_bad_client_is_named(client):
     closed.close()
     with pytest.raises(ValueError, match="the Dask client is not connected to a scheduler, it is closed; make a new Client"):
         run(closed, functions.report, 2, nodes=2)
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_does_not_answer_is_named(tmp_path):
-    file = tmp_path / "scheduler.json"
-    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", "--port", "0"]
-    with subprocess.Popen([*command, "--scheduler-file", file], stderr=subprocess.DEVNULL) as scheduler:
-        try:
-            with Client(scheduler_file=file) as client:
-                scheduler.send_signal(signal.SIGSTOP)
-                text = r"the Dask scheduler at tcp://.* does not say which workers it has: no answer within 10 s\. Check"
-                with pytest.raises(mpwatch.LaunchError, match=text):
-                    run(client, functions.get_rank, 1, nodes=1)
-                scheduler.kill()
-        finally:
-            scheduler.kill()

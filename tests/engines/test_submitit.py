@@ -95,27 +95,6 @@ def test_a_lost_node_is_replaced(executor):
     cases.check_loss_of_a_node(partial(run, executor))
 
 
-@pytest.mark.slow
-def test_a_job_whose_nodes_are_all_lost_is_restarted(executor):
-    cases.check_loss_of_all_nodes(partial(run, executor))
-
-
-@pytest.mark.slow
-def test_200_megabytes_come_back(executor):
-    cases.check_large_values(partial(run, executor))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_many_runs_leave_nothing(executor, tmp_path):
-    counts = []
-    for _ in range(10):
-        assert list(run(executor, functions.get_rank, 1, nodes=2)) == [0, 1]
-        check_nothing_left(tmp_path)
-        counts.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
-    assert counts[-1] <= counts[1]
-
-
 DRIVER = [
     "import submitit",
     "from mpwatch.integrations.submitit import run",
@@ -133,18 +112,6 @@ def test_the_ranks_end_with_the_driver(kind, request, tmp_path):
 
 
 # ---- The queue
-
-
-@pytest.mark.slow
-def test_a_job_that_slurm_starts_later_becomes_a_node(slurm, slurm_executor):
-    slurm_stand_in.set_nodes(slurm, 1)
-
-    def free_a_node(event):
-        if isinstance(event, CallStarted):
-            slurm_stand_in.set_nodes(slurm, 2)
-
-    options = {"nodes": (1, 2), "args": (2,), "on_event": free_a_node}
-    assert list(run(slurm_executor, functions.wait_for_world_size, 1, **options)) == [0, 1]
 
 
 def test_ctrl_c_cancels_a_job_that_waits_in_the_queue(slurm, tmp_path):
@@ -175,13 +142,6 @@ def test_a_job_waits_in_the_queue_for_longer_than_join_timeout(slurm, slurm_exec
         logger.removeFilter(free_the_nodes)
     text = "no node of these jobs of submitit has connected to this program: 101. The job has waited for 10 s, and"
     assert caplog.messages[0].startswith(text)
-
-
-def test_queue_timeout_limits_the_wait_in_the_queue(slurm, slurm_executor):
-    slurm_stand_in.set_nodes(slurm, 0)
-    with pytest.raises(mpwatch.LaunchError, match=r"to this program: 101\. The job has waited for 2 s \(queue_timeout\)"):
-        run(slurm_executor, functions.get_rank, 2, nodes=2, queue_timeout=2.0)
-    assert slurm_stand_in.list_states(slurm) == {"101": "CANCELLED"}
 
 
 # ---- Preemption
@@ -260,16 +220,6 @@ def test_submitit_queues_a_job_object_again_that_was_preempted(slurm, slurm_exec
 
 
 @pytest.mark.slow
-def test_a_job_object_on_this_machine_goes_on_after_its_time_limit(tmp_path):
-    executor = submitit.LocalExecutor(tmp_path / "jobs")
-    executor.update_parameters(tasks_per_node=2, timeout_min=1, signal_delay_s=45)  # its signal comes after 15 seconds
-    results = executor.submit(Job(count_to, 1, args=(0, str(tmp_path)))).results()
-    assert [sorted(result.return_values) for result in results] == [[0], [1]]
-    check_steps(tmp_path, 2, 0)
-    check_nothing_left(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_job_object_goes_on_without_a_lost_node(slurm_executor, tmp_path):
     def wait_for_loss(folder):
         size = mpwatch.current_worker().world_size
@@ -331,16 +281,3 @@ def test_a_bad_executor_is_named(tmp_path):
         run("slurm", functions.get_rank, 2, nodes=2)
     with pytest.raises(ValueError, match="a DebugExecutor runs jobs one after the other in this process"):
         run(submitit.AutoExecutor(tmp_path, cluster="debug"), functions.get_rank, 2, nodes=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"stop": [signal.SIGUSR2]}, TypeError, "a Job has no option 'stop'"),
-        ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
-        ({"min_nodes": -1}, ValueError, "nnodes"),
-    ],
-)
-def test_a_bad_option_of_a_job_object_is_named(options, error, text):
-    with pytest.raises(error, match=text):
-        Job(functions.get_rank, 2, **options)

@@ -1,7 +1,4 @@
-"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the page.
-
-A program with torch.multiprocessing is in old_spawn.py.
-"""
+"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the page."""
 
 # A program with accelerate. Each rank writes its environment to a file, since accelerate's own launcher returns nothing.
 NOTEBOOK = """
