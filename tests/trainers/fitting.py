@@ -65,19 +65,6 @@ class Locked(Line):
         self.lock = threading.Lock()
 
 
-class SetUpInRanks(Callback):
-    """Cannot load a state in the caller, where Lightning does not call `setup`."""
-
-    def setup(self, trainer, module, stage):
-        self.counts = {}
-
-    def state_dict(self):
-        return {"stages": len(self.counts)}
-
-    def load_state_dict(self, state):
-        self.counts.update(state)
-
-
 class Recorder(Callback):
     """Records the environment of its rank as its state. Kills rank 1 in the second epoch of the first attempt."""
 
@@ -187,7 +174,7 @@ sharded = model(Sharded)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    sharded_trainer = trainer(parallel, enable_checkpointing=True, callbacks=[SetUpInRanks()])
+    sharded_trainer = trainer(parallel, enable_checkpointing=True)
     sharded_trainer.fit(sharded, loader(shuffle=True))
 results["sharded"] = weights(sharded)
 results["checkpoint"] = [
@@ -203,11 +190,7 @@ results["fabric_alone"] = get_error_text(fabric.launch)
 results["errors"] = {
     "name": get_error_text(lambda: watched("ddp")),
     "one process": get_error_text(lambda: watched(DataParallelStrategy())),
-    "used": get_error_text(lambda: watched(fit_trainer.strategy)),
     "option": get_error_text(lambda: watched(DDPStrategy(), backend="gloo")),
-    "value": get_error_text(lambda: watched(DDPStrategy(), timeout=-1)),
-    "scope": get_error_text(lambda: watched(DDPStrategy(), max_restarts=mpwatch.RestartPolicy(scope="worker"))),
-    "logs": get_error_text(lambda: trainer(watched(DDPStrategy(), logs=mpwatch.LogSpec(show=2)))),
     "sending": get_error_text(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
     "nodes": get_error_text(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),
 }
