@@ -113,21 +113,6 @@ def test_a_group_serves_many_cells(kernel):
     assert not any(is_alive(pid) for pid in first)
 
 
-def test_ranks_of_a_group_that_do_not_answer_an_interrupt_are_restarted(kernel, start_waiting_cell, tmp_path, eventually):
-    kernel.run("group = mpwatch.WorkerGroup(2, grace_period=1000)")
-    cell, processes = start_waiting_cell("group.run(wait_ignoring_signals, (FOLDER,))")
-    kernel.interrupt()
-    eventually(lambda: sum(name.startswith("ignored") for name in os.listdir(tmp_path)) == 2)
-    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
-    assert not any(is_alive(pid) for pid in processes)
-    (shown,) = kernel.run("group")
-    assert "UNHEALTHY" in shown["data"]["text/html"]
-    warning, value = kernel.run("[worker.restart_count for worker in group.run(pids).workers]")
-    assert "all ranks are restarted" in warning["text"]
-    assert value["data"]["text/plain"] == "[1, 1]"
-    assert kernel.run("group.close()") == []
-
-
 def test_cells_with_magic_with_await_and_beside_threads_and_tasks(kernel):
     kernel.run("""
 threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -10,7 +10,6 @@ CELLS = {
     "definitions": """
 import multiprocessing, mpwatch
 from IPython.display import DisplayHandle
-from support import failing
 class Cfg:
     def __init__(self, lr): self.lr = lr
 class TooBad(Exception): pass
@@ -39,7 +38,6 @@ def report_steps(event):
     "values": "[(type(cfg) is Cfg, cfg.lr, rank) for cfg, rank in mpwatch.run(train, 2, args=(Cfg(2),))]",
     "result": "mpwatch.run(lambda: mpwatch.current_worker().rank * 7, 2)",
     "failure": "mpwatch.run(fail, 2)",
-    "failure of a module": "mpwatch.run(failing.raises_value_error, 1)",
     "caught": "try: mpwatch.run(fail, 2)\nexcept mpwatch.RunFailedError as caught: error = caught\ntype(error.__cause__) is TooBad",
     "error": "error",
     "traceback": "print(error.root_cause.traceback)",
@@ -82,12 +80,6 @@ def test_exceptions_of_cells(outputs):
     assert f"Cell In[1], line {line}, in fail()" in text
     assert re.search(rf"-+> {line} +raise TooBad\(message\)", text)
     assert not re.findall(r"^File .*/mpwatch/", text, re.MULTILINE)
-
-
-def test_exceptions_of_modules(outputs):
-    text = strip_colours(outputs["failure of a module"][0]["traceback"])
-    assert "in raises_value_error()" in text
-    assert re.search(r'-+> \d+ +raise ValueError\("the batch is bad"\)', text)
 
 
 def test_an_error_and_a_result_are_tables(outputs):

@@ -109,31 +109,17 @@ def test_an_interrupt_leaves_the_ranks_and_their_variables(kernel, tmp_path, eve
     assert kernel.value("pid") == {0: pids[0]}
 
 
-def test_a_breakpoint_opens_pdb(kernel):
-    text = kernel.converse("%%ranks\ny = rank + 40\nif rank == 2: breakpoint()\nz = y", ["p y", "c"])
-    assert "(rank 2) (Pdb) p y\n42\n" in text
-    assert table(kernel.run("%%ranks --on 2\nz")) == "rank 2: 42"
-
-
 def test_a_rank_that_dies_is_restarted_without_its_variables(kernel):
     text = error(kernel.run("%%ranks\nif rank == 1: os._exit(3)"))
     assert "rank 1 ended with exit code 3" in text, text
     assert "name 'rank' is not defined" in error(kernel.run("%%ranks\nrank"))
 
 
-def test_a_timeout(kernel):
-    assert "RunTimeoutError" in error(kernel.run("%%ranks --timeout 0.5\nimport time\ntime.sleep(1000)"))
-
-
 def test_the_group(kernel):
     assert kernel.value("group = %ranks\nlist(group.run(max, (1, 2)))") == [2, 2, 2]
     for line, text in {
         "4": "the ranks have nprocs=3, not 4. To keep them, leave nprocs out. For new ranks, end these with %ranks --close",
-        "--backend gloo": "the ranks have backend=None, not 'gloo'. To keep them, leave backend out.",
-        "--bad": "ranks: unrecognized arguments: --bad; see %%ranks?",
         "--close": "%%ranks --close would not run this cell; write %ranks --close in a line of its own",
-        "--timeout 0": "ranks: timeout must be a number of seconds",
-        "--on all": "--on needs ranks without spaces",
         "--push 'a b'": "--push needs names of variables",
     }.items():
         assert error(kernel.run(f"%%ranks {line}\nrank")).startswith(f"UsageError: {text}"), line
@@ -154,11 +140,3 @@ def test_ranks_end_with_the_extension(kernel):
     assert "UsageError: Cell magic `%%ranks` not found" in error(kernel.run("%%ranks\n1"))
     assert kernel.run("%load_ext mpwatch") == []
     assert error(kernel.run("%%ranks\n1")) == "UsageError: there are no ranks yet; say how many, as in %%ranks 4"
-
-
-@pytest.mark.slow
-def test_ranks_end_with_the_kernel(kernel, eventually):
-    pids = pids_of(kernel)
-    kernel.restart(now=False)
-    eventually(lambda: not any(map(is_alive, pids)))
-    kernel.run("%load_ext mpwatch\nimport os")
