@@ -73,11 +73,6 @@ def ignore_sigterm(*ranks):
     return follow_order()
 
 
-def report_step():
-    """Report a step as large as time.time_ns()."""
-    mpwatch.report(step=1 << 60)
-
-
 def connect_to_rank_0():
     """Connect all ranks to rank 0 by MASTER_ADDR and MASTER_PORT. Return the address."""
     worker = mpwatch.current_worker()
@@ -172,7 +167,6 @@ ORDERS = {
     "raise": raise_error,
     "count_steps": count_steps,
     "request_stop": request_stop,
-    "return_after_steps": stop_functions.count_steps,
     "ignore_stop": ignore_stop,
     "exit": sys.exit,
     "wait_for_rank_0": wait_for_rank_0,

@@ -94,12 +94,6 @@ def test_values_for_the_ranks_of_the_job_or_of_a_node(job):
     assert dict(second.items()) == {rank: {0: "b", 1: "c", 2: "d"}[rank] for rank in second.return_values}
 
 
-def test_values_for_another_number_of_ranks(job):
-    job.start_several(2, tasks.get_argument, 2, args=[mpwatch.PerRank(["a", "b", "c"])])
-    for outcome in job.outcomes():
-        assert "a PerRank is 3, but the number of ranks is 4 in the job, and 2 on this node" in str(outcome.error)
-
-
 def test_each_node_binds_its_own_ranks(job):
     """Both nodes are on this machine, so each of them splits all CPUs."""
     allowed = sorted(os.sched_getaffinity(0))
@@ -114,14 +108,6 @@ def test_nodes_of_the_static_backend_have_the_ranks_of_their_options(job):
     assert [list(result.return_values) for result in job.results()] == [[1], [0]]
 
 
-def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
-    job.start_store()
-    job.rendezvous["nnodes"] = 1
-    for name in ("one", "two"):
-        job.start(tasks.get_worker_info, rendezvous={"run_id": name})
-    assert [result[0]["run_id"] for result in job.results()] == ["one", "two"]
-
-
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_nodes_end_at_once_when_the_last_rank_returns(job, first):
     job.start_several(2)
@@ -133,13 +119,6 @@ def test_all_nodes_end_at_once_when_the_last_rank_returns(job, first):
     outcomes = job.outcomes()
     assert max(outcome.ended for outcome in outcomes) - last < NODE_TIMEOUT
     assert values_of([outcome.result for outcome in outcomes])[first] == "early"
-
-
-@pytest.mark.slow
-def test_any_step_may_be_reported(job):
-    """All nodes must be able to read what the others report."""
-    job.start_several(2, tasks.report_step)
-    job.results()
 
 
 @pytest.mark.parametrize(

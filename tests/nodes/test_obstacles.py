@@ -2,7 +2,6 @@
 
 import re
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -70,25 +69,9 @@ def test_a_missing_static_node_is_named(job):
     assert_refused(job.nodes[0].outcome(), r"nodes with these ranks had not joined: 1, 2\.")
 
 
-@pytest.mark.slow
-def test_a_static_rank_that_joins_twice_is_an_error(job):
-    for rank in (0, 1):
-        job.start(rendezvous={"backend": "static", "options": {"rank": rank}})
-    world = job.await_world(2)
-    twin = job.start(rendezvous={"backend": "static", "options": {"rank": 1}})
-    assert_refused(twin.outcome(), r"options=\{'rank': 1\} has already joined")
-    world.order("return")
-    job.results(job.nodes[:2])
-
-
 def test_a_store_that_no_node_serves_is_named(job):
     job.start(rendezvous={"is_host": False})
     assert_refused(job.nodes[0].outcome(), rf"127\.0\.0\.1:{job.port}: nothing listens there\. .* is_host=True")
-
-
-def test_an_unknown_host_name_is_named(job):
-    job.start(rendezvous={"endpoint": "no-such-host.invalid:29400", "is_host": None})
-    assert_refused(job.nodes[0].outcome(), "the name 'no-such-host.invalid' cannot be resolved")
 
 
 @pytest.mark.parametrize("is_host", [True, False])
@@ -96,18 +79,6 @@ def test_a_port_that_a_silent_program_has_taken_is_named(job, is_host):
     with closing(socket.create_server(("127.0.0.1", job.port))):
         outcome = job.start(rendezvous={"is_host": is_host}).outcome()
     assert_refused(outcome, f"port {job.port} is taken" if is_host else "does not answer as torch's store")
-
-
-def test_a_port_that_another_program_has_taken_is_named(job):
-    def answer():
-        with server.accept()[0] as connection:
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.recv(1 << 10)
-
-    with socket.create_server(("127.0.0.1", job.port)) as server, ThreadPoolExecutor(1) as pool:
-        pool.submit(answer)
-        outcome = job.start(rendezvous={"is_host": False}).outcome()
-    assert_refused(outcome, f"port {job.port} is taken by a program that does not answer")
 
 
 def test_a_node_beyond_the_maximum_and_one_that_comes_after_the_end_are_refused(job):

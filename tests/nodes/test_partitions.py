@@ -71,15 +71,3 @@ def test_no_node_goes_on_without_its_store(job_on_hosts):
         assert assert_store_lost(job, node).ended - at < DETECTION_SECONDS
     job.await_world(1).order("return")
     job.results(nodes[:1])
-
-
-@pytest.mark.slow
-def test_a_host_that_loses_power_is_lost_in_time(job_on_hosts):
-    """Not even its kernel closes the connections."""
-    job = job_on_hosts
-    nodes, first = start(job)
-    at = cut(job, CUT)
-    nodes[CUT].kill()
-    assert job.await_end(first) - at < DETECTION_SECONDS
-    job.await_world(2).order("return")
-    job.results(nodes[:CUT])

@@ -37,17 +37,6 @@ def test_a_rank_stops_all_ranks_of_the_job(job):
     assert_stopped_together(job, "request_stop() in rank 1", 2)
 
 
-def test_ranks_of_a_node_that_have_returned_have_passed_their_last_step(job):
-    job.start_several(2, **USR1)
-    world = job.await_world(2)
-    world[1].order("return_after_steps", 10_000)
-    job.wait_until(lambda: world[1].ended_at, "the end of rank 1")
-    job.node_of(world[1]).send(signal.SIGUSR1)
-    world[0].order("count_steps", 0.0)
-    values = {rank: value for result in job.results() for rank, value in result.items()}
-    assert values[0] >= values[1] == 10_000
-
-
 def test_a_request_before_the_nodes_have_met_ends_the_run(job):
     node = job.start(**USR1)
     job.watch_for(NODE_TIMEOUT / 2)
@@ -70,34 +59,6 @@ def test_a_request_before_a_restart_ends_the_job(job):
         assert outcome.ended - sent_at < AT_ONCE
         assert len(outcome.result.attempts) == 1
         assert list(outcome.result.notes) == ["not restarted: a stop was requested (SIGUSR1)"]
-
-
-@SLOW
-def test_a_request_while_the_nodes_meet_again_ends_the_run(job):
-    job.start_store()
-    kept, lost = job.start_several(2, max_restarts=3, **USR1)
-    job.await_world(2).order("count_steps")
-    lost.kill()
-    job.watch_for(2 * NODE_TIMEOUT)
-    sent_at = kept.send(signal.SIGUSR1)
-    outcome = kept.outcome()
-    assert outcome.ended - sent_at < AT_ONCE
-    assert type(outcome.error) is mpwatch.RunFailedError
-    assert outcome.result.stop_cause == "SIGUSR1"
-
-
-@SLOW
-def test_the_job_is_not_restarted_if_a_node_is_killed_after_the_request(job):
-    job.rendezvous["nnodes"] = 1, 2
-    job.start_store()
-    kept, lost = job.start_several(2, max_restarts=3, **USR1)
-    job.await_world(2).order("ignore_stop")
-    kept.send(signal.SIGUSR1)
-    job.watch_for(NODE_TIMEOUT / 2)
-    lost.kill()
-    result = kept.outcome().error.result
-    assert len(result.attempts) == 1
-    assert list(result.notes) == ["not restarted: a stop was requested (SIGUSR1)"]
 
 
 def test_each_node_has_a_limit_for_its_ranks(job):

@@ -13,7 +13,6 @@ SLOW = pytest.mark.slow
 EXIT_SECONDS = 1.0  # seconds, from the death of a watcher until its ranks have exited
 TRAINING_SECONDS = 60.0  # seconds; each rank imports torch
 OVER_LOOPBACK = {"backend": "gloo", "env": {"GLOO_SOCKET_IFNAME": "lo"}}
-STALLING = {**OVER_LOOPBACK, "backend": mpwatch.Backend("gloo", stall_after=0.5)}
 
 
 @pytest.fixture
@@ -71,48 +70,3 @@ def test_a_rank_that_called_another_collective_is_blamed_on_every_node(patient_j
         assert all(failure.is_secondary for rank, failure in outcome.result.failures.items() if rank != 1)
         pids.add(cause.pid)
     assert len(pids) == 1
-
-
-@SLOW
-def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(patient_job):
-    """Each node has one rank, so none can see alone that they do not fit."""
-    patient_job.start_several(2, training.leave_others_waiting, args=[True], **STALLING)
-    for outcome in patient_job.outcomes():
-        assert str(outcome.error).startswith("rank 1 ")
-        assert outcome.result.root_cause.summary.startswith(
-            (
-                "has returned, but rank 0 waits for it in all_reduce #2 (float32[16]",
-                "has not joined all_reduce #2 (float32[16]",  # rank 0 had lost the connection a moment before
-            )
-        )
-
-
-@SLOW
-def test_one_node_warns_of_a_rank_that_others_wait_for(patient_job):
-    patient_job.start_several(2, training.leave_others_waiting, args=[False], timeout=15.0, **STALLING)
-    late = "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits (training.py:"
-    for outcome in patient_job.outcomes():
-        assert outcome.result.root_cause is None
-        assert late in str(outcome.error)
-    assert sum(node.log.count("in a collective: " + late) for node in patient_job.nodes) == 1
-
-
-@SLOW
-def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(patient_job):
-    patient_job.start_several(2, training.wait_in_barrier, heartbeat_timeout=2.0, **OVER_LOOPBACK)
-    for outcome in patient_job.outcomes():
-        assert "wait_in_barrier" in assert_blamed(outcome, 1, "HANG").stack
-        assert "was silent" in outcome.result.failures[0].evidence
-
-
-@SLOW
-def test_a_node_whose_rank_others_wait_for_restarts_with_them(job):
-    """The node has no other rank that could be a victim."""
-    for nprocs in (2, 1):
-        job.start(training.all_reduce_without_one, nprocs, args=[2], max_restarts=1, **OVER_LOOPBACK)
-    blamed = []
-    for result in job.results(within=TRAINING_SECONDS):
-        assert [attempt.root_cause and attempt.root_cause.rank for attempt in result.attempts] == [2, None]
-        assert result.restarts == 1
-        blamed.append({event.ranks[0]: event.is_root_cause for event in result.events if event.name == "worker_failed"})
-    assert blamed == [{0: False, 1: False}, {2: True}]

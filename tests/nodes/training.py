@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from datetime import timedelta
 
 import torch
@@ -47,25 +46,6 @@ def all_reduce_with_other_shape(odd):
     dist.barrier()
     dist.all_reduce(torch.ones(17 if dist.get_rank() == odd else 16))
     hang()
-
-
-def leave_others_waiting(returns):
-    """Let rank 0 wait in an all_reduce for rank 1, which returns or works on."""
-    dist.broadcast(torch.ones(4), src=0)
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(16))
-    elif not returns:
-        hang()
-
-
-def wait_in_barrier():
-    """Let rank 0 wait in a barrier. The other rank sends heartbeats, and does not enter it."""
-    mpwatch.heartbeat()
-    if dist.get_rank() == 0:
-        dist.barrier()
-    while True:
-        mpwatch.heartbeat()
-        time.sleep(0.1)
 
 
 def hang():
