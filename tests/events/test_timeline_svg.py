@@ -55,36 +55,6 @@ def test_a_restarted_run():
     ]
 
 
-def test_the_rank_that_failed_first_in_the_last_attempt_is_named():
-    first, second, _ = rows(draw(failed_run()))
-    assert first[-1] == "stopped, restarted once"
-    assert second[-1] == "failed first, restarted once"
-
-
-def test_bars_are_in_proportion_to_their_times():
-    picture = draw(restarted_run())
-    spans = {}
-    for bar in picture.iter(f"{NAME}rect"):
-        title = bar.find(f"{NAME}title")
-        if title is not None and title.text.startswith("train: succeeded"):
-            spans[float(bar.get("y"))] = float(bar.get("x")), float(bar.get("width"))
-    axis = {text.text: float(text.get("x")) for text in picture.iter(f"{NAME}text") if text.get("y") == "14"}
-    second = axis["2 s"] - axis["1 s"]
-    (x, width), *others = spans.values()
-    assert abs(x - (axis["0 s"] + 3.5 * second)) < 0.1
-    assert abs(width - second) < 0.1
-    assert others == [(x, width)]
-
-
-def test_a_call_that_has_not_ended_is_unfinished():
-    history = EventHistory().start_and_call()
-    assert rows(draw(history.events)) == [
-        ["rank 0", "start-up", None],
-        ["rank 1", "start-up", None],
-        ["start-up", "unfinished"],
-    ]
-
-
 def test_of_many_ranks_those_that_failed_are_drawn():
     history = EventHistory(nprocs=100).start_and_call()
     history.add(WorkerFailed, 1.5, (90,), failure=failure(90), is_root_cause=False)
@@ -92,12 +62,6 @@ def test_of_many_ranks_those_that_failed_are_drawn():
     *drawn, hidden, _ = rows(draw(history.events))
     assert [row[0] for row in drawn] == [f"rank {rank}" for rank in [*range(30), 90, 95]]
     assert hidden == ["68 more ranks are not drawn"]
-
-
-def test_names_are_escaped():
-    history = EventHistory(fn="<lambda>\udce9").start_and_call().succeed(2.0)
-    titles = [title.text for title in draw(history.events).iter(f"{NAME}title")]
-    assert "<lambda>\\udce9: succeeded, 0.500 s to 2.000 s" in titles
 
 
 def test_without_ranks_there_is_no_picture():
