@@ -2,85 +2,42 @@
 
 import pytest
 
-from support.programs import ENV, python
-from support.pytest_runs import PLUGIN
+from support.programs import python
 
 coverage = pytest.importorskip("coverage", minversion="7.10")
 
-CONFIG = '[tool.coverage.run]\npatch = ["subprocess", "_exit"]\nsigterm = true\n'
+CONFIG = '[tool.coverage.run]\npatch = ["subprocess"]\nsigterm = true\n'
 SCRIPT = """
-import multiprocessing, os, signal, sys
+import multiprocessing, signal
 import mpwatch
 
-def work(how, barrier):
-    if how == "return":
-        return "in a rank"
-    if mpwatch.current_worker().rank == 1:
-        barrier.wait()
-        signal.pause()
+def work(barrier):
     barrier.wait()
-    if how == "exit":
-        os._exit(0)
+    if mpwatch.current_worker().rank == 1:
+        signal.pause()
     raise ValueError
 
 if __name__ == "__main__":
-    barrier = multiprocessing.get_context("spawn").Barrier(2)
-    mpwatch.run(work, 2, args=(sys.argv[1], barrier), check=False)
+    mpwatch.run(work, 2, args=(multiprocessing.get_context("spawn").Barrier(2),), check=False)
 """
-TESTS = """
-import mpwatch, pytest
-
-@pytest.mark.mpwatch(nprocs=2)
-@pytest.mark.parametrize("is_bad", [False, True])
-def test(is_bad):
-    if mpwatch.current_worker().rank:
-        seen = "in rank 1"
-        assert not is_bad
-"""
+LINES = {
+    number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.strip() in ("signal.pause()", "raise ValueError")
+}
 
 
-@pytest.fixture
-def measure(tmp_path, eventually):
-    """Return a function that runs a program under coverage, and waits until coverage has seen these lines of it.
+def test_the_lines_of_a_rank_that_raises_and_of_one_that_is_stopped(tmp_path, eventually):
+    """The data files are written while the program ends, or later: multiprocessing's resource tracker has one, too."""
 
-    multiprocessing's resource tracker writes its data file while the program ends, or later.
-    """
+    def read_lines():
+        data = coverage.CoverageData(tmp_path / ".coverage")
+        data.read()
+        return set(data.lines(str(program)) or ())
+
+    def is_measured():
+        python("-m", "coverage", "combine", "--keep", "-q", cwd=tmp_path, check=False)
+        return read_lines() >= LINES
+
     (tmp_path / "pyproject.toml").write_text(CONFIG)
-
-    def find_seen(program):
-        seen = set()
-        for path in tmp_path.glob(".coverage.*"):
-            data = coverage.CoverageData(path)
-            try:
-                data.read()
-            except coverage.CoverageException:
-                continue
-            seen |= set(data.lines(str(program)) or ())
-        return seen
-
-    def run(source, name, *args, expected):
-        program = tmp_path / name
-        program.write_text(source)
-        python("-m", "coverage", "run", *args, cwd=tmp_path, env={**ENV, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, check=False)
-        lines = source.splitlines()
-        eventually(lambda: expected <= {lines[number - 1].strip() for number in find_seen(program)})
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("return", {'return "in a rank"'}),
-        pytest.param("exit", {"os._exit(0)"}, marks=pytest.mark.slow),
-        ("raise", {"raise ValueError", "if mpwatch.current_worker().rank == 1:", "signal.pause()"}),
-    ],
-)
-def test_a_script(measure, how, expected):
-    measure(SCRIPT, "script.py", "script.py", how, expected=expected)
-
-
-@pytest.mark.slow
-def test_tests_on_ranks(measure):
-    expected = {'seen = "in rank 1"', "assert not is_bad"}
-    measure(TESTS, "test_it.py", "-m", "pytest", *PLUGIN, "test_it.py", expected=expected)
+    (program := tmp_path / "script.py").write_text(SCRIPT)
+    python("-m", "coverage", "run", "script.py", cwd=tmp_path)
+    eventually(is_measured)
