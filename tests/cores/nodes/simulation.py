@@ -1,29 +1,34 @@
 """Simulate a job of many nodes without a network, with any faults.
 
-The state machines of nodes, leaders and ranks are real. The store, the rendezvous and the ranks are simulated: the store
-runs on none of the nodes. Time is virtual.
+The state machines of nodes and leaders are real. The store, the rendezvous and the ranks are simulated: the store runs on none
+of the nodes, and the ranks of a node start, fail, return and stop together. Time is virtual.
 """
 
 import heapq
 import itertools
 import random
 from collections import Counter
+from enum import Enum, auto
 from functools import wraps
 
 from mpwatch import RestartPolicy
 from mpwatch.multinode import leader, node_machine
 from mpwatch.multinode.protocol import messages
-from mpwatch.watcher.machine import transitions as of_ranks
-from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.machine.transitions import RankPhase, StopReason
+from mpwatch.multinode.protocol.messages import NodeOutcome
 
 POLL_SECONDS, HEARTBEAT_INTERVAL, TIMEOUT = 0.1, 2.5, 15.0
 JOIN_TIMEOUT = 120.0
 LEAVE_SECONDS = 12.0  # seconds that a leader which leaves waits for the others, at most
 STOP_SECONDS = 0.5  # seconds after it has woken up, for a node to stop ranks
-DECIDE_AFTER = (StopReason.FAILED, StopReason.SUCCEEDED, StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB)
-OUTCOMES = {StopReason.SUCCEEDED: messages.NodeOutcome.SUCCEEDED, StopReason.CANCELLED_BY_JOB: messages.NodeOutcome.STOPPED}
-ENDED = (RankPhase.EXITED, RankPhase.ABANDONED)
+START_SECONDS, EXIT_SECONDS = 0.5, 0.05  # of ranks
+LEASE_SECONDS = 0.65 * TIMEOUT  # after its last heartbeat, a node stops its ranks
+
+
+class Ranks(Enum):
+    NONE = auto()
+    STARTING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
 
 
 class Round:
@@ -55,11 +60,11 @@ class Node:
     def __init__(self, job, name):
         self.job, self.name = job, name
         self.is_alive = True
-        self.round = self.node_machine = self.leader = self.ranks = self.decision = None
+        self.round = self.node_machine = self.leader = self.decision = None
+        self.ranks, self.start_number, self.lease_ends_at = Ranks.NONE, 0, 0.0
         self.history, self.expected_nodes = messages.RestartHistory(), None
         self.stop_step = None  # that the nodes have agreed on
-        self.is_unreported = self.is_stop_requested = False
-        self.is_leaving = self.has_failing_env = self.is_refused = False
+        self.is_stop_requested = self.is_leaving = self.has_failing_env = self.is_refused = False
         self.asleep_until, self.env_seconds = -STOP_SECONDS, 0.0
 
     def join(self, round_, group_rank):
@@ -94,7 +99,13 @@ class Node:
                 self.execute_leader_actions(self.leader.check_heartbeats(dict(round_.heartbeats), now))
                 self.execute_leader_actions(self.leader.handle_deadline(now))
             self.job.after(HEARTBEAT_INTERVAL, self.send_heartbeat)
-        self.feed(of_ranks.Lease(now + 0.65 * TIMEOUT, now + 0.85 * TIMEOUT))
+        self.lease_ends_at = now + LEASE_SECONDS
+        self.job.after(LEASE_SECONDS, self.check_lease)
+
+    @when_awake
+    def check_lease(self):
+        if self.job.now >= self.lease_ends_at:
+            self.stop(NodeOutcome.STOPPED)
 
     @when_awake
     def poll(self):
@@ -130,9 +141,8 @@ class Node:
             elif isinstance(action, node_machine.StartRanks):
                 self.start()
             elif isinstance(action, node_machine.StopRanks):
-                self.feed(of_ranks.CancelAttempt())
+                self.stop(NodeOutcome.STOPPED)
             elif isinstance(action, node_machine.HoldRanks):
-                self.feed(of_ranks.StopRequested(action.cause, is_from_job=True))
                 job.after(0.002, self.report_steps)
             elif isinstance(action, node_machine.AgreeOnStep):
                 self.stop_step = action.after_step
@@ -166,9 +176,7 @@ class Node:
         if not self.is_alive or self.round is not round_ or machine.attempt != attempt:
             return
         if machine.stage is node_machine.NodeStage.PREPARING and self.has_failing_env:
-            self.execute_node_actions(
-                machine.abort(messages.AttemptReport(0, 0, messages.NodeOutcome.ABORTED, reason="env"))
-            )
+            self.execute_node_actions(machine.abort(messages.AttemptReport(0, 0, NodeOutcome.ABORTED, reason="env")))
             self.end_when_leader_is_finished()
         elif machine.stage is node_machine.NodeStage.PREPARING:
             self.execute_node_actions(machine.start_ranks(attempt))
@@ -176,71 +184,38 @@ class Node:
     # ranks
 
     def start(self):
-        job = self.job
-        job.note_overlap(self)
-        if self.ranks is None:
-            self.ranks = StateMachine((), now=job.now, grace_period=10.0, decide_after=DECIDE_AFTER)
-            self.feed(of_ranks.StartCall(job.now))
-        first = self.round.assignments[self.node_machine.attempt, self.group_rank].first_rank
-        ranks = tuple(range(first, first + job.nprocs))
-        self.feed(of_ranks.Restart(ranks[0], generation=self.ranks.generation, ranks=ranks))
-        self.let_ranks_return(job.work)
+        self.job.note_overlap(self)
+        self.ranks, self.start_number = Ranks.STARTING, self.start_number + 1
+        self.job.after(START_SECONDS, lambda number=self.start_number: self.become_ready(number))
+        self.let_ranks_return(self.job.work)
+
+    @when_awake
+    def become_ready(self, number):
+        if number == self.start_number and self.ranks is Ranks.STARTING:
+            self.ranks = Ranks.RUNNING
 
     def let_ranks_return(self, seconds):
-        generation = self.ranks.generation
-        for rank in list(self.ranks.phase_table.phases):
-            self.job.after(0.5, lambda rank=rank: self.feed(of_ranks.Ready(rank, generation=generation)))
-            self.job.after(0.5 + seconds, lambda rank=rank: self.feed(of_ranks.Returned(rank, generation=generation)))
+        self.job.after(START_SECONDS + seconds, lambda number=self.start_number: self.return_(number))
 
     @when_awake
-    def feed(self, event):
-        machine = self.ranks
-        if not self.is_alive or machine is None or machine.stage is of_ranks.RunStage.FINISHED:
-            return
-        if getattr(event, "generation", machine.generation) < machine.generation:
-            return
-        if isinstance(
-            event, of_ranks.Ready | of_ranks.Returned | of_ranks.Failed | of_ranks.Exited
-        ) and not self.is_possible(event):
-            return
-        earlier_reason = machine.stop_reason
-        self.execute_rank_actions(machine.handle(event, self.job.now))
-        self.report_changes(earlier_reason)
+    def return_(self, number):
+        if number == self.start_number and self.ranks is Ranks.RUNNING:
+            self.stop(NodeOutcome.SUCCEEDED)
 
-    def is_possible(self, event):
-        phase = self.ranks.phase_table.phases.get(event.rank)
-        if phase is None or phase in ENDED:
-            return False
-        if isinstance(event, of_ranks.Returned | of_ranks.Failed):
-            return phase is RankPhase.RUNNING
-        return phase is RankPhase.STARTING if isinstance(event, of_ranks.Ready) else True
-
-    def execute_rank_actions(self, actions):
-        machine, job = self.ranks, self.job
-        generation = machine.generation
-        for action in actions:
-            if isinstance(action, of_ranks.StartRank):
-                self.is_unreported, self.failed_rank = True, None
-            elif isinstance(action, of_ranks.SendSignal | of_ranks.RequestExit):
-                job.after(0.05, lambda rank=action.rank: self.feed(of_ranks.Exited(rank, generation=generation)))
-        if machine.deadline is not None:
-            job.after(max(0.0, machine.deadline - job.now), self.handle_deadline)
+    def stop(self, outcome):
+        """Stop the ranks. The node reports `outcome`, or nothing if that is None."""
+        if self.is_alive and self.ranks in (Ranks.STARTING, Ranks.RUNNING):
+            self.ranks = Ranks.STOPPING
+            if outcome is NodeOutcome.FAILED:
+                self.execute_node_actions(self.node_machine.report_failing())
+            self.job.after(EXIT_SECONDS, lambda: self.reap(outcome))
 
     @when_awake
-    def handle_deadline(self):
-        if self.is_alive and self.ranks is not None and self.ranks.deadline is not None:
-            earlier_reason = self.ranks.stop_reason
-            self.execute_rank_actions(self.ranks.handle_deadline(self.job.now))
-            self.report_changes(earlier_reason)
-
-    def report_changes(self, earlier_reason):
-        machine = self.ranks
-        if machine.stop_reason is not earlier_reason and machine.stop_reason is StopReason.FAILED:
-            self.execute_node_actions(self.node_machine.report_failing())
-        if machine.stage is of_ranks.RunStage.AWAITING_DECISION and self.is_unreported:
-            self.is_unreported = False
-            outcome = OUTCOMES.get(machine.stop_reason, messages.NodeOutcome.FAILED)
-            failures = ({"rank": self.failed_rank, "is_secondary": False},) if outcome is messages.NodeOutcome.FAILED else ()
+    def reap(self, outcome):
+        self.ranks = Ranks.NONE
+        if self.is_alive and outcome is not None:
+            first = self.round.assignments[self.node_machine.attempt, self.group_rank].first_rank
+            failures = ({"rank": first, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
             self.execute_node_actions(self.node_machine.report_ranks_stopped())
             self.execute_node_actions(self.node_machine.report_attempt(messages.AttemptReport(0, 0, outcome, failures)))
 
@@ -250,18 +225,15 @@ class Node:
 
     @property
     def has_ranks(self):
-        if self.ranks is None or not self.is_alive or self.asleep_until + STOP_SECONDS > self.job.now:
-            return False
-        return any(phase not in ENDED for phase in self.ranks.phase_table.phases.values())
+        is_awake = self.asleep_until + STOP_SECONDS <= self.job.now
+        return self.is_alive and is_awake and self.ranks is not Ranks.NONE
 
     # faults, and requests to stop
 
+    @when_awake
     def fail_rank(self):
-        if self.is_alive and self.ranks is not None and self.ranks.is_call_running():
-            rank, phase = next(iter(self.ranks.phase_table.phases.items()))
-            if phase is RankPhase.RUNNING:
-                self.failed_rank = rank
-                self.feed(of_ranks.Exited(rank, generation=self.ranks.generation))
+        if self.ranks is Ranks.RUNNING:
+            self.stop(NodeOutcome.FAILED)
 
     def kill(self):
         if self.is_alive:
@@ -312,7 +284,7 @@ class Node:
             self.end()
             return
         self.execute_node_actions(self.node_machine.report_signal("it received SIGTERM"))
-        self.feed(of_ranks.Interrupted(15))
+        self.stop(outcome=None)
         self.end_when_leader_is_finished()
 
     def end_when_leader_is_finished(self, by=None):
@@ -328,7 +300,6 @@ class Node:
 
     def end(self):
         self.is_alive = False
-        self.ranks = None
         self.job.depart(self)
 
 
