@@ -187,7 +187,7 @@ def srun(folder, *arguments):
             tasks.append(subprocess.Popen(rest, env=env, stdout=out, stderr=err, start_new_session=True))
         write(job / "sessions", "\n".join(str(task.pid) for task in tasks))
     codes = [task.wait() for task in tasks]
-    if "kill-on-bad-exit" not in options and any(codes):
+    if any(codes):
         send(list_processes(job), signal.SIGKILL)
     sys.exit(max(abs(code) for code in codes))
 

@@ -15,7 +15,7 @@ pytest.importorskip("torch")  # for the rendezvous
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from engines import cases, functions  # noqa: E402
-from engines.cases import RankPids, find_parent, wait_until  # noqa: E402
+from engines.cases import wait_until  # noqa: E402
 from mpwatch.integrations.ray import run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
@@ -124,32 +124,6 @@ def test_a_killed_watcher_is_a_lost_node_that_is_replaced():
 @pytest.mark.usefixtures("cluster")
 def test_a_job_whose_nodes_are_all_lost_is_restarted():
     cases.check_loss_of_all_nodes(run)
-
-
-@pytest.mark.slow
-def test_a_lost_machine_is_replaced_by_another_one(nodes):
-    further = nodes.add_node(num_cpus=2)
-    wait_until(lambda: free_cpus() == 6.0)
-    pids, removed = RankPids(), []
-
-    def remove_node(event):
-        pids(event)
-        if len(pids.pids) == 4 and not removed:
-            raylets = {node.all_processes["raylet"][0].process.pid: node for node in nodes.worker_nodes}
-            used = {find_parent(find_parent(pid)) for pid in pids.pids.values()} & raylets.keys()
-            removed.append(raylets[used.pop()])
-            nodes.remove_node(removed[0], allow_graceful=False)
-
-    try:
-        result = run(functions.wait_for_second_start, 2, nodes=2, max_restarts=1, node_timeout=3.0, on_event=remove_node)
-        assert [(rank, restarts) for rank, restarts, _ in result] == [(rank, 1) for rank in range(4)]
-        assert removed
-    finally:
-        if further in nodes.worker_nodes:
-            nodes.remove_node(further)
-        if not nodes.worker_nodes:
-            nodes.add_node(num_cpus=2, resources={"disk": 1})
-    wait_until(lambda: free_cpus() == 4.0)
 
 
 @pytest.mark.slow

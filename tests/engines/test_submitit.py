@@ -219,24 +219,6 @@ def test_submitit_queues_a_job_object_again_that_was_preempted(slurm, slurm_exec
     assert "Requeued job 101" in job.stderr() + job.stdout()
 
 
-@pytest.mark.slow
-def test_a_job_object_goes_on_without_a_lost_node(slurm_executor, tmp_path):
-    def wait_for_loss(folder):
-        size = mpwatch.current_worker().world_size
-        if size == 2:
-            path = Path(folder, f"watcher{os.environ['SLURM_PROCID']}")
-            path.with_suffix(".new").write_text(str(os.getppid()))
-            path.with_suffix(".new").replace(path)
-            signal.pause()
-        return size
-
-    slurm_executor.update_parameters(nodes=2, tasks_per_node=1, slurm_srun_args=["--kill-on-bad-exit=0"])
-    job = slurm_executor.submit(Job(wait_for_loss, 1, args=(str(tmp_path),), min_nodes=1, node_timeout=3.0))
-    wait_until(lambda: all((tmp_path / f"watcher{task}").exists() for task in range(2)))
-    os.kill(int((tmp_path / "watcher1").read_text()), signal.SIGKILL)
-    assert list(job.task(0).result()) == [1]
-
-
 @pytest.mark.parametrize(
     ("nodes", "tasks", "text"),
     [

@@ -296,18 +296,6 @@ def test_the_attempts_and_calls_of_a_rank(tmp_path):
     check_nesting(lines)
 
 
-def test_events_without_duration_are_marks(tmp_path):
-    lines = write_trace(tmp_path, restarted_run())
-    assert find_marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]
-    assert find_marks(lines, 2) == [("heartbeat late", 1_200_000)]
-    assert find_marks(lines, 3) == [("last heartbeat", 1_400_000), ("last report", 1_200_000), ("failed first", 1_500_000)]
-    (failed_first,) = (line for line in lines if line["name"] == "failed first")
-    assert failed_first["args"]["what"] == "rank 1: ValueError: boom"
-    assert failed_first["args"]["kind"] == "EXCEPTION"
-    (report,) = (line for line in lines if line["name"] == "last report")
-    assert report["args"]["metrics"] == {"loss": "nan"}
-
-
 COLLECTIVE = Collective(
     name="broadcast", sequence=1, group="default", ranks=(0, 1), state=CollectiveState.COMPLETED, seconds=1.0
 )

@@ -28,7 +28,6 @@ from cores.diagnosis.evidence import (
     waiting,
 )
 from mpwatch import FailureKind, WorkerState
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results.report import format_report
 from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from mpwatch.watcher.diagnosis.death_order import DeathClock
@@ -94,12 +93,6 @@ def test_the_earliest_own_failure_is_the_cause_whenever_peers_are_lost(lost, own
     result = judge(*victims, *(died(7, at) if dies else raised(ValueError(), at) for dies, at in own))
     assert own_and_victims(result) == (set(range(len(lost), len(lost) + len(own))), set(range(len(lost))))
     assert result.root_cause.elapsed == min(at for _, at in own)
-
-
-@pytest.mark.parametrize("signum", [PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL])
-def test_a_program_that_a_rank_executed_and_that_died_of_a_dump_signal_has_not_failed(signum):
-    assert own_and_victims(judge(died(-signum, 10.01, was_asked_for_stacks=True), CAUSE)) == ({1}, set())
-    assert own_and_victims(judge(died(-signum, 10.01), CAUSE)) == ({0, 1}, set())
 
 
 def test_a_success():
@@ -183,6 +176,13 @@ def test_the_verdict_that_has_ended_the_attempt_stays():
         ranks = [with_calls(rank, STOPPED, each) for rank, each in enumerate(calls[:number])]
         result = judge(*ranks, collective_verdict=verdict)
         assert (result.reason, result.failures.keys()) == (verdict.sentence, {2} & set(range(number)))
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(1.0, False), (60.0, True)])
+def test_an_interrupted_run_names_the_rank_for_which_others_have_waited_long(seconds, is_named):
+    result = judge(with_calls(0, {}, waiting("barrier", 1, ranks=(0, 1), seconds=seconds)), with_calls(1, {}), **INTERRUPTED)
+    assert ("; rank 1 has not joined barrier #1 (default group), in which rank 0 waits" in result.reason) is is_named
+    assert result.failures == {}
 
 
 # --- timeouts and interrupts

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cores.diagnosis.evidence import answer, call, waiting
 from mpwatch import CollectiveState
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict, find_verdicts
+from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict
 
 MISMATCH, ABSENT, CROSSED = VerdictKind
 FIRST = call("all_reduce", 1, 16)
@@ -159,38 +159,6 @@ def test_a_rank_whose_old_collectives_are_forgotten_may_have_joined():
     assert find_verdict({**answers, 1: replace(late, has_all=True)}).blamed == (1,)
 
 
-# --- torch's ranks and mpwatch's
-
-
-def make_worlds(*worlds, late=()):
-    """Answers of worlds of two ranks each. The ranks wait in an all_reduce of another size, but for the late ones."""
-    answers = {}
-    for rank in range(2 * len(worlds)):
-        calls = [] if rank in late else [waiting("all_reduce", 1, 4 + rank // 2, ranks=(0, 1))]
-        answers[rank] = answer(rank % 2, *calls, world=worlds[rank // 2])
-    return answers
-
-
-def test_ranks_of_two_worlds_are_not_compared():
-    assert find_verdict(make_worlds("29500 1", "29501 1")) is None
-    assert find_verdict(make_worlds("", "", late=[3])) is None  # worlds that cannot be told apart
-    verdict = find_verdict(make_worlds("29500 1", "29501 1", late=[3]), returned=[0, 1])
-    assert (verdict.blamed, verdict.have_returned, "in which rank 2 waits" in verdict.sentence) == ((3,), False, True)
-
-
-# --- several findings
-
-
-def test_a_rank_that_has_returned_is_found_first_and_then_the_longest_wait():
-    other = {"group": "2", "ranks": (2, 3)}
-    first, second = waiting("all_reduce", 3, 4, seconds=0.1, **PAIR), waiting("all_reduce", 31, 4, seconds=9.0, **other)
-    answers = answers_of((first,), (), (second,), ())
-    assert [verdict.blamed for verdict in find_verdicts(answers)] == [(3,), (1,)]
-    assert [verdict.blamed for verdict in find_verdicts(answers, returned=[1])] == [(1,), (3,)]
-    crossed = answers_of((first,), (), (waiting("barrier", 1, **other),), (waiting("barrier", 1, group="3", ranks=(2, 3)),))
-    assert [verdict.kind for verdict in find_verdicts(crossed)] == [ABSENT, CROSSED]
-
-
 def test_many_ranks_are_compared_in_a_moment():
     """The time grows with the number of ranks, not with its square: 1,024 ranks take half a second."""
     world = tuple(range(1024))
@@ -207,12 +175,6 @@ def test_answers_survive_json():
     odd = waiting("all_reduce", 2, 4, 4, root=1, reduce_op="SUM", place="é.py:2 in f", seconds=0.5)
     for sent in (answer(1, FIRST, odd, place="a.py:1 in f", has_all=False, world="29500 1"), RankCollectives()):
         assert RankCollectives.from_json(sent.to_json()) == sent
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", "1", '{"place": "", "has_all": true, "collectives": [{}]}'])
-def test_other_texts_are_refused(text):
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        RankCollectives.from_json(text)
 
 
 # --- histories: ranks that run the same program, one of which deviates

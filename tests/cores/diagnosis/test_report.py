@@ -1,10 +1,8 @@
 """The text of reports, from evidence made by hand."""
 
 import os
-import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -168,33 +166,11 @@ def test_where_a_rank_was(stacks, phrase):
     assert format_location(stacks) == phrase
 
 
-@pytest.mark.parametrize(
-    ("functions", "phrase"),
-    [
-        (["_receive", "interaction"], " at a prompt of the debugger (train.py:3 in step)"),
-        (["_connect", "open", "interaction"], " in _recv (train.py:3 in step)"),  # it asks for a prompt
-    ],
-)
-def test_a_rank_at_a_prompt_of_the_debugger(functions, phrase):
-    debugger = "".join(f'  File "{PACKAGE_FOLDER}/worker/debugger.py", line 2 in {function}\n' for function in functions)
-    waits = stack("_recv", 9, file=f"{LIBRARY}/connection.py")
-    assert format_location(f"{waits}\n{debugger}{stack().removeprefix(HEAD)}") == phrase
-
-
 def test_files_of_mpwatch_that_reports_recognise_exist():
     """A renamed module would silently lose its phrase, or show its frames as the user's."""
     files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE]
     files += [f"{PACKAGE_FOLDER}/..{file}" for file in (RANK_MAIN_FILE, SCRIPT_FILE)]
     assert [file for file in files if not os.path.exists(file)] == []
-
-
-def test_notebook_cells_have_the_names_that_ipython_gives_them(monkeypatch):
-    compiler = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if file == "/home/me/train.py" else None)
-    shell = SimpleNamespace(compile=compiler)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert "(Cell In[7]:3 in step" in report(CAUSE, stopped(stack()))[1]
-    shell.compile = None  # of another kind
-    assert "(train.py:3 in step" in report(CAUSE, stopped(stack()))[1]
 
 
 # --- tables of notebooks
