@@ -55,17 +55,29 @@ TABLE = {
         (1,),
         "rank 1 called broadcast #1 with root 2, ranks 0, 2 with root 0",
     ),
+    "other dtype": (
+        of_all("all_reduce", "input_dtypes", ("float32",), ("float32",), ("float64",)),
+        MISMATCH,
+        (2,),
+        "rank 2 called all_reduce #1 with float64[4], ranks 0-1 with float32[4]",
+    ),
+    "other operation": (
+        of_all("all_reduce", "reduce_op", "SUM", "SUM", "MAX"),
+        MISMATCH,
+        (2,),
+        "rank 2 called all_reduce #1 with op MAX, ranks 0-1 with op SUM",
+    ),
     "no majority": (
         in_shapes(16, 17, nprocs=2),
         MISMATCH,
         (),
         "rank 0 called all_reduce #1 with float32[16], rank 1 with float32[17]",
     ),
-    "the majority may change": (  # four ranks have not called it yet, or are on another node
-        [*in_shapes(17, 17, 16), (), ()],
+    "the majority may change": (  # two ranks of seven are on another node
+        in_shapes(17, 17, 16, 16, 16),
         MISMATCH,
         (),
-        "ranks 0-1 called all_reduce #1 with float32[17], rank 2 with float32[16]",
+        "ranks 2-4 called all_reduce #1 with float32[16], ranks 0-1 with float32[17]",
     ),
     "several ranks differ": (
         in_shapes(16, 16, 16, 17, 18, nprocs=5),
