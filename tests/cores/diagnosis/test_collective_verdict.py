@@ -164,6 +164,13 @@ def test_a_rank_that_has_not_answered_is_not_blamed():
     assert find_verdict({rank: answer(rank, waiting("barrier", 1)) for rank in (0, 2)}) is None
 
 
+def test_a_rank_whose_cause_has_not_answered_is_not_blamed():
+    """Rank 2 holds the GIL. Rank 1 waits for it in a subgroup, and rank 0 waits for rank 1."""
+    inner = waiting("barrier", 1, group="1", ranks=(1, 2), place="a.py:2 in f")
+    verdict = verdict_of((FIRST, USUAL), (FIRST, inner))
+    assert (verdict.blamed, verdict.is_complete) == ((), False)
+
+
 def test_a_rank_whose_old_collectives_are_forgotten_may_have_joined():
     late = answer(1, call("barrier", 900, group="1", ranks=(1,)), has_all=False)
     answers = {0: answer(0, waiting("barrier", 1)), 1: late}
