@@ -106,28 +106,6 @@ def test_last(breaks_last): ...
     assert shown.count("only reported") == 2  # the warning and its source line
 
 
-def test_an_error_in_ranks_only_is_reported_by_each_test(run_pytest):
-    result = run_pytest(
-        "pytestmark = pytest.mark.mpwatch(1)\ndef test_one(): ...\ndef test_two(): ...\n",
-        "-p",
-        "no:capture",
-        conftest="""
-import os
-if "RANK" in os.environ:
-    raise ValueError("it breaks here")
-""",
-    )
-    result.assert_outcomes(failed=2)
-    match_output(
-        result,
-        "*_ test_one _*",
-        "E*ValueError: it breaks here",
-        "E*in rank 0 of 1",
-        "conftest.py:3: ValueError",
-        "*_ test_two _*",
-    )
-
-
 def test_bad_marks_are_reported(run_pytest):
     result = run_pytest(
         """

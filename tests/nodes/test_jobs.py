@@ -30,24 +30,23 @@ def test_two_nodes_are_one_job(job):
     assert {(value["world_size"], value["local_world_size"], value["group_world_size"]) for value in values} == {(4, 2, 2)}
     assert collect(values, "node")[0::2] == collect(values, "node")[1::2]
     for value in values:
-        assert value["environment"] == {
-            "RANK": str(value["rank"]),
-            "LOCAL_RANK": str(value["local_rank"]),
-            "WORLD_SIZE": "4",
-            "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": str(value["group_rank"]),
-            "NODE_RANK": str(value["group_rank"]),
-            "GROUP_WORLD_SIZE": "2",
-            "ROLE_NAME": "trainer",
-            "ROLE_RANK": str(value["role_rank"]),
-            "ROLE_WORLD_SIZE": "4",
-            "MASTER_ADDR": value["master_addr"],
-            "MASTER_PORT": str(value["master_port"]),
-            "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-        }
+        environment = value["environment"]
+        for name in (
+            "rank",
+            "local_rank",
+            "world_size",
+            "group_rank",
+            "role_rank",
+            "role_world_size",
+            "master_addr",
+            "master_port",
+        ):
+            assert environment[name.upper()] == str(value[name])
+        assert (environment["NODE_RANK"], environment["GROUP_WORLD_SIZE"]) == (str(value["group_rank"]), "2")
+        elastic = [
+            environment[f"TORCHELASTIC_{name}"] for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")
+        ]
+        assert elastic == ["job", "0", "1", "False"]
 
 
 def test_nodes_may_differ_in_their_ranks_and_roles(job):

@@ -51,14 +51,6 @@ def test_all_ranks_stop(kernel):
     assert text.endswith("[1, 2]\n")
 
 
-def test_a_group_over_two_cells(kernel):
-    text = kernel.converse("g = mpwatch.WorkerGroup(2); print(list(g.run(train, ([1], 2))))", ["p n", "c"])
-    assert text.endswith("(rank 1) (Pdb) p n\n2\n(rank 1) (Pdb) c\n[2, 3]\n")
-    text = kernel.converse("with g: g.run(train, ([0], 3))", ["p n", "q"])
-    assert "(rank 0) (Pdb) p n\n3\n" in text
-    assert text.endswith("the user has ended the run at the prompt of rank 0")
-
-
 def test_post_mortem(kernel):
     answers = ["p secret", "rank 0", "u", "p secret", "rank 1", "q"]
     text = kernel.converse("mpwatch.run(fail, 2, args=(event,), debug='post_mortem')", answers)

@@ -34,35 +34,6 @@ def text_rows(emulator):
     return [row for row in emulator.all_rows() if row]
 
 
-@pytest.mark.parametrize("before", [0, 1, 8, 30], ids=lambda n: f"{n} lines before")
-@pytest.mark.parametrize("rest", ["", "half a line"])
-def test_printed_lines_scroll_above_the_view(emulator, before, rest):
-    region = ScrollRegion()
-    send(emulator, "".join(f"line {n}\n" for n in range(before)) + rest)
-    for n in range(before, before + 20):
-        draw(emulator, region, [*VIEW, f"drawing {n}"])
-        assert emulator.rows()[-3:] == [*VIEW, f"drawing {n}"]
-        send(emulator, (" goes on" if rest and n == before else f"line {n}") + "\n")
-    draw(emulator, region, [*VIEW, "last"])
-    send(emulator, region.release())
-    assert not any(mark in row for row in emulator.all_rows() for mark in ("==", "drawing", "last"))
-    first_line = "half a line goes on" if rest else f"line {before}"
-    assert text_rows(emulator) == [*numbered(0, before - 1), first_line, *numbered(before + 1, before + 19)]
-    assert emulator.screen.margins is None
-
-
-def test_the_cursor_and_the_colours_stay(emulator):
-    region = ScrollRegion()
-    send(emulator, "one\ntwo\n\x1b[31mred")
-    for text in (VIEW, ["\x1b[32mgreen", "x" * 70]):
-        draw(emulator, region, text)
-        assert emulator.cursor == (2, 3)
-    assert emulator.rows()[-2:] == ["green", "x" * COLUMNS]
-    send(emulator, region.release() + "more")
-    assert emulator.rows()[:4] == ["one", "two", "redmore", ""]
-    assert {emulator.screen.buffer[2][n].fg for n in range(7)} == {"red"}
-
-
 def test_a_view_that_grows_and_shrinks(emulator):
     region, heights = ScrollRegion(), (1, 5, 2, 4, 0, 3)
     send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
