@@ -107,6 +107,14 @@ def test_nodes_of_the_static_backend_have_the_ranks_of_their_options(job):
     assert [list(result.return_values) for result in job.results()] == [[1], [0]]
 
 
+def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
+    job.start_store()
+    job.rendezvous["nnodes"] = 1
+    for name in ("one", "two"):
+        job.start(tasks.get_worker_info, rendezvous={"run_id": name})
+    assert [result[0]["run_id"] for result in job.results()] == ["one", "two"]
+
+
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_nodes_end_at_once_when_the_last_rank_returns(job, first):
     job.start_several(2)

@@ -13,6 +13,7 @@ SLOW = pytest.mark.slow
 EXIT_SECONDS = 1.0  # seconds, from the death of a watcher until its ranks have exited
 TRAINING_SECONDS = 60.0  # seconds; each rank imports torch
 OVER_LOOPBACK = {"backend": "gloo", "env": {"GLOO_SOCKET_IFNAME": "lo"}}
+STALLING = {**OVER_LOOPBACK, "backend": mpwatch.Backend("gloo", stall_after=0.5)}
 
 
 @pytest.fixture
@@ -70,3 +71,27 @@ def test_a_rank_that_called_another_collective_is_blamed_on_every_node(patient_j
         assert all(failure.is_secondary for rank, failure in outcome.result.failures.items() if rank != 1)
         pids.add(cause.pid)
     assert len(pids) == 1
+
+
+@SLOW
+def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(patient_job):
+    """Each node has one rank, so none can see alone that they do not fit."""
+    patient_job.start_several(2, training.leave_others_waiting, args=[True], **STALLING)
+    for outcome in patient_job.outcomes():
+        assert str(outcome.error).startswith("rank 1 ")
+        assert outcome.result.root_cause.summary.startswith(
+            (
+                "has returned, but rank 0 waits for it in all_reduce #2 (float32[16]",
+                "has not joined all_reduce #2 (float32[16]",  # rank 0 had lost the connection a moment before
+            )
+        )
+
+
+@SLOW
+def test_one_node_warns_of_a_rank_that_others_wait_for(patient_job):
+    patient_job.start_several(2, training.leave_others_waiting, args=[False], timeout=15.0, **STALLING)
+    late = "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits (training.py:"
+    for outcome in patient_job.outcomes():
+        assert outcome.result.root_cause is None
+        assert late in str(outcome.error)
+    assert sum(node.log.count("in a collective: " + late) for node in patient_job.nodes) == 1

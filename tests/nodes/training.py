@@ -48,6 +48,15 @@ def all_reduce_with_other_shape(odd):
     hang()
 
 
+def leave_others_waiting(returns):
+    """Let rank 0 wait in an all_reduce for rank 1, which returns or works on."""
+    dist.broadcast(torch.ones(4), src=0)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(16))
+    elif not returns:
+        hang()
+
+
 def hang():
     while True:
         signal.pause()
