@@ -296,6 +296,22 @@ def test_the_attempts_and_calls_of_a_rank(tmp_path):
     check_nesting(lines)
 
 
+def test_the_call_of_a_hanging_rank_lasts_until_it_is_stopped(tmp_path):
+    """The failure itself is drawn at the last heartbeat."""
+    history = EventHistory().start_and_call().add(WorkerExited, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    history.add(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
+    lines = write_trace(tmp_path, history.events)
+    assert ("train", 500_000, 9_000_000) in find_spans(lines, 3)
+    assert ("failed first", 1_000_000) in find_marks(lines, 3)
+
+
+def test_ranks_that_moved_from_another_node_are_drawn(tmp_path):
+    lines = write_trace(tmp_path, moved_node_run())
+    assert name_lanes(lines) == {1: "group", 4: "rank 2", 5: "rank 3", 6: "rank 4", 7: "rank 5"}
+    for tid, starts in ((6, [500_000]), (4, [2_500_000, 4_500_000])):
+        assert [start for name, start, _ in find_spans(lines, tid) if name == "train"] == starts
+
+
 COLLECTIVE = Collective(
     name="broadcast", sequence=1, group="default", ranks=(0, 1), state=CollectiveState.COMPLETED, seconds=1.0
 )

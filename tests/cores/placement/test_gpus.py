@@ -120,6 +120,8 @@ def test_env_may_choose_the_device_of_a_rank(machine):
             r"there is only 1 GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES='1'\); use nprocs=1 at",
         ),
         ("", r"there is no GPU that the ranks can see \(the environment has CUDA_VISIBLE_DEVICES=''\); leave gpus"),
+        ("0,x,1", "there is only 1 GPU"),
+        ("0,0,1", "there is no GPU"),
         ("-1", "there is no GPU"),
     ],
 )
