@@ -14,10 +14,10 @@ from itertools import zip_longest
 from typing import Any
 
 from mpwatch.events.timeline import Lane, ProcessSpan, Timeline, calls_within, timelines
-from mpwatch.events.to_json import to_json
 from mpwatch.events.types import Event, HeartbeatLate, RendezvousCompleted, Restarting, WorkerFailed
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import format_failure, format_ranks, format_root_cause
+from mpwatch.results.to_json import to_json
 
 GROUP_LANE = 1  # not 0, which some viewers show as the kernel's idle thread
 FIRST_RANK_LANE = 2

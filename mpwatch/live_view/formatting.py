@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping
 
-from mpwatch.events.to_json import encodable
 from mpwatch.live_view.model import OverallProgress, RankRow, Snapshot, summarize_ranks
 from mpwatch.results.model import WorkerState
+from mpwatch.results.to_json import encodable
 
 MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
 MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them

@@ -1,7 +1,6 @@
-"""The table of the legal transitions between the states of a group of ranks. This module is pure.
+"""The legal transitions of the state of a run, which describes all its ranks together. Pure.
 
-A run has one state, which describes all its ranks together. The diagram of states in ARCHITECTURE.md is made from the table
-TRANSITIONS.
+The diagram of states in ARCHITECTURE.md is made from the table TRANSITIONS.
 """
 
 from collections.abc import Mapping
@@ -44,10 +43,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if TRANSITIONS does not contain the transition from `before` to `after`.
-
-    An illegal transition is a bug in mpwatch.
-    """
+    """Raise ValueError if the transition is not in TRANSITIONS, which is a bug in mpwatch."""
     if after not in TRANSITIONS[before]:
         raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
 

@@ -26,7 +26,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_verdict
+from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import StartLostRanks
@@ -331,7 +331,7 @@ class PersistentRanks:
             self._restart_reason = CALL_ABORTED
             raise
         has_succeeded = pending_call.observations[0].stop_reason is StopReason.SUCCEEDED
-        why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
+        why = "a rank ended after it had returned" if has_succeeded else result.verdict
         self._loss_reasons |= dict.fromkeys(pending_call.ended_ranks, why)
         if not (watcher_thread.is_finished or pending_call.ended_ranks):
             # a signal may reach the ranks after the call, and end them

@@ -41,8 +41,7 @@ from mpwatch.errors import make_error
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_report
-from mpwatch.results.run_result import RunResult
+from mpwatch.results.run_result import RunResult, format_report
 from mpwatch.watcher.commands import Command
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.host_signals import HostSignals

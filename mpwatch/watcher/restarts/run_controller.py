@@ -24,8 +24,8 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import format_attempts, format_verdict, make_restart_notes
-from mpwatch.results.run_result import RunResult
+from mpwatch.results.report import make_restart_notes
+from mpwatch.results.run_result import RunResult, format_attempts
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
@@ -98,7 +98,7 @@ class RunController(Generic[T]):
             self._no_restart_reason = self._no_restart_reason or decision.no_restart_reason
             commands.post(DoNotRestart(group_id, generation=observations.attempt))
             if self._spec.keeps_going:
-                what = format_verdict(result) if result.root_cause is None else str(result.root_cause)
+                what = result.verdict if result.root_cause is None else str(result.root_cause)
                 log_now(logging.WARNING, "%s; no other rank is stopped, because of keep_going=True", what)
             return
         self._restartable_groups.add(group_id)
@@ -189,7 +189,7 @@ class RunController(Generic[T]):
         attempts = tuple(self._attempts)
         notes = (*merged.notes, *make_restart_notes(self._no_restart_reason, attempts))
         result = replace(merged, attempts=attempts, notes=notes)
-        reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
+        reason = "" if result.state is WorkerState.SUCCEEDED else result.verdict
         self._publish_run_ended(result.state, reason)
         return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 

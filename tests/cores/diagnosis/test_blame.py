@@ -29,7 +29,7 @@ from cores.diagnosis.evidence import (
 )
 from mpwatch import FailureKind, WorkerState
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
-from mpwatch.results.report import format_report
+from mpwatch.results.run_result import format_report
 from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.machine.transitions import StopReason
