@@ -123,8 +123,8 @@ class _Trace:
                     yield self._mark(tid, "last report", "report", at, to_json(exited.progress))
         for mark in lane.marks:
             if isinstance(mark, HeartbeatLate):
-                args = {"silent_seconds": mark.silent_seconds, "heartbeat_timeout": mark.heartbeat_timeout}
-                yield self._mark(tid, "heartbeat late", "heartbeat", mark.monotonic, args)
+                limit = {"silent_seconds": mark.silent_seconds, "heartbeat_timeout": mark.heartbeat_timeout}
+                yield self._mark(tid, "heartbeat late", "heartbeat", mark.monotonic, limit)
             else:
                 more = {name: value for name in FAILURE_FIELDS if (value := getattr(mark.failure, name)) not in ("", None)}
                 args = {"what": format_failure(mark.failure), "is_root_cause": mark.is_root_cause, **more}
