@@ -5,7 +5,7 @@
 The rank sends a socket to the watcher (DEBUGGER), and talks over it with a multiprocessing Connection:
 
     rank to watcher     ("output", text), ("prompt", text, can_be_left, thread, place), ("completions", words),
-                        ("left",): pdb goes on, ("quit",): the user ends the run
+                        ("quit",): the user ends the run
     watcher to rank     ("ready",) or ("refused", reason), then ("complete", text, line, begin, end), and for each prompt
                         ("line", text), ("end of file",) or ("refused", reason)
 
@@ -186,7 +186,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
                 prompt.open()
                 prompt.debugger, prompt.can_be_left = self, trace is not None
                 super().interaction(frame, trace)
-                prompt.send("left")
 
         def get_stack(self, frame: FrameType | None, trace: Any) -> tuple[list[tuple[FrameType, int]], int]:
             stack, current = super().get_stack(frame, trace)
@@ -200,14 +199,6 @@ def route_pdb(module: Any, prompt: Prompt) -> None:
                 prompt.send("quit")
                 _wait_for_end()
             super().set_quit()
-
-        def do_run(self, arg: str) -> Any:
-            if self.stdin is not prompt:
-                return super().do_run(arg)
-            self.error("a rank cannot be restarted from its debugger; q ends the run")
-            return None
-
-        do_restart = do_run
 
     for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
         setattr(RankPdb, f"help_{command}", lambda self, text=text: self.message(text))

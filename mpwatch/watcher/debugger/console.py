@@ -9,7 +9,6 @@ pdb runs in the rank: worker/debugger.py lists the messages. The console handles
 output of the ranks is held back until the next prompt.
 """
 
-import math
 import re
 import signal
 import sys
@@ -34,8 +33,8 @@ from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name
 
-NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes `step` or `next` to reach its next prompt; other prompts wait meanwhile
-ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
+NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
+ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
 COMPLETION_SECONDS = 1.0
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
@@ -60,7 +59,6 @@ class RankSession:
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
         self.wants_to_quit = False
-        self.left_at = math.inf  # when pdb left its last prompt
         self._completions: list[list[str]] = []  # the answers to `complete`
 
     def receive(self) -> None:
@@ -77,8 +75,6 @@ class RankSession:
                 self.is_at_prompt = True
             elif kind == "completions":
                 self._completions.append(values[0])
-            elif kind == "left":
-                self.left_at = monotonic()
             elif kind == "quit":
                 self.wants_to_quit = True
 
@@ -88,7 +84,6 @@ class RankSession:
 
     def answer(self, *message: object) -> None:
         self.is_at_prompt = False
-        self.left_at = math.inf
         with suppress(OSError):  # the rank has ended; `receive` notices it
             self.connection.send(message)
 
@@ -230,10 +225,7 @@ class DebuggerConsole:
         deadline = monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
-            # A rank that has left its prompt either opens the next one soon, or runs for a while.
-            last_left_at = max((one.left_at for one in running), default=0.0)
-            until = min(deadline, last_left_at + NEXT_PROMPT_SECONDS)
-            if not running or not wait([one.connection for one in running], max(0.0, until - monotonic())):
+            if not running or not wait([one.connection for one in running], max(0.0, deadline - monotonic())):
                 return
             self._receive()
             if any(session.wants_to_quit for session in self._sessions.values()):
@@ -263,7 +255,7 @@ class DebuggerConsole:
         for session in asked:
             session.take_output()  # where it had stopped; `rank N` shows it, too
             session.answer("line", line)
-        self._wait_for_prompt(*asked, seconds=ANSWER_SECONDS)
+        self._wait_for_prompt(*asked, seconds=ALL_PROMPTS_SECONDS)
         for session in asked:
             if output := session.take_output():
                 self._write(f"rank {session.rank}:{' ' if len(output.splitlines()) == 1 else chr(10)}{output}")

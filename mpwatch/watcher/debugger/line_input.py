@@ -8,7 +8,6 @@ A process ignores SIGURG by default, so a late one has no effect.
 import select
 import signal
 import sys
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -63,15 +62,10 @@ def read_line(prompt: str, socket: int, complete: Complete) -> str:
         stack.callback(thread.join)
         stack.callback(stop.wake)
         if not in_notebook():
-            stack.enter_context(_terminal_modes())
             stack.enter_context(_own_completer(complete))
         try:
             is_reading = True
             return input(prompt)
-        except SystemError as error:  # CPython may run a signal handler in a function of C, and then raises this
-            if isinstance(error.__cause__, KeyboardInterrupt | PromptClosedError):
-                raise error.__cause__ from None
-            raise
         finally:
             is_reading = False
 
@@ -86,17 +80,6 @@ def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
     poll.unregister(socket)
     while not poll.poll(REPEAT_MS):  # repeat the signal, since the main thread may not wait in `input` yet
         signal.pthread_kill(main_thread, signal.SIGURG)
-
-
-@contextmanager
-def _terminal_modes() -> Iterator[None]:
-    """Restore the modes of the terminal, which an exception inside readline can leave changed."""
-    modes = termios.tcgetattr(sys.stdin.fileno())
-    try:
-        yield
-    finally:
-        with suppress(termios.error):  # the terminal is gone
-            termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, modes)
 
 
 @contextmanager

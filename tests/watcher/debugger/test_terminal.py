@@ -123,7 +123,6 @@ def test_completion_history_breakpoints_and_interact():
         program.type(b"\x04")
         program.wait_for_prompt(after=before)
 
-        assert program.ask("restart")[0] == "*** a rank cannot be restarted from its debugger; q ends the run"
         line = 1 + FILE.read_text().splitlines().index('    return values["step"]')
         assert program.ask(f"b {line}")[0].startswith("Breakpoint 1 at ")
         assert "return values" in "".join(program.ask("c"))
