@@ -238,7 +238,7 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStopped(Event):
-    """The watcher stopped this rank, because another rank had failed or the run was interrupted."""
+    """The watcher stopped this rank, because another rank had failed or the run was stopped."""
 
     log_level = DEBUG
 

@@ -18,7 +18,7 @@ class WorkerState(Enum):
         INIT: there is a process for each rank, and not all of them are ready.
         HEALTHY: all ranks are ready, or run their function.
         UNHEALTHY: a rank is late with its heartbeat. Or a rank has failed, and the other ranks are being stopped.
-        STOPPED: the run was interrupted, or the group was closed. As the state of one rank, it means that the watcher
+        STOPPED: the run was stopped, or the group was closed. As the state of one rank, it means that the watcher
             stopped the rank.
         SUCCEEDED: all ranks have returned.
         FAILED: a rank has failed, and is not restarted.

@@ -7,7 +7,6 @@ count as user code.
 import os
 import sysconfig
 from collections.abc import Iterable
-from contextlib import suppress
 from traceback import walk_tb
 
 from mpwatch.results.clean_text import clean_line
@@ -64,26 +63,12 @@ def format_location(stacks: str) -> str:
 
 
 def shorten_source(line: str) -> str:
-    """Return a line of source code without its comment. A long line is cut after a word."""
-    code = _cut_comment(line)
+    """Return a line of source code without the comment at its end. A long line is cut after a word."""
+    code = line.partition("  # ")[0].rstrip() or line
     if len(code) <= SOURCE_LIMIT:
         return code
     start = code[:SOURCE_LIMIT]
     return f"{start.rpartition(' ')[0].rstrip() or start} ..."
-
-
-def _cut_comment(line: str) -> str:
-    if "#" not in line:
-        return line
-    import tokenize  # imported on use, since most ranks and callers do not need it
-
-    with suppress(tokenize.TokenError, SyntaxError):  # also the end of a line that opens a bracket
-        for token in tokenize.generate_tokens(iter([line]).__next__):
-            if token.type == tokenize.ERRORTOKEN:  # a part of a string, for example
-                break
-            if token.type == tokenize.COMMENT:
-                return line[: token.start[1]].rstrip() or line
-    return line
 
 
 def format_raise_location(error: BaseException) -> str:

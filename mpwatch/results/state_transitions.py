@@ -14,7 +14,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
         _S.INIT: "there is a process for each rank",
         _S.UNHEALTHY: "all are stopped as soon as they start",
         _S.FAILED: "a rank cannot be started",
-        _S.STOPPED: "interrupted before that",
+        _S.STOPPED: "stopped before that",
     },
     _S.INIT: {
         _S.HEALTHY: "all ranks are ready",
@@ -34,7 +34,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
         _S.INIT: "all have ended, and are restarted",
         _S.SUCCEEDED: "all have returned after all",
         _S.FAILED: "a rank has failed, and is not restarted",
-        _S.STOPPED: "interrupted, or a WorkerGroup is closed",
+        _S.STOPPED: "stopped, or a WorkerGroup is closed",
     },
     _S.SUCCEEDED: {},
     _S.FAILED: {},
