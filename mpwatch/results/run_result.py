@@ -272,18 +272,18 @@ def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[i
 
 def format_report(result: RunResult[Any]) -> str:
     """Return the whole report, which begins with the verdict."""
-    lines = [*result.fates]
+    lines = [f"  {fate}" for fate in result.fates]
     if result.root_cause is None and (steps := _format_last_steps(result.progress)):
-        lines.append(f"last reports: {steps}")
-    lines += [text] if (text := result._restart_text) else []
-    lines += [f"  {line}" for line in format_attempts(_failed_attempts(result))]
-    lines += result.notes
-    return "\n".join([result.verdict, *_format_details(result), *(f"  {line}" for line in lines)])
+        lines.append(f"  last reports: {steps}")
+    lines += [f"  {text}"] if (text := result._restart_text) else []
+    lines += format_attempts(_failed_attempts(result))
+    lines += [f"  {note}" for note in result.notes]
+    return "\n".join([result.verdict, *_format_details(result), *lines])
 
 
 def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
-    """For each attempt, return a line that says which rank failed first, or what else ended the attempt."""
-    return [_join(name, what) for name, what in _attempt_rows(attempts)]
+    """For each attempt, return a line of the report that says which rank failed first, or what else ended the attempt."""
+    return [f"    {_join(name, what)}" for name, what in _attempt_rows(attempts)]
 
 
 def _join(name: str, text: str) -> str:
