@@ -13,8 +13,7 @@ from typing import Any
 from mpwatch.results.failure import FailureKind, ProcessFailure
 from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_report
-from mpwatch.results.run_result import RunResult
+from mpwatch.results.run_result import RunResult, format_report
 from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
 

@@ -18,7 +18,8 @@ from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
 from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
 from mpwatch.options.validation import check_flag, check_seconds
-from mpwatch.results.report import format_report, format_signal
+from mpwatch.results.report import format_signal
+from mpwatch.results.run_result import format_report
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value

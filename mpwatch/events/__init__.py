@@ -30,7 +30,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpwatch.events.chrome_trace import write_chrome_trace
     from mpwatch.events.jsonl import JsonLines
-    from mpwatch.events.torch_elastic import TorchElasticEvents
 
 __all__ = [
     "CallStarted",
@@ -45,7 +44,6 @@ __all__ = [
     "RunStarted",
     "StateChanged",
     "Stopping",
-    "TorchElasticEvents",
     "WorkerExited",
     "WorkerFailed",
     "WorkerReady",
@@ -55,7 +53,7 @@ __all__ = [
     "write_chrome_trace",
 ]
 
-_HOME = {"JsonLines": ".jsonl", "TorchElasticEvents": ".torch_elastic", "write_chrome_trace": ".chrome_trace"}
+_HOME = {"JsonLines": ".jsonl", "write_chrome_trace": ".chrome_trace"}
 
 
 def __getattr__(name: str) -> object:

@@ -36,11 +36,8 @@ class JsonLines:
         return f"JsonLines({self._path!r})"
 
     def __call__(self, event: Event) -> None:
-        """Append one event. Raises OSError."""
         import json
 
         line = json.dumps(event.to_dict(), ensure_ascii=False, allow_nan=False).translate(LINE_SEPARATORS)
-        with FileIO(
-            self._path, "ab"
-        ) as file:  # FileIO closes the descriptor itself if an exception strikes before the `with`
+        with FileIO(self._path, "ab") as file:
             write_all(file.fileno(), f"{line}\n".encode())

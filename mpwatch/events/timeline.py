@@ -1,14 +1,13 @@
-"""Builds timelines of runs from events. A timeline shows when each rank started, ran a function, was restarted and exited.
+"""Makes the lanes of a timeline from events: when each rank started, ran a function, was restarted and exited. Pure.
 
-All code in this module is pure: it does no input or output. The module builds a timeline even if events of the run are
-missing, or if the times of the events are out of order. The spans of a rank never overlap, and a call is always inside
-the span of its process.
+Events may be missing, or out of order. The spans of a rank never overlap, but those of a process are inside its span.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from mpwatch.events.types import (
     CallStarted,
@@ -28,101 +27,161 @@ from mpwatch.events.types import (
     WorkerSucceeded,
 )
 from mpwatch.results.failure import FailureKind
+from mpwatch.results.model import format_end
 
 OUTCOMES: dict[type[Event], str] = {WorkerSucceeded: "succeeded", WorkerFailed: "failed", WorkerStopped: "stopped"}
 
 
-@dataclass(kw_only=True)
-class CallSpan:
-    """A call of a function in one rank. All times of a CallSpan are seconds of CLOCK_MONOTONIC."""
+class Span(NamedTuple):
+    """What a timeline draws as a bar. All times here are seconds of CLOCK_MONOTONIC."""
 
+    kind: str
+    """ "process", and inside it "start-up" and "call"; "restart" is the wait between two processes."""
     name: str
     start: float
-    end: float | None = None
-    """None if the end is not known. Then the call is shown until the next call or the end of the process."""
+    end: float
     outcome: str = ""
-    """A value of OUTCOMES, or an empty text if the outcome is not known."""
+    """Of a call or a process: one of OUTCOMES, or "unfinished"."""
+    args: Mapping[str, Any] = {}
 
 
 @dataclass(kw_only=True)
-class ProcessSpan:
-    """A process of a rank, from its start to its end."""
-
-    attempt: int
+class Call:
+    name: str
     start: float
+    end: float | None = None  # not known: until the next call, or the end of the process
+    outcome: str = ""
+
+
+@dataclass(kw_only=True)
+class Process:
+    attempt: int
+    start: float = -math.inf  # not known
     pid: int | None = None
     ready: float | None = None
-    calls: list[CallSpan] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     end: float | None = None
-    ended: WorkerExited | None = None
+    exited: WorkerExited | None = None
     outcome: str = ""
+
+    def spans(self, start: float, end: float) -> Iterator[Span]:
+        outcome = self.outcome or "unfinished"
+        args = {"pid": self.pid, "attempt": self.attempt, "outcome": outcome}
+        args |= {"exit_code": self.exited.exit_code} if self.exited is not None else {}
+        yield Span("process", f"attempt {self.attempt}", start, end, outcome, args)
+        ready = end if self.ready is None else min(max(start, self.ready), end)
+        if ready > start:
+            yield Span("start-up", "start-up", start, ready)
+        for call, following in zip_longest(self.calls, self.calls[1:]):
+            began = min(max(ready, call.start), end)
+            limit = end if following is None else min(end, following.start)
+            ready = max(began, min(end, limit if call.end is None else call.end))
+            yield Span("call", call.name, began, ready, call.outcome or outcome, {"outcome": call.outcome or outcome})
 
 
 @dataclass(kw_only=True)
 class Lane:
-    """What a timeline shows for a rank: its processes, delays before restarts, late heartbeats, failures and collectives."""
+    """One rank: its processes and the delays before its restarts, its late heartbeats and failures, and its collectives."""
 
-    blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
+    blocks: list[Process | Restarting] = field(default_factory=list)
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
     collectives: list[CollectivesRecorded] = field(default_factory=list)
-    call: str = ""
-    """Name of the call that begins when the rank is ready. The name is empty if no call begins at that time."""
+    call: str = ""  # that begins when the rank is ready
 
-    def find_process(self, event: Event) -> ProcessSpan | None:
-        """Return the process to which an event belongs, or None if the lane does not contain this process."""
-        processes = [block for block in self.blocks if isinstance(block, ProcessSpan)]
-        return next((process for process in reversed(processes) if process.attempt == event.attempt), None)
+    @property
+    def processes(self) -> list[Process]:
+        return [block for block in self.blocks if isinstance(block, Process)]
 
-    def find_or_add_process(self, event: Event) -> ProcessSpan:
-        """Return the process to which an event belongs.
-
-        If the lane does not contain the process of the event, append a ProcessSpan that starts at -inf.
-        """
-        process = self.find_process(event)
-        if process is None:
-            process = ProcessSpan(attempt=event.attempt, start=-math.inf, ready=-math.inf)
-            self.blocks.append(process)
-        return process
-
-    def close(self, at: float) -> None:
-        """If the rank's last process has no end yet, set its end to the time `at`."""
-        if self.blocks and isinstance(last := self.blocks[-1], ProcessSpan) and last.end is None:
-            last.end = at
-
-    def spans(self, start: float, until: float) -> Iterator[tuple[ProcessSpan | Restarting, float, float]]:
-        """Yield the rank's processes and the delays before its restarts, each with a start time and an end time.
-
-        The yielded spans do not overlap.
-        """
+    def spans(self, start: float, until: float) -> Iterator[Span]:
         for block, following in zip_longest(self.blocks, self.blocks[1:]):
             start = max(start, _start_of(block))
             limit = until if following is None else min(until, _start_of(following))
             if isinstance(block, Restarting):
-                end = min(start + block.delay, limit)
+                end = max(start, min(start + block.delay, limit))
+                yield Span("restart", "waiting to be restarted", start, end, args=restart_args(block))
             else:
-                end = limit if block.end is None else block.end
-            yield block, start, max(start, end)
-            start = max(start, end)
+                end = max(start, limit if block.end is None else block.end)
+                yield from block.spans(start, end)
+            start = end
+
+    def add(self, event: Event, call_name: str) -> None:
+        """`call_name`: of the run's latest call, which restarted ranks make again."""
+        match event:
+            case WorkerStarted():
+                self._close(event.monotonic)
+                self.blocks.append(Process(attempt=event.attempt, start=event.monotonic, pid=event.pid))
+            case WorkerReady():
+                process = self._find_or_add(event)
+                process.ready = event.monotonic
+                if self.call:
+                    process.calls.append(Call(name=self.call, start=event.monotonic))
+                self.call = ""
+            case CallStarted():
+                self.call = call_name
+                last = self.blocks[-1] if self.blocks else None
+                if isinstance(last, Process) and last.end is None and last.ready is not None:
+                    last.calls.append(Call(name=call_name, start=event.monotonic))
+                    self.call = ""
+            case RendezvousCompleted():
+                self.call = call_name  # the ranks may have changed
+            case HeartbeatLate():
+                self.marks.append(event)
+            case CollectivesRecorded():
+                self.collectives.append(event)
+            case WorkerSucceeded() | WorkerFailed() | WorkerStopped():
+                if isinstance(event, WorkerFailed):
+                    self.marks.append(event)
+                self._end_call(event)
+            case WorkerExited():
+                process = self._find_or_add(event)
+                process.exited, process.end, process.pid = event, event.monotonic, event.pid or process.pid
+            case Restarting():
+                self._close(event.monotonic)
+                self.blocks.append(event)
+                self.call = call_name
+
+    def _find(self, event: Event) -> Process | None:
+        return next((process for process in reversed(self.processes) if process.attempt == event.attempt), None)
+
+    def _find_or_add(self, event: Event) -> Process:
+        process = self._find(event)
+        if process is None:
+            process = Process(attempt=event.attempt, ready=-math.inf)
+            self.blocks.append(process)
+        return process
+
+    def _close(self, at: float) -> None:
+        if self.blocks and isinstance(last := self.blocks[-1], Process) and last.end is None:
+            last.end = at
+
+    def _end_call(self, event: Event) -> None:
+        self.call = ""
+        if (process := self._find(event)) is None:
+            return  # it could not be started
+        process.outcome = OUTCOMES[type(event)]
+        if process.calls and process.calls[-1].end is None:
+            # The time of a hang is that of the last heartbeat. The process still ran after it.
+            hangs = isinstance(event, WorkerFailed) and event.failure.kind is FailureKind.HANG
+            process.calls[-1].end = None if hangs else event.monotonic
+            process.calls[-1].outcome = process.outcome
 
 
 @dataclass(kw_only=True)
 class Timeline:
-    """The timeline of a run, or of all calls of a WorkerGroup."""
+    """The timeline of a run, or of all calls of a WorkerGroup. A span without a known end is drawn until `until`."""
 
     run_id: str
     until: float
-    """Time of the last event. A span without a known end is shown until then."""
     started: RunStarted | None = None
     ended: RunEnded | None = None
     states: list[StateChanged] = field(default_factory=list)
     restarts: list[Restarting] = field(default_factory=list)
     rendezvous: list[RendezvousCompleted] = field(default_factory=list)
     lanes: dict[int, Lane] = field(default_factory=dict)
-    """The lane of each rank, by global rank."""
     calls: int = 0
 
     def add(self, event: Event) -> None:
-        """Add the next event to the timeline."""
+        self.until = max(self.until, event.monotonic)
         match event:
             case RunStarted():
                 self.started = event
@@ -131,98 +190,26 @@ class Timeline:
             case StateChanged():
                 self.states.append(event)
             case _:
-                self._add_to_ranks(event)
-
-    def _add_to_ranks(self, event: Event) -> None:
-        if isinstance(event, Restarting):
-            self.restarts.append(event)
-        if isinstance(event, RendezvousCompleted):
-            self.rendezvous.append(event)
-        self.calls += isinstance(event, CallStarted)
-        for rank in event.ranks:
-            self._add_to_lane(self.lanes.setdefault(rank, Lane()), event)
-
-    def _add_to_lane(self, lane: Lane, event: Event) -> None:
-        match event:
-            case WorkerStarted():
-                lane.close(event.monotonic)
-                lane.blocks.append(ProcessSpan(attempt=event.attempt, start=event.monotonic, pid=event.pid))
-            case WorkerReady():
-                process = lane.find_or_add_process(event)
-                process.ready = event.monotonic
-                if lane.call:
-                    process.calls.append(CallSpan(name=lane.call, start=event.monotonic))
-                lane.call = ""
-            case CallStarted():
-                lane.call = self._name_of_call()
-                last = lane.blocks[-1] if lane.blocks else None
-                if isinstance(last, ProcessSpan) and last.end is None and last.ready is not None:
-                    last.calls.append(CallSpan(name=lane.call, start=event.monotonic))
-                    lane.call = ""
-            case RendezvousCompleted():
-                lane.call = (
-                    self._name_of_call() if self.calls else ""
-                )  # the event CallStarted comes only once, and the ranks may have changed
-            case HeartbeatLate():
-                lane.marks.append(event)
-            case CollectivesRecorded():
-                lane.collectives.append(event)
-            case WorkerSucceeded() | WorkerFailed() | WorkerStopped():
-                if isinstance(event, WorkerFailed):
-                    lane.marks.append(event)
-                _end_call(lane, event)
-            case WorkerExited():
-                process = lane.find_or_add_process(event)
-                process.ended, process.end, process.pid = event, event.monotonic, event.pid or process.pid
-            case Restarting():
-                lane.close(event.monotonic)
-                lane.blocks.append(event)
-                lane.call = (
-                    self._name_of_call() if self.calls else ""
-                )  # the call is made again, even in ranks that had returned
-            case _:  # an event that a newer version has added
-                pass
-
-    def _name_of_call(self) -> str:
-        return self.started.fn if self.started is not None and self.started.fn else f"call {self.calls}"
+                self.restarts += [event] if isinstance(event, Restarting) else []
+                self.rendezvous += [event] if isinstance(event, RendezvousCompleted) else []
+                self.calls += isinstance(event, CallStarted)
+                name = self.started.fn if self.started is not None and self.started.fn else f"call {self.calls}"
+                for rank in event.ranks:
+                    self.lanes.setdefault(rank, Lane()).add(event, name if self.calls else "")
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """Build one timeline for each run, in the order of the first events of the runs."""
+    """Return a timeline for each run, in the order of their first events."""
     found: dict[str, Timeline] = {}
     for event in events:
-        timeline = found.setdefault(event.run_id, Timeline(run_id=event.run_id, until=event.monotonic))
-        timeline.until = max(timeline.until, event.monotonic)
-        timeline.add(event)
+        found.setdefault(event.run_id, Timeline(run_id=event.run_id, until=event.monotonic)).add(event)
     return list(found.values())
 
 
-def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
-    """Yield each function call that a process executed, and the times at which the call began and ended.
-
-    The yielded calls do not overlap. `start` is the time at which the process is ready for calls, and `end` is the time at
-    which it ends.
-    """
-    for call, following in zip_longest(process.calls, process.calls[1:]):
-        start = min(max(start, call.start), end)
-        limit = end if following is None else min(end, following.start)
-        call_end = max(start, min(end, limit if call.end is None else call.end))
-        yield call, start, call_end
-        start = call_end
+def restart_args(restart: Restarting) -> dict[str, Any]:
+    cause = format_end(restart.cause, restart.reason)
+    return {"cause": cause, "delay": restart.delay, "restarts_left": restart.restarts_left}
 
 
-def _end_call(lane: Lane, event: Event) -> None:
-    lane.call = ""
-    process = lane.find_process(event)
-    if process is None:
-        return  # the process could not be started
-    process.outcome = OUTCOMES[type(event)]
-    if process.calls and process.calls[-1].end is None:
-        # The time of a hang is the time of the last heartbeat. The process still ran after it, so the call has no known end.
-        hangs = isinstance(event, WorkerFailed) and event.failure.kind is FailureKind.HANG
-        process.calls[-1].end = None if hangs else event.monotonic
-        process.calls[-1].outcome = process.outcome
-
-
-def _start_of(block: ProcessSpan | Restarting) -> float:
-    return block.start if isinstance(block, ProcessSpan) else block.monotonic
+def _start_of(block: Process | Restarting) -> float:
+    return block.start if isinstance(block, Process) else block.monotonic

@@ -1,21 +1,18 @@
-"""Draws the timeline of a run as SVG, in which the row of a rank shows its starts, calls, failures and restarts.
+"""Draws the timeline of a run as SVG: a row for each rank, with its starts, calls, failures and restarts. Pure.
 
                  0 s              5 s              10 s
     rank 0       ░░██████████████  ┄┄┄ ░░████████████   succeeded, restarted once
     rank 1       ░░██████████████✕ ┄┄┄ ░░████████████   succeeded, restarted once
 
-A notebook shows the drawing below the table of a RunResult. The HTML file that `RunResult.to_html` writes also contains the
-drawing. The drawing needs no style sheet, script or font. The labels in the drawing have the same colour as the text of the
-notebook. The bars are visible on a white and on a black background. All code in this module is pure: it does no input or
-output.
+It needs no style sheet, script or font, and is visible on a white and on a black background.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from mpwatch.events.timeline import Lane, Timeline, calls_within, timelines
-from mpwatch.events.types import Event, HeartbeatLate, Restarting, WorkerFailed
+from mpwatch.events.timeline import Lane, Span, Timeline, timelines
+from mpwatch.events.types import Event, HeartbeatLate, WorkerFailed
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import describe_failure
 from mpwatch.results.report import format_times
@@ -26,44 +23,49 @@ WIDTH = 800  # all lengths are in user units of the SVG, which are pixels unless
 LEFT, RIGHT = 64, 210  # the widths of the ranks' names and of their outcomes
 ROW, BAR, HEAD, FOOT = 20, 12, 24, 22  # heights
 MIN_WIDTH = 0.5  # a span with a smaller width is invisible
-COLOURS = {
+COLOURS = {  # in the order of the legend
     "start-up": "#9aa3ad",
     "succeeded": "#2e9e5b",
     "failed": "#d9483b",
     "stopped": "#c98a12",
     "unfinished": "#4a86e8",
 }
-LEGEND = ("start-up", "succeeded", "failed", "stopped", "unfinished")
 
 
 def draw_timelines(events: Sequence[Event]) -> str:
-    """Draw the timeline of each run as one SVG element, and return the text of all SVG elements.
-
-    If a run has no events about its ranks, such as WorkerStarted, this run is not drawn. If no run is drawn, return "".
-    """
+    """Draw each run that has events about its ranks as one SVG element. Return "" if there is none."""
     return "".join(_Picture(timeline).draw() for timeline in timelines(events) if timeline.lanes)
 
 
 class _Picture:
-    """Draws the timeline of one run."""
-
     def __init__(self, run: Timeline) -> None:
         self._run = run
-        starts = [span.monotonic for span in (run.started, *run.states) if span is not None]
-        starts += [start for lane in run.lanes.values() for _, start, _ in lane.spans(-math.inf, run.until)]
+        starts = [event.monotonic for event in (run.started, *run.states) if event is not None]
+        starts += [span.start for lane in run.lanes.values() for span in lane.spans(-math.inf, run.until)]
         self._start = min((start for start in starts if start > -math.inf), default=run.until)
         self._seconds = max(run.until - self._start, 1e-3)
 
     def draw(self) -> str:
-        ranks = _choose_ranks(self._run)
-        hidden = len(self._run.lanes) - len(ranks)
+        lanes = self._run.lanes
+        ranks = sorted(sorted(lanes, key=lambda rank: (_get_order(lanes[rank]), rank))[:MAX_ROWS])
+        hidden = len(lanes) - len(ranks)
         height = HEAD + ROW * (len(ranks) + bool(hidden)) + FOOT
-        parts = [*self._draw_axis(height - FOOT)]
+        parts, kinds = [*self._draw_axis(height - FOOT)], {"start-up"}
         for row, rank in enumerate(ranks):
-            parts += self._draw_rank(rank, HEAD + ROW * row)
+            top, lane = HEAD + ROW * row, lanes[rank]
+            spans = [*lane.spans(self._start, self._run.until)]
+            kinds |= {span.outcome for span in spans if span.kind == "call"}
+            parts.append(_text(0, top + BAR - 2, f"rank {rank}"))
+            parts += [self._draw_span(span, top) for span in spans]
+            parts += self._draw_marks(lane, top)
+            parts.append(_text(WIDTH - RIGHT + 8, top + BAR - 2, _describe_outcome(lane)))
         if hidden:
             parts.append(_text(LEFT, HEAD + ROW * len(ranks) + BAR, f"{hidden} more ranks are not drawn"))
-        parts += _draw_legend(height - FOOT + BAR, self._outcomes(ranks))
+        x, y = LEFT, height - FOOT + BAR
+        for name in (each for each in COLOURS if each in kinds):
+            parts.append(f'<rect x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{COLOURS[name]}"/>')
+            parts.append(_text(x + 15, y, name))
+            x += 35 + 7 * len(name)
         return (
             '<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="timeline of the ranks"'
             f' viewBox="0 0 {WIDTH} {height}"'
@@ -72,48 +74,27 @@ class _Picture:
         )
 
     def _draw_axis(self, bottom: float) -> Iterator[str]:
-        step = _choose_step(self._seconds)
+        least = self._seconds / MAX_TICKS
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
         for number in range(int(self._seconds / step) + 1):
-            seconds = number * step
-            x = self._x(self._start + seconds)
+            x = self._x(self._start + number * step)
             yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD - 6}" y2="{bottom}" stroke="currentColor" opacity=".15"/>'
-            yield _text(x, HEAD - 10, f"{seconds:g} s", anchor="middle")
+            yield _text(x, HEAD - 10, f"{number * step:g} s", anchor="middle")
 
-    def _draw_rank(self, rank: int, top: float) -> Iterator[str]:
-        lane = self._run.lanes[rank]
-        yield _text(0, top + BAR - 2, f"rank {rank}")
-        for block, start, end in lane.spans(self._start, self._run.until):
-            if isinstance(block, Restarting):
-                y = top + BAR / 2
-                title = f"waits {block.delay:.1f} s to be restarted"
-                yield self._draw_line(start, end, y, title)
-                continue
-            ready = end if block.ready is None else min(max(start, block.ready), end)
-            yield self._draw_bar(start, ready, top, "start-up", f"start {block.attempt}")
-            for call, began, over in calls_within(block, ready, end):
-                outcome = call.outcome or ("unfinished" if block.outcome == "" else block.outcome)
-                yield self._draw_bar(began, over, top, outcome, call.name)
-        yield from self._draw_marks(lane, top)
-        yield _text(WIDTH - RIGHT + 8, top + BAR - 2, _describe_outcome(lane))
-
-    def _draw_bar(self, start: float, end: float, top: float, what: str, name: str) -> str:
-        x, width = self._x(start), self._x(end) - self._x(start)
-        if width < MIN_WIDTH:
+    def _draw_span(self, span: Span, top: float) -> str:
+        x, width = self._x(span.start), self._x(span.end) - self._x(span.start)
+        if width < MIN_WIDTH or span.kind == "process":
             return ""
-        title = f"{name}: {what}, {start - self._start:.3f} s to {end - self._start:.3f} s"
-        return (
-            f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" fill="{COLOURS[what]}">'
-            f"<title>{_escape(title)}</title></rect>"
-        )
-
-    def _draw_line(self, start: float, end: float, y: float, title: str) -> str:
-        x1, x2 = self._x(start), self._x(end)
-        if x2 - x1 < MIN_WIDTH:
-            return ""
-        return (
-            f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y}" y2="{y}" stroke="currentColor" stroke-dasharray="2 3">'
-            f"<title>{_escape(title)}</title></line>"
-        )
+        if span.kind == "restart":
+            y, title = top + BAR / 2, f"waits {span.args['delay']:.1f} s to be restarted"
+            shape = f'line x1="{x:.1f}" x2="{x + width:.1f}" y1="{y}" y2="{y}" stroke="currentColor" stroke-dasharray="2 3"'
+        else:
+            what = span.outcome or span.kind
+            name = f"{span.name}: {what}" if span.outcome else what
+            title = f"{name}, {span.start - self._start:.3f} s to {span.end - self._start:.3f} s"
+            shape = f'rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" rx="2" fill="{COLOURS[what]}"'
+        return f"<{shape}><title>{_escape(title)}</title></{shape.partition(' ')[0]}>"
 
     def _draw_marks(self, lane: Lane, top: float) -> Iterator[str]:
         drawn = set()
@@ -122,75 +103,36 @@ class _Picture:
             if (type(mark), x) in drawn:
                 continue
             drawn.add((type(mark), x))
-            symbol = "✕" if isinstance(mark, WorkerFailed) else "▾"
+            if isinstance(mark, HeartbeatLate):
+                symbol, title = "▾", f"no heartbeat for {mark.silent_seconds:.1f} s"
+            else:
+                name = "failed first" if mark.is_root_cause else "failed"
+                symbol, title = "✕", f"{name}: {describe_failure(mark.failure)}"
             yield (
                 f'<text x="{x}" y="{top + BAR - 1}" text-anchor="middle" font-weight="bold">{symbol}'
-                f"<title>{_escape(_describe_mark(mark))}</title></text>"
+                f"<title>{_escape(title)}</title></text>"
             )
-
-    def _outcomes(self, ranks: Iterable[int]) -> set[str]:
-        """Return the kinds of bars that the legend must explain for these ranks, such as "start-up" and "failed"."""
-        found = {"start-up"}
-        for rank in ranks:
-            for block in self._run.lanes[rank].blocks:
-                if not isinstance(block, Restarting):
-                    found |= {call.outcome or block.outcome or "unfinished" for call in block.calls}
-        return found
 
     def _x(self, at: float) -> float:
         share = min(1.0, max(0.0, (at - self._start) / self._seconds))
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
 
-def _choose_ranks(run: Timeline) -> list[int]:
-    """Return the ranks to draw, at most MAX_ROWS.
-
-    If the run has more than MAX_ROWS ranks, choose ranks in this order: the root causes of all attempts, the other failed
-    ranks, and the ranks that have not failed.
-    """
-    order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
-    return sorted(order[:MAX_ROWS])
-
-
-def _has_failed(lane: Lane) -> bool:
-    return any(isinstance(mark, WorkerFailed) for mark in lane.marks)
-
-
-def _failed_first(lane: Lane) -> bool:
-    return any(isinstance(mark, WorkerFailed) and mark.is_root_cause for mark in lane.marks)
+def _get_order(lane: Lane) -> int:
+    """The root causes of all attempts are drawn first, and then other ranks that have failed."""
+    failures = [mark.is_root_cause for mark in lane.marks if isinstance(mark, WorkerFailed)]
+    return 0 if True in failures else 1 if failures else 2
 
 
 def _describe_outcome(lane: Lane) -> str:
-    """Return a text that says how a rank's last process ended, and how often the rank was restarted."""
-    processes = [block for block in lane.blocks if not isinstance(block, Restarting)]
-    outcome = processes[-1].outcome if processes else ""
-    last = processes[-1].attempt if processes else 0
-    if any(isinstance(mark, WorkerFailed) and mark.is_root_cause and mark.attempt == last for mark in lane.marks):
-        outcome = "failed first"
-    restarts = f"restarted {format_times(last)}" if last else ""
+    """Return how the last process of a rank ended, and how often the rank was restarted."""
+    if not lane.processes:
+        return ""
+    last = lane.processes[-1]
+    failures = [mark for mark in lane.marks if isinstance(mark, WorkerFailed) and mark.attempt == last.attempt]
+    outcome = "failed first" if any(mark.is_root_cause for mark in failures) else last.outcome
+    restarts = f"restarted {format_times(last.attempt)}" if last.attempt else ""
     return ", ".join(filter(None, (outcome, restarts)))
-
-
-def _describe_mark(mark: HeartbeatLate | WorkerFailed) -> str:
-    if isinstance(mark, HeartbeatLate):
-        return f"no heartbeat for {mark.silent_seconds:.1f} s"
-    return f"{'failed first' if mark.is_root_cause else 'failed'}: {describe_failure(mark.failure)}"
-
-
-def _draw_legend(y: float, outcomes: set[str]) -> Iterator[str]:
-    x = float(LEFT)
-    for name in LEGEND:
-        if name in outcomes:
-            yield f'<rect x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{COLOURS[name]}"/>'
-            yield _text(x + 15, y, name)
-            x += 35 + 7 * len(name)
-
-
-def _choose_step(seconds: float) -> float:
-    """Return the seconds between two marks on the time axis: 1, 2 or 5 times a power of ten, such as 0.2 or 50."""
-    least = seconds / MAX_TICKS
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:

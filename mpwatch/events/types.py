@@ -1,29 +1,29 @@
-"""The events of a run. Each kind of event is a frozen dataclass.
-
-The field `time` of an event is computed from the field `monotonic`. A change of the system clock during a run has no effect
-on the field `time`.
+"""The events of a run. Each kind of event is a frozen dataclass, and `str(event)` is its line in the log.
 
 ARCHITECTURE.md says how to add an event.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpwatch.events.to_json import to_json
 from mpwatch.results.collective import Collective
-from mpwatch.results.failure import ProcessFailure
-from mpwatch.results.field_docs import add_inherited_attributes
-from mpwatch.results.model import Progress, WorkerState
+from mpwatch.results.failure import ProcessFailure, format_exit, format_failure, format_ranks
+from mpwatch.results.model import Progress, WorkerState, format_end
+from mpwatch.results.report import format_count
+from mpwatch.results.to_json import to_json
+
+DEBUG, INFO, WARNING = 10, 20, 30  # the levels of the package logging, which `import mpwatch.events` does not load
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The base class of all events.
+    """The base class of all events. `str(event)` is a line about the event, as in the log.
 
     Attributes:
-        time: the time of the event in seconds since 1970 (UTC).
+        time: the time of the event in seconds since 1970 (UTC). A change of the system clock during the run has no effect
+            on it, since it is computed from `monotonic`.
         monotonic: the time of the event in seconds of CLOCK_MONOTONIC. All processes of a machine share this clock.
         run_id: identifier of the run. All calls of a WorkerGroup have the identifier of the group.
         ranks: the global ranks concerned, in ascending order.
@@ -38,9 +38,9 @@ class Event:
 
     name: ClassVar[str]
     """The name of the kind of event, such as "worker_started" for WorkerStarted."""
+    log_level: ClassVar[int] = 0  # 0: it is not logged
 
     def __init_subclass__(cls) -> None:
-        add_inherited_attributes(cls, Event)
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,7 +51,14 @@ class Event:
         In the dict of a failure, `summary` and `traceback` have the text of the exception. A number that JSON cannot
         represent is replaced by a text, such as "nan" or "inf".
         """
-        return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
+        return {"event": self.name, **to_json(self)}
+
+    def __str__(self) -> str:
+        return f"{self._who}: {self.name}"
+
+    @property
+    def _who(self) -> str:
+        return format_ranks(self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,11 @@ class RunStarted(Event):
     nprocs: int
     max_restarts: int
     hostname: str
+    log_level = INFO
+
+    def __str__(self) -> str:
+        what = self.fn or "a WorkerGroup"
+        return f"{what} starts on {self.hostname}: {format_count(self.nprocs, 'rank')} of role {self.role}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +113,13 @@ class RendezvousCompleted(Event):
     role_world_size: int
     master_addr: str
     master_port: int
+    log_level = INFO
+
+    def __str__(self) -> str:
+        store = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        which = f", start {self.attempt + 1}" if self.attempt else ""
+        node = f"node {self.group_rank} of {self.group_world_size}"
+        return f"{node}: {self._who} of {self.world_size}, store at {store}:{self.master_port}{which}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +131,20 @@ class WorkerStarted(Event):
     """
 
     pid: int
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        return f"{self._who}: process {self.pid}" + (f", restart {self.attempt}" if self.attempt else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReady(Event):
     """The Python interpreter of this rank has started, and waits for the call of a function."""
+
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        return f"{self._who}: ready"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +154,11 @@ class CallStarted(Event):
     A call has one CallStarted for all of its ranks. In a run with scope="worker", a call has a separate CallStarted for each
     of its ranks. If restarted ranks call the function again, there is no new CallStarted.
     """
+
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        return f"{self._who}: a call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +174,10 @@ class HeartbeatLate(Event):
 
     silent_seconds: float
     heartbeat_timeout: float
+    log_level = INFO  # half of the limit often passes, for example while ranks wait for a checkpoint
+
+    def __str__(self) -> str:
+        return f"{self._who}: silent for {self.silent_seconds:.1f} s of {self.heartbeat_timeout:.1f} s allowed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +209,11 @@ class WorkerSucceeded(Event):
     the function. For example, a signal can kill the rank.
     """
 
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        return f"{self._who}: returned"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
@@ -188,11 +230,20 @@ class WorkerFailed(Event):
 
     failure: ProcessFailure
     is_root_cause: bool
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        return format_failure(self.failure) + (" (the root cause)" if self.is_root_cause else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStopped(Event):
-    """The watcher stopped this rank, because another rank had failed or the run was interrupted."""
+    """The watcher stopped this rank, because another rank had failed or the run was stopped."""
+
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        return f"{self._who}: stopped by the watcher"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +261,11 @@ class CollectivesRecorded(Event):
     """
 
     collectives: tuple[Collective, ...]
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        last = f", the last one is {self.collectives[-1]}" if self.collectives else ""
+        return f"{self._who}: {format_count(len(self.collectives), 'collective')} recorded{last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +288,12 @@ class WorkerExited(Event):
     progress: Progress | None = None
     reported_at: float | None = None
     was_stopped: bool = False
+    log_level = DEBUG
+
+    def __str__(self) -> str:
+        how = "was stopped" if self.was_stopped else ""
+        how = "has exited with unknown status" if self.exit_code is None else how or format_exit(self.exit_code)
+        return f"{self._who}: process {self.pid} {how}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +315,13 @@ class Restarting(Event):
     restarts_left: int
     reason: str = ""
     is_counted: bool = True
+    log_level = WARNING  # the ranks lose what they have in memory
+
+    def __str__(self) -> str:
+        when = f" in {self.delay:.1f} s" if self.delay else ""
+        why = f": {end}" if (end := format_end(self.cause, self.reason)) else ""
+        count = f"restart {self.attempt + 1}, {self.restarts_left} left" if self.is_counted else "costs no restart"
+        return f"restarting {self._who}{when} ({count}){why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +336,11 @@ class Stopping(Event):
 
     stop_cause: str
     after_step: int | None
+    log_level = INFO  # the watcher logs a warning of its own
+
+    def __str__(self) -> str:
+        when = "at its next step" if self.after_step is None else f"after step {self.after_step}"
+        return f"{self._who}: a stop was requested ({self.stop_cause}), {when}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +356,10 @@ class StateChanged(Event):
 
     before: WorkerState
     after: WorkerState
+    log_level = INFO
+
+    def __str__(self) -> str:
+        return f"{self.before.name} -> {self.after.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,3 +377,9 @@ class RunEnded(Event):
     elapsed: float
     restarts: int
     reason: str
+    log_level = INFO
+
+    def __str__(self) -> str:
+        restarts = f", after {format_count(self.restarts, 'restart')}" if self.restarts else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.state.name} after {self.elapsed:.1f} s{restarts}{reason}"

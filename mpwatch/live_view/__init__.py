@@ -1,15 +1,10 @@
 """The live view shows the progress of the ranks, and runs in the caller's thread.
 
-If the watcher is killed, the guardian process restores the terminal.
-
-    ViewDriver (watcher/observers) --- statuses of the ranks ---> LiveView (live.py)
-                                                                      |  model.py: rates, overall progress -> Snapshot
-                                                                      v
-                                                           Display.show(snapshot): one of
-        TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py, scroll_region.py)
-        NotebookDisplay (notebook.py)       an HTML table in the cell that runs
-        LineDisplay     (line_display.py)   lines on stderr, at intervals of 10 seconds or more
-
-`select.py` decides whether there is a view, and which display the view uses. `formatting.py` makes the texts for all
-displays. `tty.py` asks the operating system about terminals.
+ViewDriver (watcher/observers) --- statuses of the ranks ---> LiveView (live.py)
+|  model.py: rates, overall progress -> Snapshot
+v
+Display.show(snapshot): one of
+TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py, scroll_region.py)
+NotebookDisplay (notebook.py)       an HTML table in the cell that runs
+LineDisplay     (line_display.py)   lines on stderr
 """

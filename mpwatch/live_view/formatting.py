@@ -1,15 +1,16 @@
-"""Format numbers, states and rows for all displays of the live view. All functions are pure."""
+"""The texts of the live view, for all displays. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from mpwatch.events.to_json import encodable
-from mpwatch.live_view.model import OverallProgress, RankRow, Snapshot, summarize_ranks
+from mpwatch.live_view.model import RankRow, Snapshot, StepProgress
 from mpwatch.results.model import WorkerState
+from mpwatch.results.to_json import encodable
 
 MAX_RANK_ROWS = 16  # if there are more ranks, they are summarized
 MAX_METRICS = 6  # metrics that are shown for one rank, in the order in which the rank reports them
 MAX_NAME_CHARS = 40  # characters of the name of a metric
+MAX_SLOWEST = 3  # ranks that a summary names
 COLUMN_TITLES = ("rank", "state", "step", "steps/s", "metrics", "memory", "CPU", "heartbeat")  # of `format_row`
 STATE_TEXTS = {
     WorkerState.INIT: "starting",
@@ -22,28 +23,26 @@ STATE_TEXTS = {
 UNKNOWN = "–"  # noqa: RUF001  a dash
 UNITS = ("kB", "MB", "GB", "TB")
 HUNDRED, THOUSAND, MILLION = 100, 1000, 1_000_000
-MINUTE, HOUR, DAY = 60, 3600, 86_400
+TIMES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def is_summarized(snapshot: Snapshot) -> bool:
-    """Return whether the view shows only a summary, because there are too many ranks to give each rank a row."""
     return len(snapshot.rows) > MAX_RANK_ROWS
 
 
 def format_overall(snapshot: Snapshot) -> str:
     """Return one line with the overall step, the rate, the time left, metrics, and the number of ranks in each state."""
-    progress = _format_progress(snapshot.overall)
-    parts = [", ".join(progress)] if progress else []
-    parts += [text for text in (_format_metrics(snapshot.overall.metrics), _format_counts(snapshot)) if text]
-    return "; ".join(parts)
+    parts = (_format_progress(snapshot.overall), _format_metrics(snapshot.overall.metrics), _format_counts(snapshot))
+    return "; ".join(filter(None, parts))
 
 
 def format_row(row: RankRow) -> tuple[str, ...]:
     """Return the cells of one rank's row, in the order of COLUMN_TITLES."""
+    state = STATE_TEXTS.get(row.state, row.state.name)
     return (
         str(row.rank),
-        _format_state(row),
-        _format_step(row.step, row.total),
+        f"{state}, restart {row.restart_count}" if row.restart_count else state,
+        _format_step(row),
         UNKNOWN if row.rate is None else _format_number(row.rate),
         _format_metrics(row.metrics),
         UNKNOWN if row.memory is None else _format_bytes(row.memory),
@@ -53,50 +52,49 @@ def format_row(row: RankRow) -> tuple[str, ...]:
 
 
 def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Return the rows of a summary of the ranks. Each row is a pair of a name and a text."""
-    summary = summarize_ranks(snapshot.rows)
+    """Return the rows of a summary of the ranks, as pairs of a name and a text."""
     rows = [("ranks", _format_counts(snapshot))]
-    if summary.steps is not None:
-        minimum, median, maximum = summary.steps
-        rows.append(("steps", f"minimum {minimum}, median {median}, maximum {maximum}"))
-    if summary.slowest:
-        slowest = ", ".join(f"rank {row.rank} ({_format_step(row.step, row.total)})" for row in summary.slowest)
-        rows.append(("slowest", slowest))
-    rows.append(("all ranks", ", ".join(_format_usage(summary.total_memory, summary.max_memory, summary.cpu))))
-    if summary.max_heartbeat_age is not None:
-        rows.append(("heartbeat", f"of every rank in the last {_format_seconds(summary.max_heartbeat_age)}"))
-    return [row for row in rows if row[1]]
+    if steps := sorted(row.step for row in snapshot.rows if row.step is not None):
+        rows.append(("steps", f"minimum {steps[0]}, median {steps[len(steps) // 2]}, maximum {steps[-1]}"))
+    with_steps = (row for row in snapshot.rows if row.state.is_running and row.step is not None)
+    running = sorted(with_steps, key=lambda row: row.sort_key)
+    if running and running[0].sort_key[:2] != running[-1].sort_key[:2]:
+        slowest = (f"rank {row.rank} ({_format_step(row)})" for row in running[:MAX_SLOWEST])
+        rows.append(("slowest", ", ".join(slowest)))
+    usage = []
+    if memory := [row.memory for row in snapshot.rows if row.memory is not None]:
+        usage.append(f"memory {_format_bytes(sum(memory))} in total, {_format_bytes(max(memory))} at most in one rank")
+    if cpus := [row.cpu for row in snapshot.rows if row.cpu is not None]:
+        usage.append(f"CPU {_format_percent(sum(cpus))}")
+    if usage:
+        rows.append(("all ranks", ", ".join(usage)))
+    if ages := [row.heartbeat_age for row in snapshot.rows if row.heartbeat_age is not None]:
+        rows.append(("heartbeat", f"of every rank in the last {_format_seconds(max(ages))}"))
+    return rows
 
 
-def _format_state(row: RankRow) -> str:
-    state = STATE_TEXTS.get(row.state, row.state.name)
-    return f"{state}, restart {row.restart_count}" if row.restart_count else state
-
-
-def _format_progress(overall: OverallProgress) -> list[str]:
+def _format_progress(overall: StepProgress) -> str:
     parts = []
     if overall.step is not None:
         percent = f" ({_format_percent(overall.fraction_done)})" if overall.fraction_done is not None else ""
-        parts.append(f"{overall.unit} {_format_step(overall.step, overall.total)}{percent}")
+        parts.append(f"{overall.unit} {_format_step(overall)}{percent}")
     if overall.rate is not None:
         parts.append(f"{_format_number(overall.rate)} {overall.unit}s/s")
-    if overall.seconds_left is not None and overall.seconds_left > 0:
+    if overall.seconds_left:
         parts.append(f"{_format_seconds(overall.seconds_left)} left")
-    return parts
+    return ", ".join(parts)
 
 
 def _format_counts(snapshot: Snapshot) -> str:
-    """Return a text with the number of ranks in each state."""
     if not snapshot.shows_ranks:
         return ""
     if not snapshot.rows:
         return "no ranks yet: waiting for the other nodes"
-    noun = "rank" if len(snapshot.rows) == 1 else "ranks"
-    counts = [f"{count} {STATE_TEXTS.get(state, state.name)}" for state, count in snapshot.counts.items()]
+    ranks = "1 rank" if len(snapshot.rows) == 1 else f"{len(snapshot.rows)} ranks"
+    counts = {STATE_TEXTS.get(state, state.name): count for state, count in snapshot.counts.items()}
     if len(counts) == 1:
-        count, _, state = counts[0].partition(" ")
-        return f"{count} {noun} {state}"
-    return f"{len(snapshot.rows)} {noun}: {', '.join(counts)}"
+        return f"{ranks} {next(iter(counts))}"
+    return f"{ranks}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
@@ -104,38 +102,25 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join([*shown, "…"] if len(metrics) > MAX_METRICS else shown)
 
 
-def _format_usage(total_memory: int | None, max_memory: int | None, cpu: float | None) -> Iterable[str]:
-    if total_memory is not None and max_memory is not None:
-        yield f"memory {_format_bytes(total_memory)} in total, {_format_bytes(max_memory)} at most in one rank"
-    if cpu is not None:
-        yield f"CPU {_format_percent(cpu)}"
-
-
 def _clean_name(name: str) -> str:
-    """Return the name of a metric, with "?" in place of each character that cannot be printed. Shorten a long name.
-
-    If the name of a metric contained control characters, a terminal would execute them.
-    """
+    """Shorten the name of a metric, and replace the characters that a terminal would execute."""
     printable = "".join(c if c.isprintable() else "?" for c in encodable(name))
     return printable if len(printable) <= MAX_NAME_CHARS else printable[: MAX_NAME_CHARS - 1] + "…"
 
 
-def _format_step(step: int | None, total: int | None) -> str:
-    if step is None:
+def _format_step(row: StepProgress) -> str:
+    if row.step is None:
         return UNKNOWN
-    return str(step) if total is None else f"{step} of {total}"
+    return str(row.step) if row.total is None else f"{row.step} of {row.total}"
 
 
 def _format_number(value: float) -> str:
-    """Return a number as a text with three significant digits, or as a whole number if it is between 100 and a million."""
+    """Three significant digits, or a whole number between 100 and a million."""
     return f"{value:,.0f}" if HUNDRED <= abs(value) < MILLION else f"{value:.3g}"
 
 
 def _format_percent(fraction: float) -> str:
-    """Return the fraction as a percentage that is rounded down, so that 100 % appears only when all steps are done.
-
-    The float 0.29 is slightly less than 29 %. Without `math.nextafter`, the fraction 0.29 would be shown as 28 %.
-    """
+    """Round down, so that 100 % appears only when all is done. `nextafter`: the float 0.29 is slightly less than 29 %."""
     return f"{math.floor(100 * math.nextafter(fraction, math.inf))} %"
 
 
@@ -147,17 +132,12 @@ def _format_bytes(count: int) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
-    if seconds < MINUTE:
-        return f"{seconds:.1f} s" if seconds < MINUTE / 6 else f"{seconds:.0f} s"
-    whole = round(seconds)
-    for limit, large, small in ((HOUR, MINUTE, 1), (DAY, HOUR, MINUTE)):
-        if whole < limit:
-            return _format_two_units(whole, large, small)
-    return _format_two_units(whole, DAY, HOUR)
-
-
-def _format_two_units(seconds: int, large: int, small: int) -> str:
-    names = {DAY: "d", HOUR: "h", MINUTE: "min", 1: "s"}
-    first, rest = divmod(seconds, large)
-    second = rest // small
-    return f"{first} {names[large]} {second} {names[small]}" if second else f"{first} {names[large]}"
+    """Return a text such as "3.1 s", "59 s", "1 min 47 s" or "1 d 1 h"."""
+    if seconds < 60:  # noqa: PLR2004
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004
+    whole, parts = round(seconds), list[str]()
+    for size, name in TIMES:
+        count, whole = divmod(whole, size)
+        if count or parts:
+            parts.append(f"{count} {name}" if count else "")
+    return " ".join(filter(None, parts[:2]))

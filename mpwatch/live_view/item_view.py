@@ -5,24 +5,20 @@ import math
 from collections.abc import Callable
 
 from mpwatch.live_view.live import Display
-from mpwatch.live_view.model import OverallProgress, RateEstimator, Snapshot
+from mpwatch.live_view.model import RATE_SECONDS, RateEstimator, Snapshot, StepProgress
 from mpwatch.live_view.select import may_show, select_display
 from mpwatch.os_support.clock import monotonic
 
 FIRST_SECONDS = 1.0  # a shorter `map` has no bar, unless the user asks for a bar
-RATE_SECONDS = 10.0  # the rate is the mean over this number of seconds
 
 log = logging.getLogger("mpwatch")
 
 
 class ItemView:
-    """The progress bar of one call of `map`.
-
-    If the bar raises an exception, mpwatch logs the exception and stops drawing the bar.
+    """The bar of one call. If it raises an exception, that is logged, and the bar ends.
 
     Args:
-        progress: True shows the bar everywhere, from the start. None shows it in a terminal or a notebook. False never shows
-            it.
+        progress: the option of `mpwatch.map`.
         total: the number of items, or None if it is not known.
         clock: returns seconds.
     """
@@ -40,16 +36,11 @@ class ItemView:
 
     @property
     def seconds_to_next_update(self) -> float | None:
-        """Seconds until `update` must be called, or None if no further call of `update` is needed."""
+        """None if no further call of `update` is needed."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - self._clock())
 
     def update(self, done: int, failed: int) -> None:
-        """Draw the bar if enough time has passed since the last drawing.
-
-        Args:
-            done: number of items that have a value or have failed.
-            failed: number of items that have failed.
-        """
+        """Draw the bar if enough time has passed. `done` counts the failed items, too."""
         now = self._clock()
         if now < self._due_at:
             return
@@ -64,7 +55,7 @@ class ItemView:
             self._due_at = math.inf
 
     def close(self, done: int, failed: int) -> None:
-        """Show how many items are done and how many have failed, in one line of text that stays visible."""
+        """Leave one line of text that stays visible."""
         display, now = self._display, self._clock()
         if display is not None:
             self._rate.add(now, done)
@@ -75,16 +66,8 @@ class ItemView:
         self._display = select_display(allow_lines=self._allow_lines)
 
     def _take_snapshot(self, now: float, done: int, failed: int) -> Snapshot:
-        rate, total = self._rate.rate(now), self._total
-        overall = OverallProgress(
-            unit="item",
-            step=done,
-            total=total,
-            fraction_done=min(1.0, done / total) if total else None,
-            rate=rate,
-            seconds_left=(total - done) / rate if total is not None and rate and done <= total else None,
-            metrics={"failed": failed} if failed else {},
-        )
+        metrics = {"failed": failed} if failed else {}
+        overall = StepProgress(unit="item", step=done, total=self._total, rate=self._rate.rate(now), metrics=metrics)
         return Snapshot(overall=overall, rows=(), shows_ranks=False)
 
     def _guard(self, do: Callable[[], None]) -> None:

@@ -1,7 +1,4 @@
-"""The live view as lines that are appended to a stream and never replaced.
-
-If the stream is a full pipe, no line is written, because the write would block.
-"""
+"""The live view as lines that are appended to a stream, at intervals of ten seconds. No line is written to a full pipe."""
 
 from typing import TextIO
 
@@ -9,29 +6,17 @@ from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot
 from mpwatch.live_view.tty import is_writable
 
-PERIOD = 10.0
 LAST_LINE_SECONDS = 1.0  # the last line waits this long for room in the stream
 
 
 class LineDisplay:
-    """Writes the live view as lines to a stream."""
-
-    period = PERIOD
+    period = 10.0
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._last_written: object = None
 
-    def show(self, snapshot: Snapshot) -> None:
-        self._write_if_changed(snapshot, timeout=0.0)
-
-    def pause(self) -> None:
-        """Do nothing, because other output does not overwrite the lines of the live view."""
-
-    def close(self, snapshot: Snapshot) -> None:
-        self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)
-
-    def _write_if_changed(self, snapshot: Snapshot, timeout: float) -> None:
+    def show(self, snapshot: Snapshot, timeout: float = 0.0) -> None:
         overall = snapshot.overall
         content = (overall.step, overall.total, str(overall.metrics), snapshot.counts)  # as text, since NaN != NaN
         if content != self._last_written and self._has_room(timeout):
@@ -39,11 +24,14 @@ class LineDisplay:
             self._stream.write(f"mpwatch: {format_overall(snapshot)}\n")  # one write, so that the line stays whole
             self._stream.flush()
 
-    def _has_room(self, timeout: float) -> bool:
-        """Return whether a line can be written to the stream within `timeout` seconds.
+    def pause(self) -> None:
+        """Do nothing, because other output does not overwrite the lines of the live view."""
 
-        A pipe that poll() reports as writable has room for PIPE_BUF bytes, which is enough for a line.
-        """
+    def close(self, snapshot: Snapshot) -> None:
+        self.show(snapshot, LAST_LINE_SECONDS)
+
+    def _has_room(self, timeout: float) -> bool:
+        """A pipe that poll() reports as writable has room for PIPE_BUF bytes, which is enough for a line."""
         try:
             fd = self._stream.fileno()
         except (AttributeError, OSError, ValueError):  # not a stream of the operating system

@@ -1,8 +1,4 @@
-"""`LiveView` decides when the live view of one call is drawn. `Display` is the protocol of the objects that draw the view.
-
-LiveView chooses the display when a rank first calls `report`. If the user has set `progress=True`, LiveView chooses the
-display at the first call of `show`. LiveView implements the View protocol of `watcher/observers/view_driver.py`.
-"""
+"""`LiveView` decides when the live view of one call is drawn, and a `Display` draws it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +15,7 @@ MAX_PERIOD = 5.0  # seconds between two drawings, if drawing is slow
 
 
 class Display(Protocol):
-    """A place where snapshots are drawn, such as a terminal. Each method of a Display may raise any exception."""
+    """A place where snapshots are drawn, such as a terminal. Each method may raise any exception."""
 
     @property
     def period(self) -> float:
@@ -32,17 +28,14 @@ class Display(Protocol):
         """Stop using the terminal until the next call of `show`."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """End the live view. The progress in the last snapshot stays visible.
-
-        If `close` raises an exception, `close` can be called again.
-        """
+        """End the view, and leave the progress visible. If this raises an exception, it can be called again."""
 
 
 class LiveView:
-    """The live view of the ranks of one call.
+    """The live view of the ranks of one call: a View of watcher/observers/view_driver.py.
 
     Args:
-        choose_display: called once, when there is something to show. It returns None if there is no place for a view.
+        choose_display: called once, when a rank first reports. It returns None if there is no place for a view.
         starts_at_once: whether to show the ranks before any rank has reported.
         clock: returns seconds.
     """
@@ -61,15 +54,10 @@ class LiveView:
         self._display: Display | None = None
         self._was_chosen = False
         self._snapshot: Snapshot | None = None
-        self._period = FIRST_PERIOD if starts_at_once else WAITING_PERIOD
-
-    @property
-    def period(self) -> float:
-        """Seconds until `show` must be called with new statuses, or infinity if there is no display."""
-        return self._period
+        self.period = FIRST_PERIOD if starts_at_once else WAITING_PERIOD
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the present statuses of the ranks. The caller must sort `statuses` by rank."""
+        """Draw the present statuses of the ranks, which are sorted by rank."""
         self._snapshot = self._snapshot_builder.update(statuses)
         if self._starts_at_once or _has_reports(statuses):
             self._choose_once()
@@ -77,17 +65,16 @@ class LiveView:
             started_at = self._clock()
             self._display.show(self._snapshot)
             duration = self._clock() - started_at
-            self._period = max(self._display.period, min(duration / MAX_CPU_SHARE, MAX_PERIOD))
+            self.period = max(self._display.period, min(duration / MAX_CPU_SHARE, MAX_PERIOD))
         elif self._was_chosen:
-            self._period = math.inf
+            self.period = math.inf
 
     def pause(self) -> None:
-        """Stop using the terminal until the next call of `show`."""
         if self._display is not None:
             self._display.pause()
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Draw the final statuses of the ranks, and close the display. If `statuses` is empty, only close the display."""
+        """Draw the final statuses of the ranks, if they are known, and close the display."""
         if statuses:
             self._snapshot = self._snapshot_builder.update(statuses)
             if self._starts_at_once and _has_reports(statuses):

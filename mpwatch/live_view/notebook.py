@@ -1,8 +1,6 @@
-"""The live view in a notebook: a table in the output of the running cell. The table is updated in place.
+"""The live view in a notebook: a table in the output of the running cell, updated in place. It needs only IPython."""
 
-The view in a notebook needs only IPython.
-"""
-
+from collections.abc import Iterable
 from html import escape
 from importlib import import_module
 from typing import Any
@@ -10,14 +8,9 @@ from typing import Any
 from mpwatch.live_view.formatting import COLUMN_TITLES, format_overall, format_row, format_summary, is_summarized
 from mpwatch.live_view.model import Snapshot
 
-PERIOD = 0.5
-ALIGN_LEFT = ' style="text-align:left"'
-
 
 class NotebookDisplay:
-    """A table below the output that the running cell already has."""
-
-    period = PERIOD
+    period = 0.5
 
     def __init__(self) -> None:
         self._display_handle: Any = None  # IPython's handle of the table
@@ -33,29 +26,21 @@ class NotebookDisplay:
         """Do nothing, because other output of the cell does not change the table."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last snapshot, which stays visible in the notebook."""
         self.show(snapshot)
 
 
 def render_html(snapshot: Snapshot) -> str:
-    """Return an HTML table that shows the snapshot.
-
-    The table has one row for each rank. If there are many ranks, the table has a summary of all ranks instead.
-    """
     fraction = snapshot.overall.fraction_done
     bar = f'<progress value="{fraction:.4f}" max="1"></progress> ' if fraction is not None else ""
-    caption = f"<caption{ALIGN_LEFT}>{bar}<b>{escape(format_overall(snapshot))}</b></caption>"
+    caption = f'<caption style="text-align:left">{bar}<b>{escape(format_overall(snapshot))}</b></caption>'
     if not snapshot.rows:
         return f"<table>{caption}</table>"
     if is_summarized(snapshot):
-        body = "".join(
-            f"<tr><th{ALIGN_LEFT}>{escape(name)}</th>{_render_cell(text)}</tr>" for name, text in format_summary(snapshot)
-        )
+        body = "".join(f"<tr>{_cells('th', [name])}{_cells('td', [text])}</tr>" for name, text in format_summary(snapshot))
         return f"<table>{caption}<tbody>{body}</tbody></table>"
-    head = "".join(f"<th{ALIGN_LEFT}>{escape(title)}</th>" for title in COLUMN_TITLES)
-    body = "".join(f"<tr>{''.join(map(_render_cell, format_row(row)))}</tr>" for row in snapshot.rows)
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    body = "".join(f"<tr>{_cells('td', format_row(row))}</tr>" for row in snapshot.rows)
+    return f"<table>{caption}<thead><tr>{_cells('th', COLUMN_TITLES)}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _render_cell(text: str) -> str:
-    return f"<td{ALIGN_LEFT}>{escape(text)}</td>"
+def _cells(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f'<{tag} style="text-align:left">{escape(text)}</{tag}>' for text in texts)

@@ -1,11 +1,4 @@
-r"""Reserve the last rows of a terminal for the live view, so that the output of ranks appears above the view.
-
-The functions of this module only return text. terminal.py writes the text to the terminal.
-
-Ranks are other processes, which write to the terminal directly and at any time. To protect the view from the ranks' output,
-mpwatch sends the escape sequence DECSTBM, after which the terminal scrolls only the rows above the view. Each drawing of the
-view saves and restores the position of the cursor (DECSC, DECRC). Each drawing of the view is a single write, so that no
-output of ranks can appear in the middle of a drawing.
+r"""Reserves the last rows of a terminal for the live view, so that the output of ranks appears above it.
 
     row 1        earlier output
     ...          present output_                 <- the cursor; this part scrolls
@@ -13,14 +6,15 @@ output of ranks can appear in the middle of a drawing.
     ...          the view, N rows
     row H
 
-The escape sequences are from ECMA-48 and DEC, and all modern terminals understand them. The escape sequence IND makes empty
-rows below the cursor. IND scrolls the terminal like a newline, but does not change the column of the cursor.
+Ranks write to the terminal directly and at any time. After the escape sequence DECSTBM the terminal scrolls only the rows
+above the view. Each drawing saves and restores the cursor (DECSC, DECRC), and is a single write. All modern terminals
+understand this. The functions only return text, which terminal.py writes.
 """
 
 from collections.abc import Sequence
 
 SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
-INDEX = "\x1bD"
+INDEX = "\x1bD"  # scrolls like a newline, but keeps the cursor's column
 SCROLL_ALL = f"{SAVE_CURSOR}\x1b[r{RESTORE_CURSOR}"  # reserves no rows. The sequence inside moves the cursor
 ERASE_BELOW = f"{SAVE_CURSOR}\x1b[B\r\x1b[J{RESTORE_CURSOR}"  # erases the rows below the cursor's row
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"  # a row may be wider than computed
@@ -36,40 +30,30 @@ class ScrollRegion:
         self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
-        """Return the text that draws `lines` in the reserved rows. If `lines` is empty, return the same text as `release`.
+        """Return the text that draws `lines`, which are fewer than `rows`, in the reserved rows.
 
-        Args:
-            columns: width of the terminal.
-            rows: height of the terminal, which must be more than the number of lines.
-            lines: rows of the view, with colours.
-            is_state_known: False if the last drawing is incomplete, or if another program may have used the terminal since
-                the last drawing. If it is False, the text reserves the rows again.
+        If the state of the terminal is not known, as another program may have used it, the rows are reserved again.
         """
         if not lines:
             text = self.release()
             self.mark_released()
             return text
-        size = (columns, rows, len(lines))
-        text = "" if size == self._reserved and is_state_known else _reserve(rows, len(lines))
+        height, size = len(lines), (columns, rows, len(lines))
+        text = ""
+        if size != self._reserved or not is_state_known:  # make empty rows below the cursor, and reserve the last rows
+            room = INDEX * height + f"\x1b[{height}A"
+            text = f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"
         self._reserved = size
-        first = rows - len(lines) + 1
+        first = rows - height + 1
         drawn = "".join(f"\x1b[{first + n};1H{RESET_STYLE}{CLEAR_ROW}{line}" for n, line in enumerate(lines))
         return f"{text}{SAVE_CURSOR}{WRAP_OFF}{drawn}{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"
 
     def release(self) -> str:
-        """Return the escape sequences that make the whole terminal scroll again, and erase the reserved rows.
-
-        The returned text does not move the cursor. If no rows are reserved, the returned text is empty.
-        """
+        """Return the text that erases the reserved rows and lets the whole terminal scroll. The cursor stays."""
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
     def recover(self) -> str:
-        """Return what `release` returns, but in a form that also works after an incomplete drawing.
-
-        After an incomplete drawing, the cursor may be inside the view. So the text contains the number of the view's first
-        row, and the terminal erases this row and all rows below it. The returned text does not move the cursor. If no rows
-        are reserved, the returned text is empty.
-        """
+        """Do the same after an incomplete drawing, when the cursor may be inside the view."""
         if self._reserved is None:
             return ""
         _, rows, height = self._reserved
@@ -77,29 +61,10 @@ class ScrollRegion:
         return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}"
 
     def mark_released(self) -> None:
-        """Record that no rows are reserved. Call this method after you have written the text that `release` returned."""
+        """Call this when the text of `release` was written."""
         self._reserved = None
 
 
 def go_to_line_start(columns: int) -> str:
-    """Return the text that moves the cursor to the start of an empty line.
-
-    The text begins with one blank for each column of the terminal, for example 80 blanks. If the cursor is at the start of a
-    line, this line has room for 80 blanks. If the cursor is in the middle of a line, the terminal puts some of the 80 blanks
-    into the next line. After the blanks, the text contains a carriage return, which moves the cursor to the start of the
-    line that contains the last blank.
-    """
+    """Move to the start of an empty line: blanks fill the rest of a line that has begun, and then a line of their own."""
     return " " * columns + "\r" + CLEAR_REST
-
-
-def _reserve(rows: int, height: int) -> str:
-    """Return the text that reserves the last `height` rows of the terminal.
-
-    The terminal reads the text and does three things:
-
-    1. The terminal releases the rows that were reserved earlier.
-    2. The terminal makes empty rows below the cursor.
-    3. From now on, the terminal scrolls only the rows above the view.
-    """
-    room = INDEX * height + f"\x1b[{height}A"
-    return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

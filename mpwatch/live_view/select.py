@@ -1,10 +1,8 @@
-"""Select how the live view of a call is shown.
+"""Selects how the live view of a call is shown, and imports the modules of the view only when they are needed.
 
-    progress=False    no view
-    progress=None     a view in a notebook or a terminal, which appears when a rank first calls report()
-    progress=True     a view everywhere, from the start of the call; if there is no terminal, lines on stderr
-
-This module imports the other modules of the view only when they are needed.
+progress=False    no view
+progress=None     a view in a notebook or a terminal, which appears when a rank first calls report()
+progress=True     a view everywhere, from the start of the call; if there is no terminal, lines on stderr
 """
 
 import sys
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def select_view(progress: bool | None) -> "LiveView | None":
-    """Return the view for the option `progress`, or None if there is no view."""
     if not may_show(progress):
         return None
     from mpwatch.live_view.live import LiveView
@@ -27,17 +24,11 @@ def select_view(progress: bool | None) -> "LiveView | None":
 
 
 def may_show(progress: bool | None) -> bool:
-    """Return whether a view can be shown with this value of the option `progress`."""
     return progress is not False and (progress is True or in_notebook() or find_terminal() is not None)
 
 
 def select_display(*, allow_lines: bool) -> "Display | None":
-    """Return a display for the notebook or the terminal in which this program runs.
-
-    If neither a notebook nor a terminal can show the view, the result depends on `allow_lines`: True gives a LineDisplay on
-    stderr, and False gives None. If rich is not installed, the view in a terminal is a LineDisplay, even if `allow_lines` is
-    False.
-    """
+    """Return a display for the notebook or the terminal; without one a LineDisplay on stderr, if `allow_lines`."""
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay
 

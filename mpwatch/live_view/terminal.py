@@ -1,10 +1,7 @@
-"""The live view in the last rows of a terminal. The view is shown only while this program is in the foreground.
+"""The live view in the last rows of a terminal, while this program is in the foreground.
 
-This module reads nothing from the terminal and installs no signal handler. If the user has paused the output of the terminal
-with Ctrl-S, this module writes nothing.
-
-If the size of a terminal changes, the terminal forgets which rows are reserved. Until the next drawing of
-the view reserves the rows again, output of ranks can appear among the rows of the view.
+It reads nothing from the terminal, installs no signal handler, and writes nothing while output is paused (Ctrl-S).
+When the terminal changes its size, it forgets which rows are reserved, until the next drawing.
 """
 
 import os
@@ -19,7 +16,6 @@ from mpwatch.live_view.scroll_region import RECOVER, ScrollRegion, go_to_line_st
 from mpwatch.live_view.tty import is_foreground, is_writable
 from mpwatch.os_support.clock import monotonic
 
-PERIOD = 0.25
 MAX_GAP = 2.0  # if the time between two drawings is longer, this program was stopped, and others had the terminal
 WRITE_SECONDS = 1.0  # if the terminal takes no output for this time, the write ends
 PAUSE_SECONDS = 0.1  # the same before a pause. At Ctrl-Z the ranks run until then
@@ -28,20 +24,18 @@ _latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  we
 
 
 class Renderer(Protocol):
-    """The protocol of an object that renders a snapshot, for example a RichRenderer."""
-
     def render(self, snapshot: Snapshot, columns: int, rows: int) -> Sequence[str]:
         """Return the rows of the view for a terminal of this size."""
 
 
 def is_terminal_free() -> bool:
-    """Return False if this process already shows a view in the terminal, else True."""
+    """Return whether this process shows no view in the terminal yet."""
     latest = _latest()
     return latest is None or latest.is_closed
 
 
 class TerminalDisplay:
-    """Draws the live view in the terminal that has the file descriptor `fd`."""
+    period = 0.25
 
     def __init__(self, fd: int, renderer: Renderer, encoding: str, clock: Callable[[], float] = monotonic) -> None:
         global _latest
@@ -55,12 +49,7 @@ class TerminalDisplay:
         self._is_write_incomplete = False  # the last write was interrupted, or the terminal did not take all of it
         _latest = weakref.ref(self)
 
-    @property
-    def period(self) -> float:
-        return PERIOD
-
     def show(self, snapshot: Snapshot) -> None:
-        """Draw the snapshot. If this program is in the background, release the reserved rows."""
         if not is_foreground(self._fd):
             self.pause()  # the program in the foreground needs all rows
             return
@@ -70,18 +59,13 @@ class TerminalDisplay:
         now = self._clock()
         lines = self._renderer.render(snapshot, columns, rows)
         is_state_known = now - self._drawn_at < MAX_GAP and not self._is_write_incomplete
-        self._write(self._region.draw(columns, rows, lines, is_state_known=is_state_known), timeout=WRITE_SECONDS)
+        self._write(self._region.draw(columns, rows, lines, is_state_known=is_state_known), WRITE_SECONDS)
         self._drawn_at = now
         self._was_drawn = self._was_drawn or bool(lines)
 
     def pause(self) -> None:
-        """Release the reserved rows. The next call of `show` reserves the rows again.
-
-        When the user presses Ctrl-Z, the kernel discards output that the terminal has not shown yet. The discarded output
-        can contain the end of an escape sequence. So the text that `pause` writes begins with the control character CAN,
-        which ends an incomplete escape sequence.
-        """
-        self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
+        """Release the reserved rows. At Ctrl-Z the kernel discards output, perhaps the end of an escape sequence."""
+        self._write(self._region.recover() + self._region.release(), PAUSE_SECONDS)
         self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:
@@ -90,12 +74,12 @@ class TerminalDisplay:
         if self._was_drawn and is_foreground(self._fd):
             columns, _ = os.get_terminal_size(self._fd)
             text += f"{go_to_line_start(columns)}mpwatch: {format_overall(snapshot)}\r\n"
-        self._write(text, timeout=WRITE_SECONDS)
+        self._write(text, WRITE_SECONDS)
         self._region.mark_released()
         self._was_drawn, self.is_closed = False, True
 
     def _write(self, text: str, timeout: float) -> None:
-        """Write the whole text. Stop writing if the terminal accepts no output for `timeout` seconds."""
+        """Stop writing if the terminal accepts no output for `timeout` seconds."""
         if text and self._is_write_incomplete:
             text = RECOVER + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))

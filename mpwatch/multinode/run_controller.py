@@ -40,7 +40,7 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import format_verdict, make_restart_notes
+from mpwatch.results.report import make_restart_notes
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.caller import Caller
@@ -148,7 +148,7 @@ class MultiNodeRunController(RunController[T]):
         local = next((result for _, result in self._last_attempts.values()), empty)
         self._publish_pending_outcomes()
         result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
-        self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else format_verdict(result))
+        self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else result.verdict)
         return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 
     def end_with_error(self, error: BaseException) -> None:

@@ -1,7 +1,4 @@
-"""`Collective` describes one call of a collective by one rank, and makes the texts that name this call.
-
-Frozen data, without I/O.
-"""
+"""`Collective`: one call of a collective by one rank, and the texts that name this call. Frozen data, without I/O."""
 
 import re
 from dataclasses import dataclass, field
@@ -100,7 +97,7 @@ class Collective:
 
 
 def format_tensors(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> str:
-    """Return the types and shapes of tensors as text, such as `float32[16, 4]` or `3 x float32[16]`."""
+    """Return a text such as `float32[16, 4]` or `3 x float32[16]`."""
     if not shapes:
         return ""
     dtype = dtypes[0] if dtypes else "tensor"

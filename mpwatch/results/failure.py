@@ -1,7 +1,6 @@
-"""The failure of one rank, and the text that says what happened to this rank.
+"""The failure of one rank, and the text that says what happened to this rank. Without I/O.
 
-The functions of this module do no I/O. `summarize_exception` runs user code, because it calls the exception's `__str__`. The
-watcher thread calls only `format_exit` and `format_ranks` of this module, which run no user code.
+`summarize_exception` runs user code, so the watcher thread calls only `format_exit` and `format_ranks` of this module.
 """
 
 import signal
@@ -120,15 +119,10 @@ class ProcessFailure:
             object.__setattr__(self, name, clean_text(getattr(self, name)))
 
     def __str__(self) -> str:
-        """Return the line of the report for this failure, such as `rank 3: was killed by SIGKILL (...)`."""
         return format_failure(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the data that pickle stores for this failure.
-
-        `ExceptionEncoder` encodes the exception, because many exceptions cannot be pickled.
-        """
-        state = dict(self.__dict__)
+        state = dict(self.__dict__)  # many exceptions cannot be pickled
         if self.exception is not None:
             encoder = ExceptionEncoder(self.exception)
             state["exception"] = (encoder.plain(), encoder.details(), encoder.locals())
@@ -141,17 +135,17 @@ class ProcessFailure:
 
 
 def add_summary(failure: ProcessFailure) -> ProcessFailure:
-    """Return this failure with a summary, such as `was killed by SIGKILL (...)`. An existing summary stays as it is."""
+    """Return this failure with a summary. An existing summary stays as it is."""
     return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
 
 def format_failure(failure: ProcessFailure) -> str:
-    """Return a text that says which rank failed, and what happened to this rank."""
+    """Return a text such as `rank 3: was killed by SIGKILL (...)`."""
     return f"{name_rank(failure)}: {describe_failure(failure)}"
 
 
 def format_root_cause(root: ProcessFailure) -> str:
-    """Describe the root cause `root` in a text such as `rank 3 failed first: ValueError: ...`."""
+    """Return a text such as `rank 3 failed first: ValueError: ...`."""
     if root.node_ranks:
         return f"{_name_node(root)} with {format_ranks(root.node_ranks)} was lost: {root.evidence}"
     if root.is_secondary:
@@ -162,7 +156,7 @@ def format_root_cause(root: ProcessFailure) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return the numbers of these ranks as a text, such as `rank 3` or `ranks 0-2, 4-7`."""
+    """Return a text such as `rank 3` or `ranks 0-2, 4-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -174,10 +168,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_rank(failure: ProcessFailure) -> str:
-    """Return the name of the failed rank, such as `rank 3`. In a job of several nodes, the name includes the node.
-
-    If the whole node was lost, the name is only `rank 3`, because `describe_failure` already names the node.
-    """
+    """Return a name such as `rank 3 on node 1 (host2)`. If the whole node was lost, `describe_failure` names the node."""
     node = "" if failure.group_rank is None or failure.node_ranks else f" on {_name_node(failure)}"
     return f"rank {failure.rank}{node}"
 
@@ -214,10 +205,7 @@ def describe_failure(failure: ProcessFailure) -> str:
 
 
 def format_exit(code: int) -> str:
-    """Return a phrase that says how a process ended.
-
-    As in multiprocessing, `code` is negative if a signal ended the process.
-    """
+    """Return a phrase that says how a process ended. As in multiprocessing, `code` is negative for a signal."""
     return _describe_signal(-code) if code < 0 else f"ended with exit code {code}"
 
 

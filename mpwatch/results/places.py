@@ -7,7 +7,6 @@ count as user code.
 import os
 import sysconfig
 from collections.abc import Iterable
-from contextlib import suppress
 from traceback import walk_tb
 
 from mpwatch.results.clean_text import clean_line
@@ -39,9 +38,7 @@ ACTIVITIES_BY_FILE = {
 def format_location(stacks: str) -> str:
     """Return a phrase that says where the first thread of `stacks` was, such as ` in all_reduce (train.py:88 in step: ...)`.
 
-    The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
-    rank was not in the user's function, the phrase says what the rank did, such as ` while loading the call`. If `stacks` is
-    only a line such as `has returned`, the phrase is ` (has returned)`.
+    If the rank was not in the user's function, it is a phrase such as ` while loading the call`.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -66,29 +63,12 @@ def format_location(stacks: str) -> str:
 
 
 def shorten_source(line: str) -> str:
-    """Return a line of source code without its comment. A long line is cut after a word."""
-    code = _cut_comment(line)
-    return code if len(code) <= SOURCE_LIMIT else f"{_cut_at_word(code[:SOURCE_LIMIT])} ..."
-
-
-def _cut_comment(line: str) -> str:
-    """Return the line without the comment at its end. If the line alone is not valid Python, return the line unchanged."""
-    if "#" not in line:
-        return line
-    import tokenize  # imported on use, since most ranks and callers do not need it
-
-    with suppress(tokenize.TokenError, SyntaxError):  # also the end of a line that opens a bracket
-        for token in tokenize.generate_tokens(iter([line]).__next__):
-            if token.type == tokenize.ERRORTOKEN:  # a part of a string, for example
-                break
-            if token.type == tokenize.COMMENT:
-                return line[: token.start[1]].rstrip() or line
-    return line
-
-
-def _cut_at_word(text: str) -> str:
-    """Remove the last word of the text, because the word may be incomplete. A text without a space is not changed."""
-    return text.rpartition(" ")[0].rstrip() or text
+    """Return a line of source code without the comment at its end. A long line is cut after a word."""
+    code = line.partition("  # ")[0].rstrip() or line
+    if len(code) <= SOURCE_LIMIT:
+        return code
+    start = code[:SOURCE_LIMIT]
+    return f"{start.rpartition(' ')[0].rstrip() or start} ..."
 
 
 def format_raise_location(error: BaseException) -> str:
@@ -110,12 +90,10 @@ def format_place(path: str, line: int | None, function: str) -> str:
 
 
 def find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of user code.
+    """Return the index of the innermost frame of user code, from the files of the frames, the innermost first.
 
-    `files` contains the file of each frame, and begins with the innermost frame. The function prefers a frame in a real file
-    to a frame in a file such as `<string>`. For example, the generated methods of a dataclass are in `<string>`. If no frame
-    belongs to user code, the function returns the index of the innermost frame of an installed package other than torch. If
-    all frames belong to mpwatch, torch or the standard library, the function returns 0.
+    A real file is preferred to one such as `<string>`, where the generated methods of a dataclass are. Without user code it
+    is the innermost frame of an installed package other than torch, or else 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]

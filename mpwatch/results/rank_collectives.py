@@ -1,15 +1,11 @@
-"""`RankCollectives` has the collectives that one rank has reported to the watcher, and converts them to JSON.
-
-Without I/O.
-"""
+"""`RankCollectives`: the collectives that one rank has reported to the watcher. Without I/O."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpwatch.results.collective import Collective, CollectiveState
-
-SIMPLE_FIELDS = ("place", "has_all", "world", "rank_in_world")
+from mpwatch.results.to_json import to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +24,17 @@ class RankCollectives:
     """The rank in that group. It can differ from mpwatch's rank. It is None if there is no group."""
 
     def has_call_after(self, earlier: "RankCollectives") -> bool:
-        """Return whether this report contains a call that is missing in `earlier`, an older report of the same rank."""
         return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
 
     def to_json(self) -> str:
-        """Return a JSON text that `from_json` can read."""
+        """Return the text for `from_json`. It has the ranks of each group once, since a group may have thousands."""
         groups = list(dict.fromkeys(call.ranks for call in self.collectives))
-        index = {ranks: number for number, ranks in enumerate(groups)}
-        calls = [{**_get_fields(call), "state": call.state.value, "ranks": index[call.ranks]} for call in self.collectives]
-        simple = {name: getattr(self, name) for name in SIMPLE_FIELDS}
-        return json.dumps({**simple, "groups": groups, "collectives": calls})
+        calls = [{**to_json(replace(call, ranks=())), "ranks": groups.index(call.ranks)} for call in self.collectives]
+        return json.dumps({**to_json(replace(self, collectives=())), "groups": groups, "collectives": calls})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RankCollectives":
-        """Build a RankCollectives from a text that `to_json` has written.
-
-        Raises ValueError, LookupError or TypeError if the text is invalid.
-        """
+        """Raises ValueError, LookupError or TypeError if the text is invalid."""
         data = json.loads(text)
         groups = [tuple(map(int, ranks)) for ranks in data["groups"]]
         collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])
@@ -59,10 +49,6 @@ class RankCollectives:
 
 def _identify(call: Collective) -> tuple[object, ...]:
     return call.backend, call.group, call.group_number, call.name, call.sequence
-
-
-def _get_fields(call: Collective) -> dict[str, Any]:
-    return {field.name: getattr(call, field.name) for field in fields(call)}
 
 
 def _make_collective(data: dict[str, Any], ranks: tuple[int, ...]) -> Collective:

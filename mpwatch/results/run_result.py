@@ -1,27 +1,48 @@
-"""`RunResult` is what `mpwatch.run` returns.
+"""`RunResult` is what `mpwatch.run` returns, and the report that is made from it.
 
-RunResult is a subclass of `RunData` of model.py. In addition to the attributes of RunData, RunResult has the attribute
-`events`, and methods such as `to_html`. This module imports report.py and html.py, and these two modules import RunData.
-RunData and RunResult are two classes, because a single class would need circular imports.
+A report looks like this:
+
+    rank 1 failed first: ValueError: x (train.py:88 in step)      the verdict
+      its logs: ...                                               details of the root cause
+      ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
+      last reports: ranks 0-3 at step 30 of 100                   of a run that no failure has ended
+      restarted 2 times
+        first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
+      not restarted again: ...                                    notes
 """
 
-from collections.abc import Callable, ItemsView, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, SupportsIndex, TypeVar, overload
 
 from mpwatch.events.types import Event
-from mpwatch.results.field_docs import add_inherited_attributes
-from mpwatch.results.model import RunData, WorkerState
-from mpwatch.results.report import describe_fate, format_count, format_fates, format_verdict
+from mpwatch.options.worker_info import Worker
+from mpwatch.results.collective import Collective
+from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure, format_ranks
+from mpwatch.results.model import Attempt, Progress, WorkerState, format_end
+from mpwatch.results.places import format_location
+from mpwatch.results.report import FATE_LINES, format_count, format_times
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 from mpwatch.wire.pickling import return_values
 
 T = TypeVar("T")
+STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line of source
+STDERR_LINES = 12  # that the report quotes, from the end of stderr
+ATTEMPT_LINES = 30
+STEP_GROUPS = 8  # groups of ranks that have reported the same step last
+HTML_ROWS = 32  # return values in a table; further ones are counted
+SAME_MOMENT = 0.1  # seconds in which it is not certain whether an exception or a death was first
+# Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
+SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
+VICTIM = re.compile(r"^(perhaps )?a victim of rank")
+SINGULAR = re.compile(r"^(silent for [^;]*; )it (?=has )|^(?=has |waits in )")  # "has not joined", "silent for 5 s; it has"
+DEATHS = (FailureKind.SIGNAL, FailureKind.OOM, FailureKind.EXIT, FailureKind.LOST)
 
 
 @dataclass(frozen=True, repr=False)
-class RunResult(RunData[T], Sequence[T]):
+class RunResult(Sequence[T]):
     """The outcome of a run. A RunResult is a sequence of the ranks' return values, with attributes such as `failures`.
 
     The index is the global rank: `result[3]` is the value of rank 3, `result[-1]` is the value of the last rank, and
@@ -33,10 +54,60 @@ class RunResult(RunData[T], Sequence[T]):
     If the run has not succeeded, its result can always be pickled, without the values that cannot be pickled or unpickled.
 
     Attributes:
+        state: SUCCEEDED, FAILED, or STOPPED. It is STOPPED if a signal to the calling program ended the run.
+        return_values: the return values by global rank, of the ranks that have returned. After a failure, too, it has the
+            values of the ranks that had returned before. In a job of several nodes, it has the values of this node's ranks
+            only, except in a job that was started on a cluster by one call.
+        failures: the failures by global rank.
+        root_cause: the failure that came first. It is None if no rank failed, or if the timeout expired.
+        workers: the ranks, in order.
+        worker_states: the state by global rank: SUCCEEDED, FAILED, or STOPPED if the watcher stopped the rank.
+        progress: the last `mpwatch.report()` by global rank. Ranks without a report are missing.
+        stacks: the Python stacks of the ranks that the watcher stopped, by global rank. The stacks are from the moment just
+            before the watcher stopped the rank. The main thread and the innermost frames are first. Instead of stacks, there
+            may be a line that says why there are no stacks. Ranks that wrote no stacks in time are missing.
+        collectives: the collective of torch.distributed in which each rank waited, or otherwise the last collective of the
+            rank, by global rank. It is empty if the run succeeded. Ranks without a process group, and ranks that did not
+            answer in time, are missing. The data comes from torch's flight recorder.
+        reason: what ended the run, if no failure ended it: the timeout, or a signal to the calling program. Otherwise it is
+            empty.
+        log_dir: the folder of the log files, with a file for each attempt, rank and stream. It is empty without log files.
+            See `LogSpec`.
+        attempts: all attempts, in the order in which they ended. All other fields, except `events`, describe the last
+            attempt of each rank.
+        notes: sentences for people, which are also lines of the report: why failed ranks were not restarted, that ranks of a
+            WorkerGroup have ended with this call, that a value could not be rebuilt, or that the kernel's out-of-memory
+            killer killed a process that is not a rank.
+        keep_going: whether the run went on with the other ranks after a rank had failed.
+        stopped_at: the step at which `should_stop` returned True after a request to stop. It is None if `should_stop`
+            returned True on no rank. With scope="worker", each rank has its own step, and this is the highest of these
+            steps.
+        stop_cause: what requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "StopPolicy(after=3600)". It is
+            empty if nothing requested a stop. If all ranks returned before they called `should_stop` again, there is a
+            `stop_cause`, but `stopped_at` is None.
+        elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
+            WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
         events: the latest 100,000 events of the run, in the order in which the watcher noticed them. It is always empty for
             a call of a WorkerGroup. Use the option `on_event` of the group instead.
     """
 
+    state: WorkerState
+    return_values: Mapping[int, T] = field(default_factory=dict)
+    failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
+    root_cause: ProcessFailure | None = None
+    workers: tuple[Worker, ...] = ()
+    worker_states: Mapping[int, WorkerState] = field(default_factory=dict)
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    collectives: Mapping[int, Collective] = field(default_factory=dict)
+    reason: str = ""
+    log_dir: str = ""
+    attempts: tuple[Attempt, ...] = ()
+    notes: tuple[str, ...] = ()
+    keep_going: bool = False
+    stopped_at: int | None = None
+    stop_cause: str = ""
+    elapsed: float = 0.0
     events: tuple[Event, ...] = ()
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
@@ -65,12 +136,21 @@ class RunResult(RunData[T], Sequence[T]):
         Raises:
             OSError: the file cannot be written.
         """
-        from mpwatch.events.timeline_svg import draw_timelines
-        from mpwatch.results.html import make_result_page
+        from mpwatch.results.html import fold, make_page
 
-        page = make_result_page(self, draw_timelines(self.events))
+        stacks = "".join(fold(f"Python stack of rank {rank}", stack) for rank, stack in self.stacks.items())
+        report = "" if self.state is WorkerState.SUCCEEDED else fold("the whole report", format_report(self))
+        page = make_page(self._caption, self._repr_html_() + stacks + report)
         with open(path, "w", encoding="utf-8") as file:
             file.write(page)
+
+    @property
+    def restarts(self) -> int:
+        """The number of restarts in this run. A restart of all ranks together counts as one restart.
+
+        If nodes have joined or left a job, the next start of the ranks does not count as a restart.
+        """
+        return sum(attempt.is_counted for attempt in self.attempts)
 
     @property
     def verdict(self) -> str:
@@ -78,7 +158,10 @@ class RunResult(RunData[T], Sequence[T]):
 
         It is empty if the run succeeded.
         """
-        return format_verdict(self)
+        verdict = format_end(self.root_cause, self.reason)
+        if self.keep_going and self.failures:
+            return f"{len(self.failures)} of {format_count(len(self.workers), 'rank')} failed; {verdict}"
+        return verdict
 
     @property
     def fates(self) -> list[str]:
@@ -86,7 +169,7 @@ class RunResult(RunData[T], Sequence[T]):
 
         Several ranks can share a line, for example `ranks 0-1: stopped by the watcher …`.
         """
-        return format_fates(self)
+        return [_join(name, fate) for name, fate in _fate_rows(self)]
 
     def values(self) -> ValuesView[T]:
         """The return values that exist, in the order of ranks."""
@@ -127,11 +210,32 @@ class RunResult(RunData[T], Sequence[T]):
         self.__dict__.update(state)
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows for this result."""
         from mpwatch.events.timeline_svg import draw_timelines
-        from mpwatch.results.html import make_result_table
+        from mpwatch.results.html import fold, get_short_repr, make_table
 
-        return make_result_table(self, draw_timelines(self.events))
+        picture, root = draw_timelines(self.events), self.root_cause
+        if self.state is WorkerState.SUCCEEDED:
+            rows = [(f"rank {rank}", get_short_repr(value)) for rank, value in [*self.items()][:HTML_ROWS]]
+            more = len(self.return_values) - len(rows)
+            return make_table(self._caption, [*rows, *([("…", f"{more} more")] if more else [])]) + picture
+        restarts = [("all", text)] if (text := self._restart_text) else []
+        notes = [("", note) for note in self.notes]
+        table = make_table(self._caption, [*_fate_rows(self), *restarts, *_attempt_rows(_failed_attempts(self)), *notes])
+        if root is None:
+            return table + picture
+        name = "traceback" if root.traceback else "Python stack" if root.stack else "what it printed"
+        return table + picture + fold(f"{name} of rank {root.rank}", root.traceback or root.stack or root.stderr)
+
+    @property
+    def _caption(self) -> str:
+        if self.state is not WorkerState.SUCCEEDED:
+            return self.verdict
+        ranks = format_count(len(self.workers), "rank")
+        return ", ".join(filter(None, [f"{ranks} succeeded", self._restart_text]))
+
+    @property
+    def _restart_text(self) -> str:
+        return f"restarted {format_times(self.restarts)}" if self.restarts else ""
 
     def __repr__(self) -> str:
         ranks, failures = format_count(len(self.workers), "rank"), format_count(len(self.failures), "failure")
@@ -145,7 +249,7 @@ class RunResult(RunData[T], Sequence[T]):
         if self.worker_states.get(rank) is WorkerState.SUCCEEDED:
             why = "it had returned, but its value could not be pickled or rebuilt"
         elif rank in self.worker_states:
-            why = describe_fate(self, rank)
+            why = _describe_fate(self, rank)
         elif self.workers and self.workers[0].group_world_size > 1:
             why = "it belongs to another node, where the result has its value"
         text = f"rank {rank} has no value: {why}; .values() and .items() have the values that exist"
@@ -154,7 +258,7 @@ class RunResult(RunData[T], Sequence[T]):
 
 
 def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[int, Any]:
-    """Pickle or unpickle each value. Leave out a value for which this raises an exception."""
+    """Convert each value, and leave out those whose class raises an exception."""
     converted = {}
     for rank, value in values.items():
         try:
@@ -166,4 +270,121 @@ def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[i
     return converted
 
 
-add_inherited_attributes(RunResult, RunData)
+def format_report(result: RunResult[Any]) -> str:
+    """Return the whole report, which begins with the verdict."""
+    lines = [f"  {fate}" for fate in result.fates]
+    if result.root_cause is None and (steps := _format_last_steps(result.progress)):
+        lines.append(f"  last reports: {steps}")
+    lines += [f"  {text}"] if (text := result._restart_text) else []
+    lines += format_attempts(_failed_attempts(result))
+    lines += [f"  {note}" for note in result.notes]
+    return "\n".join([result.verdict, *_format_details(result), *lines])
+
+
+def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
+    """For each attempt, return a line of the report that says which rank failed first, or what else ended the attempt."""
+    return [f"    {_join(name, what)}" for name, what in _attempt_rows(attempts)]
+
+
+def _join(name: str, text: str) -> str:
+    return f"{name}: {text}" if name else text
+
+
+def _format_details(result: RunResult[Any]) -> list[str]:
+    root, lines = result.root_cause, []
+    if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
+        frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]
+        if frames:  # else a thread crashed that runs no Python code
+            lines += ["  its Python stack, innermost frame first:", *frames[:STACK_LINES]]
+    if root is not None and root.stderr:
+        printed = root.stderr.rstrip().splitlines()
+        what = "what it printed" if root.kind is FailureKind.START else "the end of its stderr"
+        lines += [f"  {what}:", *(f"    {line}" for line in printed[-STDERR_LINES:])]
+    if root is not None and root.log_files:
+        lines.append(f"  its logs: {', '.join(root.log_files.values())}")
+    elif result.log_dir:
+        lines.append(f"  logs: {result.log_dir}")
+    return lines
+
+
+def _failed_attempts(result: RunResult[Any]) -> list[Attempt]:
+    """If each rank is restarted alone, the verdict of the run already names the timeout or signal that ended attempts."""
+    if not any(attempt.number for attempt in result.attempts):
+        return []
+    count = len(result.workers)
+    return [
+        attempt
+        for attempt in result.attempts
+        if attempt.root_cause is not None or (len(attempt.ranks) == count and attempt.reason)
+    ]
+
+
+def _attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
+    rows = [(attempt.name, format_end(attempt.root_cause, attempt.reason)) for attempt in attempts]
+    more = len(rows) - ATTEMPT_LINES
+    if more > 0:
+        rows[ATTEMPT_LINES // 2 : -ATTEMPT_LINES // 2] = [("", f"and {more} more: see .attempts")]
+    return rows
+
+
+def _fate_rows(result: RunResult[Any]) -> list[tuple[str, str]]:
+    """Group the ranks by what happened to them; consequences of other failures come last.
+
+    The verdict already names the rank that failed first, or all ranks of a lost node.
+    """
+    root, found = result.root_cause, dict[str, tuple[str, list[int]]]()
+
+    def is_consequence(rank: int) -> bool:
+        failure = result.failures.get(rank)
+        return failure is None or failure.is_secondary
+
+    for rank in sorted(result.worker_states, key=lambda rank: (is_consequence(rank), rank)):
+        if root is None or (result.failures.get(rank) is not root and rank not in root.node_ranks):
+            fate = _describe_fate(result, rank)
+            found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
+    rows = [(format_ranks(ranks), fate if len(ranks) == 1 else _use_plural(fate)) for fate, ranks in found.values()]
+    if len(rows) > FATE_LINES:
+        more = format_count(len(rows) - FATE_LINES, "more group")
+        rows[FATE_LINES:] = [("", f"and {more} of ranks: see .failures and .stacks")]
+    return rows
+
+
+def _use_plural(fate: str) -> str:
+    return SINGULAR.sub(r"\1each ", VICTIM.sub(r"\1victims of rank", fate))
+
+
+def _describe_fate(result: RunResult[Any], rank: int) -> str:
+    failure, root = result.failures.get(rank), result.root_cause
+    if failure is None:
+        if result.worker_states[rank] is WorkerState.SUCCEEDED:
+            return "had returned"
+        return f"stopped by the watcher{format_location(result.stacks.get(rank, ''))}"
+    what = describe_failure(failure).removeprefix("was ")
+    if root is None:
+        return what
+    if failure.is_secondary and not root.is_secondary:
+        return f"a victim of rank {root.rank}: {what}"
+    are_comparable = root.group_rank == failure.group_rank and not result.keep_going
+    if are_comparable and abs(failure.elapsed - root.elapsed) <= SAME_MOMENT:
+        if _is_death(root) and not _is_death(failure):
+            return f"perhaps a victim of rank {root.rank}: {what}"
+        if _is_death(failure) and not _is_death(root):
+            return f"{what} at the same moment, so it may have failed first"
+    return what
+
+
+def _is_death(failure: ProcessFailure) -> bool:
+    return failure.kind in DEATHS and not failure.traceback
+
+
+def _format_last_steps(progress: Mapping[int, Progress]) -> str:
+    ranks_by_step: dict[tuple[int, int | None], list[int]] = {}
+    for rank, report in progress.items():
+        if report.step is not None:
+            ranks_by_step.setdefault((report.step, report.total), []).append(rank)
+    steps = sorted(ranks_by_step, key=lambda step: (-step[0], step[1] or 0))
+    if len(steps) > STEP_GROUPS:
+        ranks = [rank for group in ranks_by_step.values() for rank in group]
+        return f"{format_ranks(ranks)} at steps {steps[-1][0]} to {steps[0][0]}"
+    texts = [f"step {step}" if total is None else f"step {step} of {total}" for step, total in steps]
+    return "; ".join(f"{format_ranks(ranks_by_step[step])} at {text}" for step, text in zip(steps, texts, strict=True))

@@ -1,8 +1,4 @@
-"""Read the frames of a stack in the format of faulthandler. This module is pure.
-
-After the line of a frame, there can be a line of source code, which begins with four spaces. See `add_source_lines` of
-stack_dumps.py.
-"""
+"""Read the frames of a stack in the format of faulthandler, to which stack_dumps.py has added lines of source. Pure."""
 
 import re
 from collections.abc import Iterator

@@ -45,10 +45,7 @@ class Stacks(dict[int, str]):
 
 
 def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
-    """Group the ranks that are at the same place in the code.
-
-    Each group is a pair such as `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`.
-    """
+    """Return pairs of ranks and place, such as `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(stacks.items()):
         place = format_location(text) if "\n" in text else f" {text.strip()}"

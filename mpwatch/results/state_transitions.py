@@ -1,7 +1,6 @@
-"""The table of the legal transitions between the states of a group of ranks. This module is pure.
+"""The legal transitions of the state of a run, which describes all its ranks together. Pure.
 
-A run has one state, which describes all its ranks together. The diagram of states in ARCHITECTURE.md is made from the table
-TRANSITIONS.
+The diagram of states in ARCHITECTURE.md is made from the table TRANSITIONS.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
         _S.INIT: "there is a process for each rank",
         _S.UNHEALTHY: "all are stopped as soon as they start",
         _S.FAILED: "a rank cannot be started",
-        _S.STOPPED: "interrupted before that",
+        _S.STOPPED: "stopped before that",
     },
     _S.INIT: {
         _S.HEALTHY: "all ranks are ready",
@@ -35,7 +34,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
         _S.INIT: "all have ended, and are restarted",
         _S.SUCCEEDED: "all have returned after all",
         _S.FAILED: "a rank has failed, and is not restarted",
-        _S.STOPPED: "interrupted, or a WorkerGroup is closed",
+        _S.STOPPED: "stopped, or a WorkerGroup is closed",
     },
     _S.SUCCEEDED: {},
     _S.FAILED: {},
@@ -44,10 +43,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if TRANSITIONS does not contain the transition from `before` to `after`.
-
-    An illegal transition is a bug in mpwatch.
-    """
+    """Raise ValueError if the transition is not in TRANSITIONS, which is a bug in mpwatch."""
     if after not in TRANSITIONS[before]:
         raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
 

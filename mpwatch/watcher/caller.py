@@ -23,8 +23,7 @@ from weakref import ref
 from mpwatch.errors import make_error
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_report
-from mpwatch.results.run_result import RunResult
+from mpwatch.results.run_result import RunResult, format_report
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import InterruptCause

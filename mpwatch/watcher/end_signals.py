@@ -1,7 +1,7 @@
 """Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
 
-The calls of `mpwatch.map` do not run in the main thread, so no signal handlers are installed for them (signals.py). When SIGTERM or SIGHUP comes, the main thread stops the calls, logs the report and raises the signal
-again.
+The calls of `mpwatch.map` do not run in the main thread, so no signal handlers are installed for them (signals.py). When
+SIGTERM or SIGHUP comes, the main thread stops the calls, logs the report and raises the signal again.
 """
 
 import os

@@ -11,8 +11,8 @@ The methods in the first part of EventLoop are posted to its Inbox by other thre
 
 - When `run` ends, every rank is dead and reaped. A rank that SIGKILL cannot end is left with a warning (process_pool.py).
 - The last message of a rank is handled before its exit: `_on_exit` reads the rest of its channel first.
-- In each wake-up the loop reads everything, then lets the machines decide, and then acts. So every death that could be seen is
-  recorded before the loop sends a signal that could kill a rank.
+- In each wake-up the loop reads everything, then lets the machines decide, and then acts. So every death that could be seen
+  is recorded before the loop sends a signal that could kill a rank.
 - It waits in one place, `Selector.wait`, until the next deadline of a machine or of a timer. All other waits have a limit: a
   suspension of the whole program ends when the program goes on, and killed child processes of a rank get KILL_SECONDS before
   the rank is started again.
@@ -46,7 +46,7 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObse
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
-from mpwatch.watcher.inbox import Inbox, Outbox
+from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
@@ -93,9 +93,9 @@ class Node(Protocol):
 
 
 class EventLoop:
-    """The ranks and the calls of one run or one WorkerGroup. Only the watcher thread uses it, except for the attributes below.
+    """The ranks and the calls of one run or one WorkerGroup. Only the watcher thread uses it.
 
-    Attributes: any thread may read them.
+    Attributes: any thread may read these.
         state: of all ranks together.
         suspended_seconds: how long Ctrl-Z has suspended the ranks.
         starts: how often `start_ranks` was called.
@@ -107,7 +107,6 @@ class EventLoop:
         self,
         spec: GroupSpec,
         inbox: Inbox,
-        outbox: Outbox,
         deferred_log: DeferredLog,
         event_bus: EventBus,
         output: RankOutput,
@@ -124,7 +123,8 @@ class EventLoop:
         self._spec, self._keep_ranks, self._node = spec, keep_ranks, node
         # The ranks of such a WorkerGroup do not communicate, so a lost rank ends only its own call.
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
-        self._inbox, self._outbox, self._deferred_log, self._event_bus = inbox, outbox, deferred_log, event_bus
+        self._inbox, self._outbox = inbox, event_bus.outbox
+        self._deferred_log, self._event_bus = deferred_log, event_bus
         self._offer_debugger_socket = offer_debugger_socket
         self._ranks: dict[int, Rank] = {}  # the latest of each number. A WorkerGroup has only those that are alive
         self._calls: list[Call] = []  # that are not over
@@ -598,7 +598,7 @@ class EventLoop:
         return self._end_dump(rank)
 
     def _end_dump(self, rank: Rank) -> list[m.RankEvent]:
-        """Return StackDumped if a machine waits for it, and everything has come. A rank that has answered sends no stacks."""
+        """Return StackDumped if a machine waits for it, and all has come. A rank that has answered sends no stacks."""
         lacks_stacks = rank.observations.answer is None and rank.stack_parser.is_dump_pending()
         is_pending = rank.collective_sockets.is_pending or lacks_stacks
         if is_pending or not rank.awaits_dump or rank.observations.has_exited:
@@ -714,8 +714,8 @@ class EventLoop:
     def _wake_rank(self, rank: Rank, observed: RankObservations) -> None:
         """Interrupt the system call in which the main thread of a rank waits that has got SIGINT or SIGTERM, but still runs.
 
-        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt the call if it
-        came just before it, or if another thread received it. The request for stacks is a second signal, and does.
+        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt the call if
+        it came just before it, or if another thread received it. The request for stacks is a second signal, and does.
         """
         is_same_call = not rank.is_reaped and rank.observations is observed
         if is_same_call and observed.answer is None and not observed.has_exited:
@@ -835,8 +835,8 @@ class EventLoop:
     def _find_state(self) -> WorkerState:
         """Return one state that describes all ranks of this node.
 
-        It is UNHEALTHY while ranks are missing, or while a rank is restarted alone and the others go on. It is INIT while all
-        ranks are started or restarted together.
+        It is UNHEALTHY while ranks are missing, or while a rank is restarted alone and the others go on. It is INIT while
+        all ranks are started or restarted together.
         """
         ranks = self._ranks.values()
         if not self.starts or (not ranks and not self._keep_ranks):

@@ -1,6 +1,6 @@
 """The ranks of a WorkerGroup, which stay alive between calls. Runs in the threads of the program.
 
-    start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: start ranks, then call --> ... --> close
+    start --> call --> call --> ... a rank is lost, or has to be stopped ... --> start ranks, then call --> ... --> close
 
 With scope="group", the loss of a rank ends all running calls and all other ranks; the next call starts all ranks again. With
 scope="worker" it ends only its own call, and the next call that needs the rank starts it again. In both cases the watcher
@@ -22,7 +22,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call, format_verdict
+from mpwatch.results.report import format_end_of_program, format_ended_ranks, format_loss_in_other_call
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.call import Call
@@ -279,7 +279,7 @@ class GroupRanks:
 
     def _note_reasons(self, call: Call, result: RunResult[Any], caller: Caller, *, has_succeeded: bool) -> None:
         """Remember why ranks have to be restarted before the next call."""
-        why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
+        why = "a rank ended after it had returned" if has_succeeded else result.verdict
         if call.ended_ranks:
             self._loss_reasons |= dict.fromkeys(call.ended_ranks, why)
             if not call.lost_elsewhere:

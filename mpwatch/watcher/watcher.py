@@ -94,10 +94,9 @@ class Watcher:
         self.loop = EventLoop(
             spec,
             self._inbox,
-            self.outbox,
             self.deferred_log,
             event_bus,
-            output=self.output,
+            self.output,
             keep_ranks=keep_ranks,
             node=node,
             offer_debugger_socket=self._offer_debugger_socket,

@@ -365,14 +365,11 @@ class _Failure:
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:
-        """Remove mpwatch's frames from the start of the exception's traceback, and return an ExceptionEncoder.
-
-        If debugger.py has raised the exception, also remove the frames of the debugger.
-        """
+        """Remove mpwatch's frames from the start of the exception's traceback, and return an ExceptionEncoder."""
         trace = get_builtin_attribute(self.error, "__traceback__")
         while trace is not None and _is_of_mpwatch(trace):
             trace = trace.tb_next
-        set_builtin_attribute(self.error, "__traceback__", debugger_hook.drop_frames_of_debugger(trace))
+        set_builtin_attribute(self.error, "__traceback__", trace)
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:

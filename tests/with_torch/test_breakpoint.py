@@ -35,8 +35,6 @@ def test_a_training_in_a_terminal(program):
     assert "values: [[6.0, 6.0], [6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]" in rows
     assert "the rank has raised ValueError: bad batch" in rows
     assert program.ask("p weights")[0] == "tensor([1., 1.])"
-    assert program.ask("rank 3")[-1] == "(rank 3) (Pdb)"
-    assert program.ask("p weights")[0] == "tensor([3., 3.])"
-    assert program.ask("q")[-1] == "(rank 1) (Pdb)"
+    assert any(row.startswith("rank 3: in all_reduce (debugged_training.py:") for row in program.ask("rank 3"))
     rows = program.finish("q")
     assert any(row.startswith("rank 1 failed first: ValueError: bad batch (debugged_training.py:") for row in rows)

@@ -1,25 +1,20 @@
-"""The debugger's console, which shows the prompts of ranks that are at a breakpoint, one prompt after another.
+"""Shows the prompts of ranks that are at a breakpoint, one after another, in the caller's thread.
 
     rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> DebuggerConsole.serve ---> RankSession
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 
-The debugger pdb runs in the rank. The docstring of worker/debugger.py lists the messages between the rank and the console.
-The console itself handles three commands: `ranks`, `rank N` and `all COMMAND`. The console sends all other lines to the
-rank.
-
-While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
-captured output of the ranks, and shows this output before the next prompt.
+pdb runs in the rank: worker/debugger.py lists the messages. The console handles the commands `ranks`, `rank N` and
+`all COMMAND` itself. While a prompt is open, the time limits of the run stand still, the live view is hidden, and captured
+output of the ranks is held back until the next prompt.
 """
 
-import math
 import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from operator import attrgetter
 from typing import Any, Protocol
 
 from mpwatch.options.log_spec import in_notebook
@@ -27,18 +22,16 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.results.clean_text import clean_line
 from mpwatch.results.failure import format_ranks
 from mpwatch.results.places import format_place
-from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
+from mpwatch.watcher.debugger.line_input import PromptClosedError, explain_missing_prompt, read_line
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name
 
-NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes `step` or `next` to reach its next prompt; other prompts wait meanwhile
-ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
+NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes a command to reach its next prompt; other prompts wait meanwhile
+ALL_PROMPTS_SECONDS = 1.0  # the same for `all COMMAND`
 COMPLETION_SECONDS = 1.0
-INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
 REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
@@ -46,7 +39,6 @@ RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
 STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
-NEWLINE = "\n"
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
@@ -60,7 +52,6 @@ class WatchedRanks(Protocol):
     def take_debugger_sockets(self) -> Sequence[tuple[int, int, str]]:
         """Return the new sockets: the rank, the descriptor, and why it was opened."""
 
-    def take_statuses(self, seconds: float | None) -> Sequence[RankStatus]: ...
     def take_stacks(self, seconds: float | None) -> Stacks: ...
     def suspend_limits(self, *, are_suspended: bool) -> None: ...
     def interrupt_after(self, seconds: float, signum: int) -> None: ...
@@ -76,26 +67,17 @@ class Prompter(Protocol):
 
 
 class RankSession:
-    """The debugger session with one rank. Only the caller's thread uses this class.
+    """The connection with the pdb of one rank."""
 
-    Args:
-        rank: the global rank.
-        connection: the socket to the rank.
-        is_inspector: whether the socket belongs to the rank's inspector. The inspector shows the rank's main thread while
-            the main thread runs or waits.
-    """
-
-    def __init__(self, rank: int, connection: Connection, *, is_inspector: bool) -> None:
+    def __init__(self, rank: int, connection: Connection) -> None:
         self.rank = rank
         self.connection = connection
-        self.is_inspector = is_inspector
         self.output = ""  # that has not been shown
         self.prompt = ""
         self.place = ""  # in the code
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
         self.wants_to_quit = False
-        self.left_at = math.inf  # when pdb left its last prompt
         self._completions: list[list[str]] = []  # the answers to `complete`
 
     def receive(self) -> None:
@@ -108,30 +90,24 @@ class RankSession:
                 text, self.can_be_left, thread, place = values
                 if place is not None:  # it is None at a question of pdb
                     self.place = format_place(*place)
-                thread = f", {clean_line(thread)}" if thread and not self.is_inspector else ""
-                self.prompt = f"(rank {self.rank}{thread}) {text}"
+                self.prompt = f"(rank {self.rank}{f', {clean_line(thread)}' if thread else ''}) {text}"
                 self.is_at_prompt = True
             elif kind == "completions":
                 self._completions.append(values[0])
-            elif kind == "left":
-                self.left_at = monotonic()
             elif kind == "quit":
                 self.wants_to_quit = True
 
     def take_output(self) -> str:
-        """Return the output of pdb that has not been shown yet, and remove this output from the session."""
         output, self.output = self.output, ""
         return output
 
     def answer(self, *message: object) -> None:
-        """Send a message to the rank, for example the user's answer to the rank's prompt."""
         self.is_at_prompt = False
-        self.left_at = math.inf
         with suppress(OSError):  # the rank has ended; `receive` notices it
             self.connection.send(message)
 
     def complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
-        """Ask the rank how the word `text` can be completed, and return the possible words."""
+        """Ask the rank how the word `text` can be completed."""
         self._completions.clear()
         deadline = monotonic() + COMPLETION_SECONDS
         try:
@@ -150,14 +126,13 @@ class DebuggerConsole:
         self._watcher = watcher
         self._output = watcher.output
         self._has_warned = False
-        self._sessions: dict[tuple[int, bool], RankSession] = {}  # by rank, and whether it is the inspector
-        self._history: list[str] = []
-        self._current: RankSession | None = None
+        self._sessions: dict[int, RankSession] = {}
+        self._current: RankSession | None = None  # whose prompt was shown last
         self._has_quit = False
 
     @property
     def connections(self) -> list[Connection]:
-        """The sockets of all sessions. When a message arrives on one of the sockets, call `serve`."""
+        """When a message arrives on one of these, call `serve`."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: Prompter, view: ViewDriver | None) -> None:
@@ -167,20 +142,18 @@ class DebuggerConsole:
         if first is None:
             return
         if reason := explain_missing_prompt():  # an earlier call of the group could show prompts
-            for refused in filter(attrgetter("is_at_prompt"), self._sessions.values()):
+            for refused in self._get_stopped():
                 refused.answer(*(("end of file",) if refused.can_be_left else ("refused", reason)))
             return
         if signals.received:  # Ctrl-C came while a rank executed a command
             self._quit(first, signals)
             return
-        with self._suspended_run(view), LineInput(self._history) as line_input:
+        with self._suspended_run(view):
             while (session := self._choose()) is not None:
                 try:
                     self._show_output(session)
                     signals.is_at_prompt = True
-                    self._handle_line(
-                        session, line_input.read(session.prompt, session.connection.fileno(), session.complete)
-                    )
+                    self._handle_line(session, read_line(session.prompt, session.connection.fileno(), session.complete))
                 except PromptClosedError:
                     self._write("\n")
                     self._receive()
@@ -211,8 +184,7 @@ class DebuggerConsole:
         """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
         accepted = []
         for rank, fd, purpose in self._watcher.take_debugger_sockets():
-            connection, is_inspector = Connection(fd), purpose == "inspector"
-            reason = explain_missing_prompt()
+            connection, reason = Connection(fd), explain_missing_prompt()
             with suppress(OSError):  # the rank has ended
                 connection.send(("refused", reason) if reason else ("ready",))
             if reason:
@@ -221,11 +193,10 @@ class DebuggerConsole:
                     self._has_warned = True
                     self._watcher.deferred_log.warning("debug='post_mortem' can open no prompt: %s", reason)
                 continue
-            if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
-                earlier.connection.close()
-            session = self._sessions[rank, is_inspector] = RankSession(rank, connection, is_inspector=is_inspector)
-            if not is_inspector:
-                accepted.append(session)
+            if rank in self._sessions:  # before the rank was restarted
+                self._sessions[rank].connection.close()
+            self._sessions[rank] = RankSession(rank, connection)
+            accepted.append(self._sessions[rank])
         self._receive()
         self._wait_for_prompt(*accepted)
 
@@ -236,7 +207,7 @@ class DebuggerConsole:
                 session.receive()
             except (EOFError, OSError):
                 session.connection.close()
-                del self._sessions[session.rank, session.is_inspector]
+                del self._sessions[session.rank]
                 if session is self._current:
                     self._write(session.output)
                     self._current = None
@@ -245,25 +216,23 @@ class DebuggerConsole:
         """Return the session to show next, or None if no rank is at a prompt."""
         if self._has_quit:
             return None
-        stopped = self._get_stopped()
-        if stopped and self._current is not None and self._current.is_at_prompt:
+        if self._current is not None and self._current.is_at_prompt:
             return self._current
-        return min(stopped, key=lambda session: session.rank, default=None)
+        return next(iter(self._get_stopped()), None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the sessions that are at a prompt, except the sessions with inspectors (see RankSession)."""
-        return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
+        return [self._sessions[rank] for rank in sorted(self._sessions) if self._sessions[rank].is_at_prompt]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
         self._update()  # other ranks may have come to a breakpoint while the user was typing
-        if not session.prompt.endswith(PDB_PROMPT):  # of `interact`, `commands`, or a question
-            session.answer("line", line)
-            self._wait_for_prompt(session)
-        elif RANKS_COMMAND.match(line):
-            self._write(self._describe_ranks() + "\n")
-        elif match := RANK_COMMAND.match(line):
+        is_command = session.prompt.endswith(PDB_PROMPT)  # not of `interact`, `commands`, or a question
+        if is_command and RANKS_COMMAND.match(line):
+            stopped = {each.rank: f" at a prompt ({each.place})" for each in self._get_stopped()}
+            for ranks, place in group_places(self._watcher.take_stacks(REQUEST_SECONDS) | stopped):
+                self._write(f"{ranks}:{place}\n")
+        elif is_command and (match := RANK_COMMAND.match(line)):
             self._switch(int(match[1]))
-        elif match := ALL_COMMAND.match(line):
+        elif is_command and (match := ALL_COMMAND.match(line)):
             self._ask_all(match[1])
         else:
             session.answer("line", line)
@@ -274,75 +243,50 @@ class DebuggerConsole:
         deadline = monotonic() + seconds
         while True:
             running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
-            # A rank that has left its prompt either opens the next one soon, or runs for a while.
-            last_left_at = max((one.left_at for one in running), default=0.0)
-            until = min(deadline, last_left_at + NEXT_PROMPT_SECONDS)
-            if not running or not wait([one.connection for one in running], max(0.0, until - monotonic())):
+            if not running or not wait([one.connection for one in running], max(0.0, deadline - monotonic())):
                 return
             self._receive()
             if any(session.wants_to_quit for session in self._sessions.values()):
                 return
 
     def _switch(self, rank: int) -> None:
-        session, inspector = self._sessions.get((rank, False)), self._sessions.get((rank, True))
+        session = self._sessions.get(rank)
         if session is not None and session.is_at_prompt:
             self._current = session
             if not session.output:
                 self._write(f"rank {rank} is at {session.place}\n")
-        elif inspector is None:
-            self._write(self._describe_running(rank) + "\n")
+            return
+        stacks = self._watcher.take_stacks(REQUEST_SECONDS)
+        stack = stacks.get(rank, "no answer")
+        if stacks and rank not in stacks:
+            self._write(f"there is no rank {rank} here, only {format_ranks(stacks)}\n")
+        elif "\n" in stack:
+            self._write(f"rank {rank} is not at a prompt\n{Stacks({rank: stack})}\n")
         else:
-            if not inspector.is_at_prompt:
-                inspector.answer("inspect")
-                self._wait_for_prompt(inspector, seconds=INSPECTOR_SECONDS)
-            if inspector.is_at_prompt:
-                self._current = inspector
-            else:
-                self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
-
-    def _describe_running(self, rank: int) -> str:
-        """Return a text that says where the rank is in its code.
-
-        Call this method only if the rank has neither a prompt nor an inspector (see RankSession).
-        """
-        ranks = [status.rank for status in self._watcher.take_statuses(REQUEST_SECONDS)]
-        if ranks and rank not in ranks:
-            return f"there is no rank {rank} here, only {format_ranks(ranks)}"
-        stack = self._watcher.take_stacks(REQUEST_SECONDS).get(rank, "no answer")
-        if "\n" not in stack:
-            return f"rank {rank} is not at a prompt ({stack})"
-        hint = "with debug='post_mortem' this command shows its variables"
-        return f"rank {rank} is not at a prompt; {hint}\n{Stacks({rank: stack})}"
+            self._write(f"rank {rank} is not at a prompt ({stack})\n")
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
-        running = [status.rank for status in self._watcher.take_statuses(REQUEST_SECONDS) if status.state.is_running]
+        running = {
+            rank
+            for rank, stack in self._watcher.take_stacks(REQUEST_SECONDS).items()
+            if "\n" in stack or stack.startswith("running")
+        }
         self._receive()  # prompts that have opened meanwhile
-        asked = sorted(self._get_stopped(), key=lambda session: session.rank)
+        asked = self._get_stopped()
         for session in asked:
             session.take_output()  # where it had stopped; `rank N` shows it, too
             session.answer("line", line)
-        self._wait_for_prompt(*asked, seconds=ANSWER_SECONDS)
+        self._wait_for_prompt(*asked, seconds=ALL_PROMPTS_SECONDS)
         for session in asked:
-            output = session.take_output()
-            if output:
-                self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
-        if missed := set(running).difference(session.rank for session in asked):
+            if output := session.take_output():
+                self._write(f"rank {session.rank}:{' ' if len(output.splitlines()) == 1 else chr(10)}{output}")
+        if missed := running.difference(session.rank for session in asked):
             self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
-    def _describe_ranks(self) -> str:
-        stopped = {session.rank: f" at a prompt ({session.place})" for session in self._get_stopped()}
-        return "\n".join(
-            f"{ranks}:{place}" for ranks, place in group_places(self._watcher.take_stacks(REQUEST_SECONDS) | stopped)
-        )
-
     def _describe_move(self, last: RankSession, new: RankSession) -> str:
-        """Return the line that is shown when the prompt moves from one rank to another.
-
-        The line says where the two ranks are in their code.
-        """
         now = f"now at rank {new.rank}: {new.place}"
-        stack = self._watcher.take_stacks(REQUEST_SECONDS).get(last.rank) if not last.is_inspector else None
+        stack = self._watcher.take_stacks(REQUEST_SECONDS).get(last.rank)
         if stack is None:
             return now
         ((_, place),) = group_places({last.rank: stack})
@@ -358,7 +302,6 @@ class DebuggerConsole:
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
-        """Suspend the time limits, the live view and the output of the run until the last prompt is closed."""
         with ExitStack() as stack:
             self._watcher.suspend_limits(are_suspended=True)
             stack.callback(self._watcher.suspend_limits, are_suspended=False)
@@ -366,19 +309,11 @@ class DebuggerConsole:
             stack.callback(self._output.hold, is_held=False)
             if view is not None:
                 view.pause()
-            self._announce_prompt()
+            with suppress(Exception):  # a stream of the user's own may raise anything
+                if not in_notebook() and not sys.stdout.isatty():
+                    sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
             yield
-            for session in self._sessions.values():
-                if session.is_inspector and session.is_at_prompt:
-                    session.answer("end of file")
             self._show_output(self._current)
-
-    def _announce_prompt(self) -> None:
-        """If stdout is neither a terminal nor a notebook, write to stderr that the prompt is on stdout."""
-        with suppress(Exception):  # the user may have replaced a stream by None, or by an object that raises any exception
-            if not in_notebook() and not sys.stdout.isatty():
-                sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
-                sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
         """Show the captured output of all ranks, then the output of pdb in `session`. Make `session` the current session."""
@@ -391,6 +326,6 @@ class DebuggerConsole:
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout
-        with suppress(Exception):  # the user may have replaced the stream by None, or by an object that raises any exception
+        with suppress(Exception):  # None, or an object of the user that may raise anything
             stream.write(text)
             stream.flush()

@@ -1,29 +1,21 @@
-"""Read a line from the user, in a terminal or in a notebook. This module runs in the main thread of the calling program.
+"""Reads a line from the user, in a terminal or in a notebook. Runs in the main thread of the calling program.
 
-Python's `input` also works in a notebook, because IPython's kernel replaces `input` with its own function. In a terminal,
-`input` uses the readline module, if Python has this module. While `input` waits for the user, another thread watches the
-rank's socket. If the rank ends, the watching thread sends SIGURG to the main thread, and the handler of SIGURG raises
-PromptClosedError. A process ignores SIGURG by default, so a late SIGURG has no effect.
+Python's `input` works in both: IPython's kernel replaces it, and in a terminal it uses the module readline. While it waits,
+another thread watches the rank's socket. If the rank ends, this thread sends SIGURG, whose handler raises PromptClosedError.
+A process ignores SIGURG by default, so a late one has no effect.
 """
 
 import select
 import signal
 import sys
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from types import ModuleType
-from typing import Self
+from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
-
-try:
-    import readline as _readline
-except ImportError:  # a Python without it
-    _readline = None  # type: ignore[assignment]
 
 Complete = Callable[[str, str, int, int], list[str]]  # the word, the line, and where in the line the word begins and ends
 DELIMITERS = " \t\n`@#%^&*()=+[{]}\\|;:'\",<>?"  # of words, for completion; pdb has the same
@@ -31,10 +23,7 @@ REPEAT_MS = 50
 
 
 class PromptClosedError(BaseException):
-    """Raised when a rank ends while the prompt of its debugger is open.
-
-    PromptClosedError is no subclass of Exception, because IPython's kernel would log and ignore a subclass of Exception.
-    """
+    """The rank has ended while its prompt is open. (IPython's kernel would log and ignore a subclass of Exception.)"""
 
 
 def explain_missing_prompt() -> str:
@@ -44,90 +33,45 @@ def explain_missing_prompt() -> str:
     if in_notebook():
         kernel = get_ipython_shell().kernel
         return "" if getattr(kernel, "_allow_stdin", True) else "this notebook is executed without a user"
-    try:
-        is_terminal = sys.stdin.isatty()
-    except Exception:  # noqa: BLE001  None, closed, or an object that the calling program has put there
-        is_terminal = False
-    return "" if is_terminal else "the program that started the run has neither a terminal on stdin nor a notebook"
+    with suppress(Exception):  # stdin is None, closed, or an object of the calling program
+        if sys.stdin.isatty():
+            return ""
+    return "the program that started the run has neither a terminal on stdin nor a notebook"
 
 
-class LineInput:
-    """A context manager that reads the user's input at debugger prompts.
+def read_line(prompt: str, socket: int, complete: Complete) -> str:
+    """Read one line from the user, without its newline.
 
-    Args:
-        history: the lines that the user entered in earlier interactions.
+    Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C, and PromptClosedError if the rank's end of the socket is closed.
     """
+    is_reading = False
 
-    def __init__(self, history: list[str]) -> None:
-        self._history = history
-        self._readline = _readline if not in_notebook() else None
-        self._is_reading = False
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if self._readline is not None:
-                stack.enter_context(_own_history(self._readline, self._history))
-            stack.enter_context(self._terminal_modes())
-            self._resources = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._resources.close()
-
-    def read(self, prompt: str, socket: int, complete: Complete) -> str:
-        """Read one line from the user, and return this line without its newline.
-
-        Raises EOFError at Ctrl-D and KeyboardInterrupt at Ctrl-C. Raises PromptClosedError if the rank's end of the socket
-        is closed.
-        """
-        with ExitStack() as stack:
-            handler = signal.signal(signal.SIGURG, self._close_prompt)
-            stack.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
-            stop = stack.enter_context(closing(WakeupPipe()))
-            arguments = (socket, stop.fileno(), threading.get_ident())
-            thread = threading.Thread(target=_watch_socket, args=arguments, name="mpwatch-prompt", daemon=True)
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(stop.wake)
-            if self._readline is not None:
-                stack.enter_context(_own_completer(self._readline, complete))
-            try:
-                self._is_reading = True
-                line = input(prompt)
-            except SystemError as error:  # CPython may run a signal handler in a function of C, and then raises this
-                if isinstance(error.__cause__, KeyboardInterrupt | PromptClosedError):
-                    raise error.__cause__ from None
-                raise
-            finally:
-                self._is_reading = False
-        if line.strip() and (not self._history or self._history[-1] != line):
-            self._history.append(line)
-        return line
-
-    def _close_prompt(self, *_: object) -> None:
-        """The handler of SIGURG, which raises PromptClosedError if `input` is waiting for the user."""
-        if self._is_reading:
-            self._is_reading = False
+    def close_prompt(*_: object) -> None:
+        nonlocal is_reading
+        if is_reading:
+            is_reading = False
             raise PromptClosedError
 
-    @contextmanager
-    def _terminal_modes(self) -> Iterator[None]:
-        """Restore the modes of the terminal when the `with` block ends."""
+    with ExitStack() as stack:
+        handler = signal.signal(signal.SIGURG, close_prompt)
+        stack.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
+        stop = stack.enter_context(closing(WakeupPipe()))
+        arguments = (socket, stop.fileno(), threading.get_ident())
+        thread = threading.Thread(target=_watch_socket, args=arguments, name="mpwatch-prompt", daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(stop.wake)
+        if not in_notebook():
+            stack.enter_context(_own_completer(complete))
         try:
-            fd = sys.stdin.fileno()
-            modes = termios.tcgetattr(fd)
-        except Exception:  # noqa: BLE001  no terminal, but a notebook
-            yield
-            return
-        try:
-            yield
+            is_reading = True
+            return input(prompt)
         finally:
-            with suppress(termios.error):  # the terminal is gone
-                termios.tcsetattr(fd, termios.TCSADRAIN, modes)
+            is_reading = False
 
 
 def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
-    """When the rank's end of the socket is closed, send SIGURG to the main thread again and again until `read` ends."""
+    """When the rank's end of the socket is closed, send SIGURG to the main thread again and again until `read_line` ends."""
     poll = select.poll()
     poll.register(socket, 0)  # nothing but the end
     poll.register(stop, select.POLLIN)
@@ -139,30 +83,15 @@ def _watch_socket(socket: int, stop: int, main_thread: int) -> None:
 
 
 @contextmanager
-def _own_history(readline: ModuleType, history: list[str]) -> Iterator[None]:
-    """Replace the history of readline with `history`, the lines that the user has entered at debugger prompts.
-
-    Restore the user's own history when the `with` block ends.
-    """
-    others = [readline.get_history_item(number + 1) for number in range(readline.get_current_history_length())]
-    _set_history(readline, history)
+def _own_completer(complete: Complete) -> Iterator[None]:
     try:
+        import readline
+    except ImportError:  # a Python without it
         yield
-    finally:
-        _set_history(readline, others)
-
-
-def _set_history(readline: ModuleType, lines: list[str]) -> None:
-    readline.clear_history()
-    for line in lines:
-        readline.add_history(line)
-
-
-@contextmanager
-def _own_completer(readline: ModuleType, complete: Complete) -> Iterator[None]:
+        return
     words: list[str] = []
 
-    def complete_next(text: str, state: int) -> str | None:
+    def complete_next(text: str, state: int) -> Any:
         if state == 0:
             full = readline.get_line_buffer()
             line = full.lstrip()

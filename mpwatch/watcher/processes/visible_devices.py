@@ -1,45 +1,47 @@
-"""Finds the GPUs that a rank can see, and limits a rank to one of these GPUs. Runs in the watcher.
+"""Finds the GPUs that a rank can see, and limits a rank to one of them. Runs in the watcher, and initialises no GPU.
 
-The driver of each vendor reads variables that list the devices to use:
+The driver of each vendor reads variables that list the devices to use, and files of the driver say which devices there are:
 
     torch is built for   variables
     CUDA                 CUDA_VISIBLE_DEVICES: numbers, names of GPUs (GPU-...) or of parts of GPUs (MIG-...)
     ROCm                 ROCR_VISIBLE_DEVICES, and among those HIP_VISIBLE_DEVICES; without it CUDA_VISIBLE_DEVICES
-    XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
+    XPU (Intel)          ZE_AFFINITY_MASK; without it nobody can count the GPUs without loading the driver
 
-For example, if ROCR_VISIBLE_DEVICES is "2,3" and HIP_VISIBLE_DEVICES is "0", a process sees only GPU 2. The driver first
-applies ROCR_VISIBLE_DEVICES, and then HIP_VISIBLE_DEVICES. To limit a rank to one GPU, mpwatch changes only the variable
-that the driver applies last. If the user has set no list of devices, mpwatch sets CUDA_VISIBLE_DEVICES (for CUDA) or
-HIP_VISIBLE_DEVICES (for ROCm). mpwatch cannot count the GPUs of Intel without loading the driver library Level Zero. So for
-these GPUs, the user must set a list of devices.
-
-This module initialises no GPU, because it reads only environment variables and files of the drivers (os_support/gpus.py).
+To limit a rank to one GPU, mpwatch changes only the variable that the driver applies last.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.gpus import Gpu, list_amd_gpus, list_nvidia_gpus, may_have_unlisted_gpus
 from mpwatch.results.report import format_count
 
-CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
-LEVEL_ZERO, SYCL = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
-DEVICE_VARIABLES = frozenset({CUDA, HIP, ROCR, LEVEL_ZERO, SYCL})
+CUDA, HIP, ROCR, LEVEL_ZERO = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"
+DEVICE_VARIABLES = frozenset({CUDA, HIP, ROCR, LEVEL_ZERO})
 NAME_PREFIXES = ("GPU-", "MIG-")
-LEVEL_ZERO_LIST = re.compile(r"level_zero:(\d+(?:,\d+)*)", re.IGNORECASE)
+
+
+class Gpu(NamedTuple):
+    """A GPU that this process is allowed to use."""
+
+    uuid: str = ""
+    """Its name for CUDA_VISIBLE_DEVICES, such as "GPU-8a5b...", if it is known."""
+    node: int | None = None
+    """The NUMA node, if it is known."""
 
 
 class VisibleDevices(NamedTuple):
     """The GPUs that a process with a certain environment can see, in the order of their numbers."""
 
     variables: tuple[str, ...]
-    """The variables that have the list. There are several if the caller has set all of them to the same value."""
+    """They have the list."""
     entries: Sequence[str] = ()
     """For each device, the value of these variables that shows only this device."""
-    gpus: Sequence[Gpu | None] = ()
-    """The same devices as Gpu objects. None stands for an unknown device."""
+    nodes: Sequence[int | None] = ()
+    """The NUMA node of each device, if it is known."""
     are_unknown: bool = False
     """There may be devices, but they cannot be counted without initialising them."""
 
@@ -49,36 +51,34 @@ def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: st
 
     Args:
         env: the environment.
-        builds: the kinds of GPU that the installed torch is built for: "cuda", "hip" or "xpu". If it is empty, the GPUs of
-            this machine decide.
+        builds: what the installed torch is built for: "cuda", "hip" or "xpu". If it is empty, this machine decides.
         root: the folder that has `dev`, `proc` and `sys`.
     """
     if "xpu" in builds:
-        return _find_intel_devices(env)
-    amd = list_amd_gpus(root) if "cuda" not in builds else []
-    if "hip" in builds or (amd and not list_nvidia_gpus(root)):
-        return _find_amd_devices(env, amd)
-    return _find_nvidia_devices(env, list_nvidia_gpus(root), may_be_more=may_have_unlisted_gpus(root))
+        entries = [entry for entry in map(str.strip, env.get(LEVEL_ZERO, "").split(",")) if entry]
+        return VisibleDevices((LEVEL_ZERO,), entries, [None] * len(entries), are_unknown=LEVEL_ZERO not in env)
+    nvidia, amd = list_nvidia_gpus(root), list_amd_gpus(root) if "cuda" not in builds else []
+    if "hip" not in builds and (nvidia or not amd):
+        # The Windows Subsystem for Linux has one device file for all GPUs.
+        is_wsl = not nvidia and os.path.exists(os.path.join(root, "dev/dxg"))
+        return _select((CUDA,), env, nvidia, are_unknown=is_wsl)
+    if ROCR in env:
+        amd = [_resolve(entry, amd) for entry in _parse_list(env[ROCR], len(amd))]
+    return _select(tuple(name for name in (HIP, CUDA) if name in env) or (HIP,), env, amd)
 
 
 def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that limit a rank to one GPU. For example, local rank 1 sees the second GPU.
+    """Return the variables that limit a rank to one of the `devices` that were found from `env`.
 
-    Args:
-        devices: the GPUs that the rank can see without these variables.
-        worker: the rank.
-        env: the environment from which `devices` were found.
-
-    Raises:
-        ValueError: there are fewer GPUs than ranks on this machine, or the number of GPUs is unknown.
+    Raises ValueError if there are fewer GPUs than ranks on this machine, or if their number is unknown.
     """
     ranks, count = worker.local_world_size, len(devices.entries)
     need = f"Placement(gpus='own') needs {format_count(ranks, 'GPU')}, one for each rank of this machine"
     settings = ", ".join(f"{name}={env[name]!r}" for name in sorted(DEVICE_VARIABLES) if name in env)
     if devices.are_unknown:
-        name = devices.variables[0]
-        found = f", with {settings}" if settings else ""
-        raise ValueError(f"{need}, but mpwatch cannot count the GPUs here{found}; set {name} to a list such as '0,1'")
+        raise ValueError(
+            f"{need}, but mpwatch cannot count the GPUs here; set {devices.variables[0]} to a list such as '0,1'"
+        )
     if count < ranks:
         number = f"there {'is' if count == 1 else 'are'} only {format_count(count, 'GPU')}" if count else "there is no GPU"
         found = f" (the environment has {settings})" if settings else ""
@@ -88,75 +88,67 @@ def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str,
 
 
 def find_gpu_nodes(devices: VisibleDevices, ranks: int) -> list[int | None]:
-    """Return a list with the NUMA node of each rank's GPU. If there are too few GPUs, several ranks use the same GPU."""
-    gpus = devices.gpus or [None]
-    return [gpu.node if (gpu := gpus[rank % len(gpus)]) is not None else None for rank in range(ranks)]
+    """Return the NUMA node of each rank's GPU. If there are too few GPUs, several ranks use the same GPU."""
+    nodes = devices.nodes or [None]
+    return [nodes[rank % len(nodes)] for rank in range(ranks)]
 
 
-def _find_nvidia_devices(env: Mapping[str, str], gpus: list[Gpu], *, may_be_more: bool) -> VisibleDevices:
-    # By default CUDA puts the fastest GPU first. The order of PCI addresses is certain only for GPUs of one model.
-    is_order_known = env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in gpus}) == 1
-    numbered: list[Gpu | None] = [gpu if is_order_known else None for gpu in gpus]
-    if CUDA not in env:
-        return VisibleDevices((CUDA,), _count_up(numbered), numbered, are_unknown=may_be_more and not gpus)
-    if not gpus and not may_be_more:
-        return VisibleDevices((CUDA,))
-    entries = _parse_list(env[CUDA], len(gpus) or None)
-    return VisibleDevices((CUDA,), entries, [_resolve(entry, numbered, gpus) for entry in entries])
+def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
+    """Return the NVIDIA GPUs in the order of their PCI addresses, and then those that the driver does not describe."""
+    folder = os.path.join(root, "proc/driver/nvidia/gpus")
+    gpus, described = [], set()
+    for address in sorted(_list_folder(folder), key=lambda name: (len(name), name.lower())):
+        fields = _read_fields(f"{folder}/{address}/information", ":")
+        minor = fields.get("Device Minor", "")
+        described.add(minor)
+        if fields.get("GPU Excluded", "No") == "No" and _may_use(os.path.join(root, f"dev/nvidia{minor}")):
+            gpus.append(Gpu(fields.get("GPU UUID", ""), _read_node(address.lower(), root)))
+    names = (name for name in _list_folder(os.path.join(root, "dev")) if re.fullmatch(r"nvidia\d+", name))
+    others = [name for name in names if name.removeprefix("nvidia") not in described]
+    return gpus + [Gpu() for name in others if _may_use(os.path.join(root, "dev", name))]
 
 
-def _find_amd_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> VisibleDevices:
-    if not gpus:
-        return VisibleDevices((HIP,))
-    numbered: list[Gpu | None] = list(gpus)
-    if ROCR in env:
-        numbered = [_resolve(entry, numbered, gpus) for entry in _parse_list(env[ROCR], len(gpus))]
-    names = [name for name in (HIP, CUDA) if name in env]
-    if not names:
-        return VisibleDevices((HIP,), _count_up(numbered), numbered)
-    value = env[names[0]]
-    entries = _parse_list(value, len(numbered))
-    same = tuple(name for name in names if env[name] == value)
-    return VisibleDevices(same, entries, [_resolve(entry, numbered, gpus) for entry in entries])
+def list_amd_gpus(root: str = "/") -> list[Gpu]:
+    """Return the AMD GPUs that ROCm can use, in the order in which the driver numbers them."""
+    folder, gpus = os.path.join(root, "sys/class/kfd/kfd/topology/nodes"), []
+    if not _may_use(os.path.join(root, "dev/kfd")):
+        return []
+    for number in sorted(filter(str.isdecimal, _list_folder(folder)), key=int):
+        with suppress(ValueError):
+            values = {name: int(text) for name, text in _read_fields(f"{folder}/{number}/properties", " ").items()}
+            minor, location = values.get("drm_render_minor", 0), values.get("location_id", 0)
+            is_usable = minor <= 0 or _may_use(os.path.join(root, f"dev/dri/renderD{minor}"))
+            if values.get("simd_count", 0) > 0 and is_usable:  # a CPU has no SIMD units in this file
+                bus, device, function = location >> 8 & 0xFF, location >> 3 & 0x1F, location & 0x7
+                node = _read_node(f"{values.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}", root)
+                gpus.append(Gpu(f"GPU-{values.get('unique_id', 0):016x}", node))
+    return gpus
 
 
-def _find_intel_devices(env: Mapping[str, str]) -> VisibleDevices:
-    """Return the Intel GPUs that are listed in the caller's environment variables."""
-    selector = env.get(SYCL, "")
-    listed = LEVEL_ZERO_LIST.fullmatch(selector)
-    if listed:
-        entries = [f"level_zero:{number}" for number in listed[1].split(",")]
-        return VisibleDevices((SYCL,), entries, [None] * len(entries))
-    # Another selector with numbers, such as "level_zero:0.1": these count the devices that the mask has left.
-    if LEVEL_ZERO not in env or re.search(r":.*\d", selector):
-        return VisibleDevices((LEVEL_ZERO,), are_unknown=True)
-    entries = [entry for entry in map(str.strip, env[LEVEL_ZERO].split(",")) if entry]
-    return VisibleDevices((LEVEL_ZERO,), entries, [None] * len(entries))
-
-
-def _count_up(devices: Sequence[object]) -> list[str]:
-    return [str(number) for number in range(len(devices))]
+def _select(
+    variables: tuple[str, ...], env: Mapping[str, str], gpus: Sequence[Gpu], *, are_unknown: bool = False
+) -> VisibleDevices:
+    value = env.get(variables[0])
+    if value is None:
+        entries = [str(number) for number in range(len(gpus))]
+    elif gpus or are_unknown:
+        entries, are_unknown = _parse_list(value, len(gpus) or None), False
+    else:
+        entries = []
+    return VisibleDevices(variables, entries, [_resolve(entry, gpus).node for entry in entries], are_unknown)
 
 
 def _parse_list(value: str, count: int | None) -> list[str]:
-    """Split a list of devices into entries, in the same way as CUDA and ROCm. Return an empty list if two entries are equal.
-
-    CUDA, ROCm and torch (`_parse_visible_devices` in torch/cuda) ignore a wrong entry and all entries after it.
-
-    Args:
-        value: the list.
-        count: the number of devices, or None if it is unknown. A number that is not below `count` is a wrong entry.
-    """
+    """Split a list of devices as CUDA, ROCm and torch do: a wrong entry ends the list, and a repeated one makes it empty."""
     prefix = next((prefix for prefix in NAME_PREFIXES if value.startswith(prefix)), None)
     entries: list[str] = []
     for text in value.split(","):
         number = re.match(r"\s*\+?(\d+)", text)
-        if prefix is not None:
-            entry = text if text.startswith(prefix) else None
+        if prefix is not None and text.startswith(prefix):
+            entry = text
+        elif prefix is None and number is not None and (count is None or int(number[1]) < count):
+            entry = str(int(number[1]))
         else:
-            is_wrong = number is None or (count is not None and int(number[1]) >= count)
-            entry = None if number is None or is_wrong else str(int(number[1]))
-        if entry is None:
             break
         if entry in entries:
             return []
@@ -164,14 +156,32 @@ def _parse_list(value: str, count: int | None) -> list[str]:
     return entries
 
 
-def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
-    """Return the GPU that an entry such as "1" or "GPU-8f" stands for, or None if the GPU is unknown.
-
-    For example, the entry "GPU-8f" means the GPU whose name begins with "GPU-8f".
-    """
+def _resolve(entry: str, gpus: Sequence[Gpu]) -> Gpu:
+    """Return the GPU that an entry stands for: its number, or the beginning of its name if no other has the same."""
     if entry.isdecimal():
-        return numbered[int(entry)] if int(entry) < len(numbered) else None
-    # Older drivers name a part of a GPU MIG-GPU-<name of the GPU>/1/0. Today such a name says nothing about the GPU.
-    name = entry.removeprefix("MIG-").partition("/")[0].lower()
-    found = [gpu for gpu in gpus if name.startswith("gpu-") and gpu.uuid.lower().startswith(name)]
-    return found[0] if len(found) == 1 else None
+        return gpus[int(entry)] if int(entry) < len(gpus) else Gpu()
+    found = [gpu for gpu in gpus if gpu.uuid.lower().startswith(entry.lower())]
+    return found[0] if len(found) == 1 else Gpu()
+
+
+def _may_use(device_file: str) -> bool:
+    # A container often has the driver's files of all GPUs, but the device files of only some; cgroups can forbid them, too.
+    return os.access(device_file, os.R_OK | os.W_OK)
+
+
+def _read_node(address: str, root: str) -> int | None:
+    with suppress(OSError, ValueError), open(os.path.join(root, f"sys/bus/pci/devices/{address}/numa_node")) as text:
+        node = int(text.read())
+        return node if node >= 0 else None  # it is -1 if the firmware does not name the node
+    return None
+
+
+def _list_folder(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def _read_fields(file: str, separator: str) -> dict[str, str]:
+    with suppress(OSError), open(file, encoding="utf-8", errors="replace") as text:
+        pairs = [line.partition(separator) for line in text]
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    return {}

@@ -15,8 +15,8 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import format_attempts, format_verdict, make_restart_notes
-from mpwatch.results.run_result import RunResult
+from mpwatch.results.report import make_restart_notes
+from mpwatch.results.run_result import RunResult, format_attempts
 from mpwatch.watcher.call import Call
 from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.diagnosis.diagnose import diagnose, format_interrupt
@@ -135,7 +135,7 @@ class RunController(Generic[T]):
         if decision.delay is None:
             self._no_restart_reason = self._no_restart_reason or decision.no_restart_reason
             if self._spec.keeps_going:
-                what = format_verdict(result) if result.root_cause is None else str(result.root_cause)
+                what = result.verdict if result.root_cause is None else str(result.root_cause)
                 log_now(logging.WARNING, "%s; no other rank is stopped, because of keep_going=True", what)
             return None
         self._restartable_groups.add(group)
@@ -214,7 +214,7 @@ class RunController(Generic[T]):
             result = self._merge_attempts(latest, was_interrupted=interrupted is not None)
         else:
             result = make_empty_result(interrupted)
-        reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
+        reason = "" if result.state is WorkerState.SUCCEEDED else result.verdict
         self._publish_run_ended(result.state, reason)
         return replace(result, events=tuple(self.event_bus.events), elapsed=monotonic() - self.started_at)
 

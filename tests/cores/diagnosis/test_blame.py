@@ -28,7 +28,7 @@ from cores.diagnosis.evidence import (
     waiting,
 )
 from mpwatch import FailureKind, WorkerState
-from mpwatch.results.report import format_report
+from mpwatch.results.run_result import format_report
 from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.machine.transitions import StopReason

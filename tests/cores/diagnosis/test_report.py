@@ -26,7 +26,7 @@ from cores.diagnosis.evidence import (
 )
 from mpwatch import Progress, RunFailedError, RunResult, WorkerState
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
-from mpwatch.results.report import format_report
+from mpwatch.results.run_result import format_report
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE, SCRIPT_FILE
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.wire.shared_memory import HeartbeatSample

@@ -6,7 +6,7 @@ The contents are those of real machines, shortened.
 from pathlib import Path
 
 NVIDIA_INFORMATION = """\
-Model: \t\t {model}
+Model: \t\t NVIDIA H100 80GB HBM3
 IRQ:   \t\t 236
 GPU UUID: \t {uuid}
 Video BIOS: \t 96.00.61.00.01
@@ -36,11 +36,9 @@ class SimulatedMachine:
         file.write_text(text)
         return self
 
-    def add_cpu(self, cpu, *, package=0, core=None, siblings=None):
-        topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
-        self.write(f"{topology}/physical_package_id", f"{package}\n")
-        self.write(f"{topology}/core_id", f"{cpu if core is None else core}\n")
-        return self.write(f"{topology}/thread_siblings_list", f"{cpu if siblings is None else siblings}\n")
+    def add_cpu(self, cpu, *, siblings=None):
+        siblings = cpu if siblings is None else siblings
+        return self.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{siblings}\n")
 
     def add_node(self, node, cpus):
         return self.write(f"sys/devices/system/node/node{node}/cpulist", f"{cpus}\n")
@@ -51,7 +49,7 @@ class SimulatedMachine:
         for core in range(total):
             cpus = [core + thread * total for thread in range(threads)]
             for cpu in cpus:
-                self.add_cpu(cpu, package=core // cores, core=core % cores, siblings=",".join(map(str, cpus)))
+                self.add_cpu(cpu, siblings=",".join(map(str, cpus)))
         per_node = cores // nodes_per_package
         for node in range(packages * nodes_per_package):
             first = node * per_node
@@ -59,22 +57,10 @@ class SimulatedMachine:
             self.add_node(node, ",".join(f"{low}-{high}" for low, high in parts))
         return self
 
-    def add_hybrid(self, performance, efficiency):
-        """Add a hybrid processor: performance cores of two threads, whose numbers follow each other, and efficiency cores."""
-        strong = 2 * performance
-        for core in range(performance):
-            for cpu in (2 * core, 2 * core + 1):
-                self.add_cpu(cpu, core=4 * core, siblings=f"{2 * core}-{2 * core + 1}")
-        for cpu in range(strong, strong + efficiency):
-            self.add_cpu(cpu, core=4 * performance + cpu - strong)
-        self.write("sys/devices/cpu_core/cpus", f"0-{strong - 1}\n")
-        self.write("sys/devices/cpu_atom/cpus", f"{strong}-{strong + efficiency - 1}\n")
-        return self.add_node(0, f"0-{strong + efficiency - 1}")
-
-    def add_nvidia_gpu(self, address, minor, *, node=-1, model="NVIDIA H100 80GB HBM3", excluded="No", device=True):
+    def add_nvidia_gpu(self, address, minor, *, node=-1, excluded="No", device=True):
         """Add a GPU with the UUID GPU-<minor><minor>...; `device` says whether this process has its device file."""
         uuid = f"GPU-{f'{minor}' * 8}-0000-0000-0000-000000000000"
-        text = NVIDIA_INFORMATION.format(model=model, uuid=uuid, minor=minor, excluded=excluded)
+        text = NVIDIA_INFORMATION.format(uuid=uuid, minor=minor, excluded=excluded)
         self.write(f"proc/driver/nvidia/gpus/{address}/information", text)
         self.write(f"sys/bus/pci/devices/{address}/numa_node", f"{node}\n")
         return self.write(f"dev/nvidia{minor}", "") if device else self

@@ -6,9 +6,14 @@ import pytest
 
 from cores.placement.simulated_machine import SimulatedMachine
 from mpwatch import Placement, WorkerSpec
-from mpwatch.os_support.gpus import list_amd_gpus, list_nvidia_gpus
 from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
-from mpwatch.watcher.processes.visible_devices import DEVICE_VARIABLES, find_gpu_nodes, find_visible_devices
+from mpwatch.watcher.processes.visible_devices import (
+    DEVICE_VARIABLES,
+    find_gpu_nodes,
+    find_visible_devices,
+    list_amd_gpus,
+    list_nvidia_gpus,
+)
 
 # The GPU with the lowest PCI address has the minor number 1, see add_nvidia_gpus.
 UUIDS = [f"GPU-{f'{number ^ 1}' * 8}-0000-0000-0000-000000000000" for number in range(8)]
@@ -16,7 +21,7 @@ MIG = "MIG-d1e0c5a3-0000-0000-0000-000000000000"
 ALLOWED = sorted(os.sched_getaffinity(0))
 THREADS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
-ZE, SELECTOR = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
+ZE = "ZE_AFFINITY_MASK"
 
 
 class Machine(SimulatedMachine):
@@ -26,7 +31,7 @@ class Machine(SimulatedMachine):
         super().__init__(folder / "machine")
         monkeypatch.setattr("mpwatch.os_support.hardware.GPU_DEVICE_FILES", (f"{self.root}/dev/nvidia[0-9]*",))
         self.packages, self._monkeypatch = folder, monkeypatch
-        for name in (*DEVICE_VARIABLES, "CUDA_DEVICE_ORDER", "ACCELERATE_USE_CPU", *THREADS):
+        for name in (*DEVICE_VARIABLES, "ACCELERATE_USE_CPU", *THREADS):
             monkeypatch.delenv(name, raising=False)
 
     def set_variables(self, variables):
@@ -142,9 +147,10 @@ AMD = [
 ]
 INTEL = [
     ({ZE: "2, 3"}, {ZE: "3"}),
-    ({SELECTOR: "level_zero:4,5"}, {SELECTOR: "level_zero:5"}),
-    ({ZE: "2,3", SELECTOR: "level_zero:1,0"}, {ZE: "2,3", SELECTOR: "level_zero:0"}),
+    ({ZE: "0.0,0.1"}, {ZE: "0.1"}),
     ({}, "cannot count the GPUs here; set ZE_AFFINITY_MASK to a list such as '0,1'"),
+    ({ZE: "0"}, "there is only 1 GPU"),
+    ({ZE: ""}, "there is no GPU"),
 ]
 
 
@@ -176,7 +182,9 @@ EIGHT, SOME = [0, 0, 0, 0, 1, 1, 1, 1], [0, -1]
         ("cuda", EIGHT, {CUDA: "4,1,5,0"}, [1, 0, 1, 0]),
         ("cuda", EIGHT, {CUDA: f"{UUIDS[6]},{UUIDS[2]}"}, [1, 0]),
         ("cuda", SOME, {}, [0, None]),
-        ("cuda", SOME, {CUDA: f"{MIG},MIG-{UUIDS[0]}/1/0"}, [None, 0]),
+        ("cuda", SOME, {CUDA: ""}, [None, None]),
+        ("cuda", SOME, {CUDA: "GPU-,GPU-9"}, [None, None]),  # ambiguous, and unknown
+        ("cuda", SOME, {CUDA: MIG}, [None]),
         ("hip", [0, 0, 1, 1], {}, [0, 0]),
         ("hip", [0, 0, 1, 1], {HIP: "3,0"}, [1, 0]),
         ("hip", [0, 0, 1, 1], {ROCR: "2,0", HIP: "1,0"}, [0, 1]),

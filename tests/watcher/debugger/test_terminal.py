@@ -69,7 +69,7 @@ def test_a_rank_that_waits_has_a_stack_and_no_prompt():
         program.wait_for_ranks("ranks 0-1")
         while not (rows := program.ask("rank 2"))[1].startswith("rank 2: in wait (debugged_program.py:"):
             pass
-        assert rows[0] == "rank 2 is not at a prompt; with debug='post_mortem' this command shows its variables"
+        assert rows[0] == "rank 2 is not at a prompt"
         assert any(row.endswith(" in wait_for_peer") for row in rows)
         assert program.ask("all p rank()")[:-1] == ["rank 0: 0", "rank 1: 1", "not at a prompt: rank 2"]
         program.ask("rank 1")
@@ -123,7 +123,6 @@ def test_completion_history_breakpoints_and_interact():
         program.type(b"\x04")
         program.wait_for_prompt(after=before)
 
-        assert program.ask("restart")[0] == "*** a rank cannot be restarted from its debugger; q ends the run"
         line = 1 + FILE.read_text().splitlines().index('    return values["step"]')
         assert program.ask(f"b {line}")[0].startswith("Breakpoint 1 at ")
         assert "return values" in "".join(program.ask("c"))
@@ -200,16 +199,11 @@ def test_the_limits_stand_still_while_a_prompt_is_open():
         assert "values: [2, 2]" in program.finish("all c")
 
 
-def test_a_post_mortem_prompt_shows_the_variables_of_all_ranks():
+def test_a_post_mortem_prompt_shows_the_variables_where_the_rank_raised():
     with debugged("raise_in_one", [1], debug="post_mortem") as program:
         assert program.wait_for_prompt() == "(rank 1) (Pdb)"
         assert "the rank has raised ValueError: secret of rank 1" in program.rows()
         assert program.ask("p secret")[0] == "'secret of rank 1'"
-        assert program.ask("rank 0")[-1] == "(rank 0) (Pdb)"
-        assert program.ask("p text")[0] == "'secret of rank 0'"
-        rows = program.ask("q")
-        assert rows[0].startswith("now at rank 1: debugged_program.py:")
-        assert rows[1:] == ["(rank 1) (Pdb)"]
         assert program.ask("ranks")[0].startswith("rank 0: in wait (debugged_program.py:")
         rows = program.finish("q")
     assert any(row.startswith("failed: rank 1 failed first: ValueError: secret of rank 1") for row in rows)
@@ -235,7 +229,7 @@ def test_without_a_terminal_the_error_says_so(monkeypatch):
     error = caught.value.__cause__
     assert str(error).startswith(f"breakpoint() {NO_PROMPT}")
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in str(error)
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["stop_once"]
+    assert traceback.extract_tb(error.__traceback__)[0].name == "stop_once"
 
 
 def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect(monkeypatch, caplog):

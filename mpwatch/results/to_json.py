@@ -1,4 +1,4 @@
-"""`to_json` converts any value of an event to data that every reader of strict JSON and UTF-8 understands."""
+"""`to_json` converts any value to data that every reader of strict JSON and UTF-8 understands. Pure."""
 
 import math
 import operator
