@@ -192,7 +192,7 @@ class Caller:
 
     def _restore(self) -> None:
         try:
-            if self._ends_ranks and self.watcher.is_finished:
+            if self.watcher.is_finished:
                 self.watcher.join()
             for driver in self._drivers:
                 driver.close(self.list_attempts())
