@@ -1,4 +1,4 @@
 """The watcher is the part of mpwatch that runs in the caller's process.
 
-Read run.py first, and then watcher_thread.py and event_loop.py.
+Read run.py first, then restarts/run_controller.py, caller.py and event_loop.py.
 """

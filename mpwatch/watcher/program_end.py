@@ -10,7 +10,7 @@ thread waits for a call:
                         _interrupt_after_script                  _interrupt_and_wait
 
 Python does not wait for daemon threads. So at the end of every program, `_interrupt_and_wait` ends each run that was started
-in a daemon thread. When `_interrupt_and_wait` has returned, persistent_ranks.py ends the ranks of WorkerGroups.
+in a daemon thread. When `_interrupt_and_wait` has returned, group_ranks.py ends the ranks of WorkerGroups.
 """
 
 import atexit

@@ -14,7 +14,7 @@ _calls: dict[object, tuple[int, ref[Any], AskToStop]] = {}
 def add_call(call: object, ask_to_stop: AskToStop) -> None:
     """Register a call: its object, and the function to ask it. When the object is deleted, the registry drops the call.
 
-    `mpwatch.submit` registers its RunHandle, since the run gets a BlockingCall later, just before its ranks start.
+    `mpwatch.submit` registers its RunHandle, since the run gets a Caller later, just before its ranks start.
     """
     key = object()
     _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None)), ask_to_stop

@@ -14,7 +14,7 @@ rank is dead.
 - A heartbeat is one write of eight bytes to memory, so a rank can send heartbeats in its innermost loop, from any thread.
   While the rank writes a report, the report's checksum is wrong. If the watcher finds a wrong checksum, it reads the report
   again.
-- Before the watcher interrupts a call with SIGINT, it writes the number of this call (`PendingCall.number`) into the rank's
+- Before the watcher interrupts a call with SIGINT, it writes the number of this call (`Call.number`) into the rank's
   slot. A SIGINT itself carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its
   slot with the number of its next call. If the number in the slot is not the number of the next call, the rank ignores the
   SIGINT.

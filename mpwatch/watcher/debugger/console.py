@@ -1,6 +1,6 @@
 """Shows the prompts of ranks that are at a breakpoint, one after another, in the caller's thread.
 
-    rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> DebuggerConsole.serve ---> RankSession
+    rank --- DEBUGGER with a socket ---> event loop ---> Watcher ---> DebuggerConsole.serve ---> RankSession
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 

@@ -17,7 +17,7 @@ If the watcher does not read a stream, the rank writes the stream directly to a 
 Owners:
     RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
     OutputThread                              the watcher's ends of the pipes, log files it writes, multiplexer, sinks
-    RankHandle                                the StdioFds of its rank, with the StderrTail
+    Rank                                      the StdioFds of its rank, with the StderrTail
 
 Guarantees:
     - No line is lost, as long as the caller's streams accept everything that is written to them.
