@@ -187,11 +187,8 @@ def test_ranks_of_a_group_are_as_before_after_a_script(tmp_path):
     ("args", "options", "error"),
     [
         (["nowhere.py"], {}, FileNotFoundError(f"there is no script {os.path.abspath('nowhere.py')}")),
-        ([os.path.dirname(__file__)], {}, FileNotFoundError(f"there is no script {os.path.dirname(__file__)}")),
         ([], {}, TypeError("Script needs the path of a script")),
         ([__file__, "--lr", 0.1], {}, TypeError("must be strings or paths, as in sys.argv, not 0.1")),
-        ([b"train.py"], {}, TypeError("must be strings or paths")),
-        ([], {"module": Path("pkg")}, TypeError("module must be the name of a module")),
         ([], {"module": "pkg/train.py"}, ValueError("to run a file, pass its path: Script('pkg/train.py')")),
     ],
     ids=lambda value: str(value) if isinstance(value, Exception) else "",
