@@ -224,6 +224,15 @@ def test_an_idle_group_uses_no_cpu_time(eventually):
         assert count_switches(0) == count_switches(0.5)
 
 
+def test_a_call_of_a_warm_group_costs_less_than_a_millisecond_of_the_program_s_time():
+    with WorkerGroup(2) as group:
+        group.run(functions.rank)
+        used = time.process_time()
+        for number in range(300):
+            assert list(group.run(functions.double, [number])) == [2 * number] * 2
+        assert time.process_time() - used < 0.3
+
+
 # --- Threads
 
 

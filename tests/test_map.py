@@ -138,6 +138,17 @@ def test_an_item_that_fails_at_each_attempt():
     assert str(failure).endswith("(3 attempts); all restarts are used up (max_restarts=2)")
 
 
+def fail_with(number):
+    raise (FileNotFoundError if number == 0 else ValueError)("bad")
+
+
+def test_retry_if_decides_for_each_item():
+    policy = RestartPolicy(1, retry_if=OSError)
+    first, second = mpwatch.map(fail_with, range(2), 1, on_error="yield", max_restarts=policy)
+    assert [first.attempts, second.attempts] == [2, 1]
+    assert re.search("`retry_if` does not allow a restart", str(second))
+
+
 def test_an_item_that_takes_too_long():
     started_at = time.monotonic()
     outcomes = list(mpwatch.map(fn.hang_at_one, range(10), 2, on_error="yield", heartbeat_timeout=0.5))

@@ -65,13 +65,3 @@ def test_a_module_of_a_later_call_of_a_group_is_refused(make_module):
         assert type(caught.value.__cause__) is RuntimeError
         assert "at the import of module late, line 5 (" in str(caught.value.__cause__)
         assert list(group.run(list_ranks)) == [[0]]
-
-
-def test_a_module_that_the_function_imports_starts_ranks_once(make_module):
-    """The rank has loaded its call, so it may start ranks. These ranks are refused, since they load the module."""
-    make_module("lazy", f"import os, mpwatch\ndef fn(): pass\n{IN_RANK}mpwatch.run(fn, 1)")
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(importlib.import_module, 1, args=("lazy",))
-    error = caught.value.__cause__
-    assert type(error) is mpwatch.RunFailedError
-    assert "at the import of module lazy, line 6 (" in str(error.__cause__)

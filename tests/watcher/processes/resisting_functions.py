@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
+from support.failing import rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 # ---- what rank 0 does before it ends or waits
 
@@ -51,16 +51,6 @@ def suspends_itself_at_exit():
 
 def starts_a_thread_that_never_ends():
     threading.Thread(target=wait_in_a_thread, name="endless").start()
-
-
-def closes_all_descriptors():
-    os.closerange(0, 4096)
-
-
-def closes_its_stderr():
-    sys.stderr.close()
-    with contextlib.suppress(OSError):
-        os.close(2)
 
 
 def joins_the_watchers_process_group():
@@ -112,11 +102,6 @@ def execs_a_program_that_ignores_sigterm():
 def raises(ended_at):
     ended_at.value = time.monotonic()
     raise ValueError("the batch is bad")
-
-
-def dies(ended_at):
-    ended_at.value = time.monotonic()
-    is_killed()
 
 
 def returns(ended_at):
@@ -181,30 +166,5 @@ def fails_beside_a_frozen_rank(cgroup, pid, failed_at):
                 opened.write(text)
         wait_to_be_stopped()
     while open(state).read() != "FROZEN\n":
-        os.sched_yield()
-    raises(failed_at)
-
-
-def start_debugger():
-    """Let a process of another group trace this rank, as a debugger that is at its prompt. Return its pid."""
-    pid = os.getpid()
-    read, write = os.pipe()
-    if (debugger := os.fork()) == 0:
-        os.setsid()
-        libc = ctypes.CDLL(None)
-        libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-        libc.ptrace(0x4206, pid, None, None)  # PTRACE_SEIZE
-        os.write(write, b"x")
-        signal.alarm(60)
-        signal.pause()
-    os.read(read, 1)
-    return debugger
-
-
-def fails_beside_a_traced_rank(debugger, pid, failed_at):
-    if rank() == 0:
-        pid.value, debugger.value = os.getpid(), start_debugger()
-        wait_to_be_stopped()
-    while not debugger.value:
         os.sched_yield()
     raises(failed_at)

@@ -34,8 +34,6 @@ BLOCKED_AT_EXIT = (
 )
 RESISTING = (
     *dict.fromkeys(WITHOUT_SIGTERM + BLOCKED_AT_EXIT),
-    f.closes_all_descriptors,
-    f.closes_its_stderr,
     f.joins_the_watchers_process_group,
     f.starts_a_helper_that_ignores_all_signals,
 )
@@ -110,22 +108,6 @@ def test_a_resisting_rank_raises(prepare):
     assert outcome.seconds < (GRACE + BOUND if needs_sigkill else SOON)
 
 
-HARD_TO_CLEAN_UP = (
-    f.closes_all_descriptors,
-    f.joins_the_watchers_process_group,
-    f.starts_a_helper_that_ignores_all_signals,
-)
-
-
-@pytest.mark.parametrize(
-    "prepare", [p if p in HARD_TO_CLEAN_UP else pytest.param(p, marks=pytest.mark.slow) for p in RESISTING], ids=name
-)
-def test_a_resisting_rank_is_killed(prepare):
-    outcome = resist(LONG, prepare, f.dies)
-    assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
-    assert outcome.seconds < SOON
-
-
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)
 def test_a_resisting_rank_returns(prepare, caplog):
     """Its value is kept. If it does not exit within `grace_period`, at least a second, the log names it."""
@@ -179,14 +161,3 @@ def test_a_rank_that_not_even_sigkill_ends(freezer, caplog):
     assert is_alive(pid)
     (freezer / "freezer.state").write_text("THAWED")
     assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
-
-
-def test_a_rank_whose_debugger_does_not_wait_for_it(caplog):
-    """The kernel reports a death to the debugger first, and to the watcher when the debugger has read the report."""
-    debugger = SPAWN.RawValue("i", 0)
-    outcome = Outcome(GRACE, f.fails_beside_a_traced_rank, debugger)
-    os.kill(debugger.value, signal.SIGKILL)
-    outcome.assert_value_error_of(1)
-    assert outcome.seconds < GRACE + BOUND + SLACK
-    assert "is dead, but a debugger holds it" in caplog.text
-    assert os.waitpid(outcome.pid.value, 0)[0] == outcome.pid.value

@@ -50,12 +50,6 @@ def raises_once_then_waits():
     wait_to_be_stopped()
 
 
-def raises_once_then_sets(event):
-    if attempt() == 0:
-        raise ValueError("the first time")
-    event.set()
-
-
 def raises_type_error_after_a_report_in_the_first_attempt():
     if attempt() == 0:
         mpwatch.report(step=1)
@@ -123,17 +117,6 @@ def raises_when_stopped(barrier):
         barrier.wait()
         if rank() == 1:
             raise ValueError("the first")
-        wait_to_be_stopped()
-    return attempt()
-
-
-def ignores_sigterm_in_the_first_attempt(barrier):
-    if attempt() == 0:
-        if rank() == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        barrier.wait()
-        if rank() == 1:
-            raise ValueError("the first time")
         wait_to_be_stopped()
     return attempt()
 

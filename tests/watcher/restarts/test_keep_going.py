@@ -80,11 +80,6 @@ def test_all_ranks_or_none_may_fail():
     assert (list(result), result.state) == ([0, 1], WorkerState.SUCCEEDED)
 
 
-def test_ctrl_c_stops_all_ranks():
-    with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(failing.interrupts_its_watcher, 2, keep_going=True)
-
-
 def test_a_timeout_keeps_what_was_returned_by_then():
     result = mpwatch.run(attempt_functions.waits_on_rank_0, 2, keep_going=True, timeout=3.0, grace_period=0, check=False)
     assert dict(result.return_values) == {1: 1}
@@ -107,15 +102,3 @@ def test_a_failure_without_keep_going_keeps_the_values_that_were_returned_before
             LookupError, match="rank 1 has no value: it had returned, but its value could not be pickled or rebuilt"
         ):
             result[1]
-
-
-def test_a_call_of_a_group_keeps_the_values_too():
-    end = SPAWN.Event()
-    with mpwatch.WorkerGroup(4, on_event=set_after(3, WorkerSucceeded, end), check=False) as group:
-        result = group.run(attempt_functions.fails_when_the_others_have_returned, [end])
-    assert (result[0], result[2](), list(result.return_values)) == (None, 1, [0, 2])
-
-
-def test_keep_going_does_not_fit_ranks_that_communicate():
-    with pytest.raises(ValueError, match="backend='gloo' makes a process group, in which ranks wait"):
-        mpwatch.run(get_rank, 2, keep_going=True, backend="gloo")
