@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 
 import mpwatch
 
@@ -39,12 +38,6 @@ def run_with_a_restart(gate):
 
     policy = mpwatch.RestartPolicy(1, delay=1.0)
     print(*mpwatch.run(fail_once_then_spin, 2, args=(gate,), max_restarts=policy, on_event=announce), flush=True)
-
-
-def run_in_a_thread(gate):
-    thread = threading.Thread(target=run, args=(gate, {}))
-    thread.start()
-    thread.join()
 
 
 def run_with_own_handler(gate):

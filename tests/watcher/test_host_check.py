@@ -39,13 +39,6 @@ def test_a_patched_standard_library(library, patch):
     assert out.startswith(f"{library} has replaced threads, select, os or subprocess here")
 
 
-def test_a_library_that_has_patched_only_sockets():
-    pytest.importorskip("gevent")
-    patch = "from gevent import monkey; monkey.patch_socket()\n"
-    out = python("-W", "ignore", "-c", f"{patch}import mpwatch, os\nprint(list(mpwatch.run(os.getpgrp, 1)) > [0])").stdout
-    assert out == "True\n"
-
-
 @pytest.mark.parametrize("way", CALLS)
 @pytest.mark.parametrize("path", [None, "/dev", "/nonexistent/python"])
 def test_a_program_without_an_interpreter(monkeypatch, path, way):
@@ -70,14 +63,6 @@ def test_an_interpreter_that_is_not_python():
         "RunFailedError: rank 0 never started: its interpreter ended with exit code 1; /bin/false may not be Python: see "
         "multiprocessing.set_executable()\n"
     )
-
-
-def test_an_interpreter_that_cannot_be_executed(tmp_path):
-    (tmp_path / "script").write_text("no program")
-    (tmp_path / "script").chmod(0o755)
-    out = call(start_rank_with, str(tmp_path / "script")).stdout
-    assert out.startswith("LaunchError: the ranks cannot be watched: OSError: ")
-    assert out.endswith("name the Python interpreter of the ranks by multiprocessing.set_executable(...)\n")
 
 
 @pytest.mark.parametrize("way", CALLS)

@@ -217,15 +217,6 @@ def test_a_host_with_its_own_way_is_left_alone(start, function, output):
     assert program.finish() == (0, RESULT, "")
 
 
-def test_the_run_of_another_thread_is_left_alone(start):
-    program = start(suspended_functions.run_in_a_thread)
-    program.send(signal.SIGTSTP)
-    program.wait_for_stop()
-    assert are_all_running(program.pids)
-    program.resume()
-    assert program.finish() == (0, RESULT, "")
-
-
 def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):
     pytest.importorskip("pyte")
     from support.screens import Program as TerminalProgram

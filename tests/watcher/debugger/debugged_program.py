@@ -3,10 +3,8 @@
 import json
 import multiprocessing
 import os
-import pdb
 import signal
 import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,11 +34,6 @@ def print_lines(ranks):
         if rank() in ranks and number == 10:
             breakpoint()
     return number
-
-
-def call_set_trace(_):
-    pdb.set_trace()
-    return 1
 
 
 def stop_elsewhere(_):
@@ -90,18 +83,6 @@ def raise_in_one(ranks):
 def wait_for_peer(text):
     threading.Event().wait()
     return text
-
-
-def raise_one_after_another(ranks):
-    mark = Path(tempfile.gettempdir(), os.environ["TORCHELASTIC_RUN_ID"])
-    if rank() in ranks:
-        mark.touch()
-        raise ValueError("the cause")
-    while not mark.exists():
-        os.sched_yield()
-    mark.unlink()
-    threading.Event().wait(0.2)  # so that the order is certain
-    raise KeyError("the consequence")
 
 
 def stop_once(_=None):

@@ -87,11 +87,5 @@ def beat_until_sigusr1():
     return True
 
 
-def beat_once(barrier):
-    mpwatch.heartbeat()
-    barrier.wait()
-    wait_to_be_stopped()
-
-
 def run_until_sigusr1():
     print(list(mpwatch.run(beat_until_sigusr1, 2, heartbeat_timeout=1.0)))

@@ -5,7 +5,6 @@ import faulthandler
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 
@@ -30,11 +29,6 @@ def waits_with_many_threads(pid):
     for _ in range(120):
         threading.Thread(target=wait_in_a_thread, daemon=True).start()
     shares_its_pid_and_waits(pid)
-
-
-def pauses_once(pid):
-    pid.value = os.getpid()
-    signal.pause()
 
 
 def holds_the_gil(pid):
@@ -78,25 +72,4 @@ def fails_beside_a_deep_stack(barrier, failed_at):
         recurses_then_waits(200, barrier)
     barrier.wait()
     failed_at.value = time.monotonic()
-    raise ValueError("the batch is bad")
-
-
-PROGRAM_THAT_EXITS_AT_SIGTERM = """
-import signal, sys
-def end(*_):
-    with open(sys.argv[1], "w") as file:
-        file.write("by SIGTERM")
-    sys.exit()
-signal.signal(signal.SIGTERM, end)
-open(sys.argv[1], "w").close()
-while True:
-    signal.pause()
-"""
-
-
-def execs_a_program_that_exits_at_sigterm(path):
-    if rank() == 0:
-        os.execv(sys.executable, [sys.executable, "-S", "-c", PROGRAM_THAT_EXITS_AT_SIGTERM, path])
-    while not os.path.exists(path):
-        os.sched_yield()
     raise ValueError("the batch is bad")

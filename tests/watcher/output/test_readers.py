@@ -10,7 +10,6 @@ import termios
 
 import pytest
 
-from support.process_state import is_alive
 from support.programs import ENV
 
 IMPORTS = """
@@ -84,20 +83,6 @@ print(list(result), file=sys.stderr)
     assert "the output of the ranks can no longer be written to stdout: its rest is dropped (BrokenPipeError" in stderr
     assert "[20000, 20000]" in stderr
     assert {path.stat().st_size for path in tmp_path.rglob("stdout.log")} == {20000 * 100}
-
-
-def test_a_group_that_is_not_closed_loses_no_line_at_exit(eventually):
-    """The reader reads late. The output is larger than the caller's pipe, and fits into the pipe of the rank."""
-    program = """
-group = mpwatch.WorkerGroup(1, logs=mpwatch.LogSpec())
-group.run(printing_functions.print_lines_at_exit, (1200,))
-print(group.run(os.getpid)[0], file=sys.stderr)
-"""
-    with start(program) as process:
-        pid = int(process.stderr.readline())
-        eventually(lambda: not is_alive(pid))
-        assert len(process.stdout.read()) == 120_000
-    assert process.returncode == 0
 
 
 def test_lines_of_other_writers_come_between_lines():

@@ -1,7 +1,6 @@
 """Ranks start, and end, whatever else the program does: it forks, is PID 1, mocks the start, or is in an odd folder."""
 
 import ctypes
-import importlib.util
 import os
 import signal
 import socket
@@ -101,31 +100,6 @@ def test_modules_in_the_current_folder_do_not_replace_those_of_python(tmp_path):
     done = python(str(script), str(folder), cwd=tmp_path, check=False)
     assert not (folder / "ran").exists(), (folder / "ran").read_text()
     assert done.stdout == f"[{str(folder)!r}]\n", done.stderr
-
-
-def test_a_relative_entry_of_sys_path_means_the_same_folder_as_in_the_caller(tmp_path, monkeypatch):
-    for place in ("old", "new"):
-        folder = tmp_path / place / "modules_of_a_test"
-        folder.mkdir(parents=True)
-        (folder / "tells_its_place.py").write_text(f"place = {place!r}")
-    monkeypatch.setattr(sys, "path", ["modules_of_a_test", *sys.path])
-    monkeypatch.chdir(tmp_path / "old")
-    assert importlib.util.find_spec("tells_its_place") is not None  # Python notes the folder at the first search
-    monkeypatch.chdir(tmp_path / "new")
-
-    def fn():
-        import tells_its_place
-
-        return tells_its_place.place, os.getcwd()
-
-    assert list(mpwatch.run(fn, 1)) == [("old", str(tmp_path / "new"))]
-    assert importlib.util.find_spec("tells_its_place").origin == str(tmp_path / "old/modules_of_a_test/tells_its_place.py")
-
-
-def test_a_rank_gets_a_long_command_line(monkeypatch):
-    """It is longer than a pipe's default size. The watcher must not wait for the child to read it."""
-    monkeypatch.setattr(sys, "argv", ["x" * 100] * 3000)
-    assert mpwatch.run(functions.count_arguments, 2)[1] == 3000
 
 
 def test_the_kernel_gives_the_master_port_to_no_program_that_asks_for_any_port():

@@ -126,12 +126,6 @@ def reports(*steps):
     raise ValueError(f"after step {steps[attempt()]}")
 
 
-def returns_what_cannot_be_unpickled_in_the_second_attempt():
-    if attempt() == 0:
-        raise ValueError("the first time")
-    return CannotBeUnpickled()
-
-
 def changes_its_arguments(text, array):
     """Return the arguments of the second attempt. The first one has changed its copies."""
     if attempt() == 0:

@@ -178,14 +178,6 @@ def test_the_error_names_what_happened_each_time():
     assert again.root_cause is again.result.attempts[-1].root_cause
 
 
-def test_a_value_that_cannot_be_unpickled_is_no_reason_for_a_restart():
-    """The watcher finds that out when all ranks have exited."""
-    error = failed(attempt_functions.returns_what_cannot_be_unpickled_in_the_second_attempt, 1, max_restarts=3)
-    assert "LookupError: not here" in str(error)
-    assert [attempt.state for attempt in error.result.attempts] == [WorkerState.FAILED] * 2
-    assert error.result.notes == ("not restarted again: all ranks had returned, but a return value cannot be unpickled",)
-
-
 def test_without_max_restarts_the_error_does_not_mention_restarts():
     error = failed(attempt_functions.raises_by_itself, 1, args=(9,))
     assert "restart" not in str(error)
