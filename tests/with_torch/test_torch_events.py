@@ -12,9 +12,8 @@ from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.metrics import api as metrics_api
 
 import mpwatch
-from mpwatch import FailureKind, WorkerState
-from mpwatch.events import CallStarted, Restarting, TorchElasticEvents, WorkerFailed, WorkerSucceeded
-from support.event_streams import EventHistory, failure, moved_node_run, restarted_run
+from mpwatch.events import TorchElasticEvents
+from support.event_streams import moved_node_run
 from support.programs import ENV, python
 from with_torch.agent_story import fail_at_first
 
@@ -112,105 +111,12 @@ def test_a_run_sends_the_events_and_metrics_of_torch_s_agent(recorded, failures)
     assert {group for group, _, _ in recorded.metrics} == {"torchelastic"}
 
 
-def interrupted_run():
-    history = EventHistory().start_and_call().change_state(WorkerState.UNHEALTHY, 1.0)
-    return history.change_state(WorkerState.STOPPED, 1.5).end(1.5, reason="the watcher received SIGTERM")
-
-
-def closed_group():
-    history = EventHistory(fn="").start_and_call().add_for_each_rank(WorkerSucceeded, 1.0).add(CallStarted, 2.0)
-    history.add(WorkerSucceeded, 2.5, (0,)).add(WorkerFailed, 2.5, (1,), failure=failure(1), is_root_cause=True)
-    return history.change_state(WorkerState.STOPPED, 3.0).end(3.1)
-
-
-def run_with_a_rank_restarted_alone():
-    history = EventHistory(nprocs=3).start_and_call().add(WorkerSucceeded, 0.9, (0,))
-    history.add(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
-    history.add(Restarting, 1.0, (1,), cause=failure(1), delay=0.0, restarts_left=0).start_ranks(1.0, 1, (1,))
-    history.add(WorkerSucceeded, 2.0, (1,), attempt=1).add(WorkerSucceeded, 3.0, (2,))
-    return history.change_state(WorkerState.SUCCEEDED, 3.0).end(3.1)
-
-
-NO_NODES = EventHistory(is_multi_node=True).change_state(WorkerState.FAILED, 1.0).end(1.0, reason="no node")
-STARTS = [("START", 0), ("START", 1)]
-
-
-@pytest.mark.parametrize(
-    ("stream", "names", "last_error", "found"),
-    [
-        pytest.param(
-            EventHistory(max_restarts=3).start_and_call().succeed(1.0).end(1.2),
-            [*STARTS, ("SUCCEEDED", 0), ("SUCCEEDED", 1), ("SUCCEEDED", None)],
-            None,
-            {"flakiness": [0], "run_success_no_retries": [1]},
-            id="sound",
-        ),
-        pytest.param(
-            interrupted_run(),
-            [*STARTS, ("TERMINATED", 0), ("TERMINATED", 1), ("FAILED", None)],
-            "the watcher received SIGTERM",
-            {"run_total": [], "stopped": [1]},
-            id="interrupted",
-        ),
-        pytest.param(NO_NODES, [("FAILED", None)], "no node", {}, id="no rendezvous"),
-        pytest.param(
-            closed_group(),
-            [*STARTS, ("SUCCEEDED", 0), ("FAILED", 1), ("SUCCEEDED", None)],
-            None,
-            {"run_success_no_retries": [1]},
-            id="group",
-        ),
-        pytest.param(
-            run_with_a_rank_restarted_alone(),
-            [*STARTS, ("START", 2), ("START", 1), *(("SUCCEEDED", rank) for rank in (0, 1, 2, None))],
-            None,
-            {"run_success_with_retries": [1]},
-            id="scope worker",
-        ),
-        pytest.param(
-            moved_node_run(),  # new nodes do not count as a retry
-            [*(("START", rank) for rank in (4, 5, 2, 3, 2, 3)), *(("SUCCEEDED", rank) for rank in (2, 3, None))],
-            None,
-            {"failed": [1], "remaining_restarts": [2] * 4 + [1] * 6},
-            id="several nodes",
-        ),
-    ],
-)
-def test_the_ends_of_runs(recorded, stream, names, last_error, found):
-    send_events(stream)
-    assert recorded.names == names
-    assert recorded.events[-1]["metadata"]["raw_error"] == last_error
-    assert {name: recorded.metric(name) for name in found} == found
-
-
 def test_ranks_of_several_nodes_have_the_numbers_of_their_round(recorded):
     send_events(moved_node_run())
     last = [line for line in recorded.events if line["source"] == "WORKER"][-1]["metadata"]
     assert (last["run_id"], last["group_rank"], last["rdzv_backend"]) == ("job", 1, "c10d")
     expected = {"group_world_size": 3, "role_rank": [3], "role_world_size": [6], "local_rank": [1]}
     assert json.loads(last["metadata"]).items() >= expected.items()
-
-
-def test_a_rank_that_did_not_raise_has_the_same_form_of_error(recorded):
-    killed = {"kind": FailureKind.SIGNAL, "signal": 9, "exit_code": 137, "stack": "File ..."}
-    history = EventHistory(max_restarts=0).start_and_call().fail_rank_1(**killed).change_state(WorkerState.FAILED, 2.0)
-    send_events(history.end(2.1, reason="rank 1 was killed by SIGKILL"))
-    (event,) = (line for line in recorded.events if line["name"] == STATUS + "FAILED")
-    message = json.loads(event["metadata"]["raw_error"])["message"]
-    assert message["message"].startswith("rank 1: was killed by SIGKILL")
-    assert message["extraInfo"]["py_callstack"] == "File ..."
-    assert json.loads(event["metadata"]["metadata"])["exit_code"] == [-9]
-
-
-def test_one_observer_serves_several_runs(recorded):
-    stream, other = restarted_run(), EventHistory(run_id="b").start_and_call().succeed(1.0).end(1.2)
-    both = zip(stream, other + [None] * 100, strict=False)
-    send_events(event for pair in both for event in pair if event is not None)
-    of_b = [line["name"].removeprefix(STATUS) for line in recorded.events if line["metadata"]["run_id"] == "b"]
-    assert of_b == ["START", "START", "SUCCEEDED", "SUCCEEDED", "SUCCEEDED"]
-    assert len(recorded.events) == 5 + 7
-    assert recorded.events[-1]["timestamp"] == int(stream[-1].time * 1000)
-    assert recorded.events[-1]["metadata"]["total_run_time"] == 4
 
 
 def test_an_unregistered_handler_is_an_error_at_once():
