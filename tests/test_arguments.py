@@ -182,17 +182,6 @@ class Lazy(types.ModuleType):
 
 sys.modules[__name__] = Lazy(__name__)
 """,
-    "decorators.py": """
-import functools
-
-rate = 1
-
-def scaled(fn):
-    @functools.wraps(fn)
-    def wrapper(*args):
-        return rate * fn(*args)
-    return wrapper
-""",
 }
 
 BY_NAME = """
@@ -213,19 +202,6 @@ things = settings, lazy, reached
 back, = mpwatch.run(work, 1, args=things)
 assert all(map(lambda a, b: a is b, back, things))
 print("done")
-"""
-
-DECORATED = """
-import decorators
-import mpwatch
-
-decorators.rate = 2  # as a function that the script calls to set it up does
-
-@decorators.scaled
-def work():
-    return 3
-
-print(*mpwatch.run(work, 1))
 """
 
 MADE_BY_THE_SCRIPT = """
@@ -252,7 +228,6 @@ except mpwatch.LaunchError as error:
     ("script", "output"),
     [
         (BY_NAME, "done"),
-        (DECORATED, "6"),
         (MADE_BY_THE_SCRIPT, "fn 'train' uses the global 'wandb', a __main__.Wandb"),
     ],
 )

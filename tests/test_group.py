@@ -165,25 +165,6 @@ def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
     assert restarted == "all ranks are restarted: a rank was lost while it had no call"
 
 
-def test_a_rank_that_dies_as_a_call_is_made_does_not_block_the_call():
-    """If the call comes before the death is seen, the call fails; else it restarts the ranks. The group goes on either way."""
-    with WorkerGroup(2, check=False) as group:
-        for _ in range(3):
-            os.kill(pids_of(group)[1], signal.SIGKILL)
-            result = group.run(functions.rank)
-            assert result.state is WorkerState.SUCCEEDED or result.root_cause.signal == signal.SIGKILL
-        assert list(group.run(functions.rank)) == [0, 1]
-
-
-def test_a_call_reports_ranks_that_could_not_start(eventually):
-    with WorkerGroup(2, env={"PYTHONHOME": "/nonexistent"}) as group:
-        eventually(lambda: group.state is WorkerState.UNHEALTHY)
-        with pytest.raises(mpwatch.RunFailedError) as caught:
-            group.run(functions.rank)
-    assert caught.value.root_cause.kind is mpwatch.FailureKind.START
-    assert "encodings" in caught.value.root_cause.stderr
-
-
 # --- Limits
 
 

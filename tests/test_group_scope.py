@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 
 import pytest
 
@@ -79,28 +78,6 @@ def test_all_ranks_of_a_call_end_with_a_lost_one(group):
     assert caught.value.root_cause.rank == 2
     assert list_new(pids, pids_of(group)) == {1, 2}
     assert restart_counts(group) == [0, 1, 1]
-
-
-@pytest.mark.slow
-def test_many_ranks_are_lost_while_others_are_called(group):
-    """Each thread kills its rank in every second call. All other calls return."""
-    outcomes = {rank: [] for rank in range(3)}
-
-    def drive(rank):
-        for number in range(10):
-            try:
-                outcomes[rank].append(group.run(kill_own_process if number % 2 else os.getpid, ranks=rank)[rank])
-            except RunFailedError as error:
-                outcomes[rank].append(error.root_cause.kind)
-
-    threads = [threading.Thread(target=drive, args=(rank,)) for rank in outcomes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for values in outcomes.values():
-        assert values[1::2] == [FailureKind.SIGNAL] * 5
-        assert len(set(values[::2])) == 5
 
 
 def test_observers_see_each_restart_with_its_rank():

@@ -177,19 +177,6 @@ def test_stop_interrupts_one_call_and_its_ranks_stay(group):
     assert list(group.run(append, ("b",))) == [["a", "b"]] * 3
 
 
-def test_stop_before_the_call_begins(group):
-    first = submit_waiting(group, [0])
-    second = group.submit(functions.rank)
-    second.terminate()
-    assert second.cancelled()
-    first.terminate()
-    for _ in range(10):
-        handle = group.submit(time.sleep, (1000,))
-        handle.terminate()
-        assert handle.done()
-    assert list(group.run(functions.rank)) == [0, 1, 2]
-
-
 def test_a_call_can_be_looked_into(group):
     group.run(report_and_meet, (SPAWN.Barrier(3), 1))
     with submit_waiting(group, [0]) as silent, submit_waiting(group, [2, 1], report_and_wait) as handle:

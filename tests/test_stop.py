@@ -132,16 +132,6 @@ def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
         assert received == [signal.SIGUSR1]
 
 
-def test_only_the_ranks_of_a_call_stop():
-    with WorkerGroup(3) as group:
-        handle = group.submit(stop_functions.count_steps, ranks=[0])
-        result = group.run(stop_functions.stop_itself, (2, 5), ranks=[1, 2])
-        assert list(result.values()) == [result.stopped_at] * 2
-        assert not handle.done()
-        handle.request_stop()
-        assert handle.result().stop_cause == "request_stop() of its handle"
-
-
 def fail_or_wait_for_stop():
     """Rank 0 fails at once. The others wait until they are asked to stop, and then save for a while."""
     if functions.rank() == 0:

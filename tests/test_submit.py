@@ -135,13 +135,6 @@ def test_a_rank_that_ignores_it_is_killed_after_the_grace_period_or_by_a_second_
     assert handle.result(0).state is WorkerState.STOPPED
 
 
-def test_terminate_before_the_ranks_have_started():
-    for _ in range(5):
-        handle = mpwatch.submit(time.sleep, 2, args=(1000,), check=False)
-        handle.terminate()
-        assert handle.result(0).state is WorkerState.STOPPED
-
-
 def test_a_block_that_raises_stops_the_run():
     with pytest.raises(ZeroDivisionError), submit_waiting() as handle:
         1 / 0
