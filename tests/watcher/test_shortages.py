@@ -20,8 +20,6 @@ from support import failing
 from support.one_run import attempt, leave_descriptors, limit
 from support.programs import call, in_own_process
 
-PIDS = Path("/sys/fs/cgroup/pids")
-
 
 def leave_memory(mib):
     """Limit the address space of this process to that many MiB more. Return a function that restores the old limit."""
@@ -77,47 +75,6 @@ def test_every_step_of_a_launch_without_descriptors_raises_launch_error():
 def test_descriptors_run_out_after_some_ranks_have_been_started():
     line = attempt(nprocs=32, short=partial(leave_descriptors, 60))
     assert re.match(r"LaunchError rank \d+ could not be started: .*Too many open files", line), line
-
-
-@pytest.fixture
-def pids_group(eventually):
-    folder = PIDS / f"mpwatch-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no group for the number of processes can be made in {PIDS}: {error}")
-    (folder / "pids.max").write_text("max")
-    yield folder
-
-    def is_removed():
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return not folder.exists()
-
-    eventually(is_removed)  # multiprocessing's resource tracker ends after its program
-
-
-def run_with_room_in_group(group):
-    def leave_room(room):
-        while len(os.listdir("/proc/self/task")) > 1:  # the kernel counts a thread for a moment after Python has joined it
-            os.sched_yield()
-        used = int(Path(f"{group}/pids.current").read_text())
-        Path(f"{group}/pids.max").write_text(str(used + room))
-        return lambda: None
-
-    Path(f"{group}/cgroup.procs").write_text(str(os.getpid()))
-    for room in range(6):
-        print(attempt(short=partial(leave_room, room)))
-
-
-def test_a_container_with_room_for_some_processes(pids_group):
-    lines = call(run_with_room_in_group, str(pids_group)).stdout.splitlines()
-    failed = [line for line in lines if line != "values [0, 1]"]
-    assert len(failed) == 4, lines
-    assert lines[4:] == ["values [0, 1]"] * 2
-    for line in failed:
-        assert re.match("LaunchError .*Resource temporarily unavailable.*raise the limit of processes", line), line
-    assert failed[3].startswith("LaunchError rank 1 could not be started: ")
 
 
 FULL = "mount -t tmpfs -o size=4k mpwatch-test /dev/shm && echo x > /dev/shm/full && "

@@ -5,13 +5,11 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
 from support.failing import (
-    call_on_rank_1,
     is_killed,
     rank,
     state_of,
@@ -106,31 +104,6 @@ def returns_what_raises_when_rebuilt(error):
 
 
 # --- ranks and what is around them
-
-
-def starts_a_helper(barrier, pids):
-    """Start a helper process in the process group of each rank. Then rank 1 is killed."""
-    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-    pids[rank()] = helper.pid
-    barrier.wait()
-    if rank() == 1:
-        is_killed()
-    wait_to_be_stopped()
-
-
-def forks_a_child_that_waits(pid_of_child, barrier):
-    """Fork a child on rank 1 that keeps every descriptor of the rank open, the channel included. Then rank 1 is killed."""
-    if rank() == 1:
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            signal.alarm(60)
-            signal.pause()
-            os._exit(0)
-        pid_of_child.value = pid
-        while os.getsid(pid) != pid:  # else the watcher may kill the child with the group of the rank
-            os.sched_yield()
-    return call_on_rank_1(is_killed, barrier)
 
 
 def ends_at_sigterm(pids, failing):

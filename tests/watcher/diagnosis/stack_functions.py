@@ -4,11 +4,10 @@ import ctypes
 import faulthandler
 import os
 import resource
-import signal
 import threading
 import time
 
-from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
+from support.failing import rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 
 def fails_while_rank_0_sleeps(wait, pid):
@@ -34,24 +33,6 @@ def waits_with_many_threads(pid):
 def holds_the_gil(pid):
     pid.value = os.getpid()
     ctypes.PyDLL(None).usleep(60_000_000)
-
-
-def forks_a_child_that_crashes():
-    pid = os.fork()
-    if pid == 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        ctypes.string_at(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
-
-
-def forks_a_child_that_crashes_and_waits(pid):
-    forks_a_child_that_crashes()
-    shares_its_pid_and_waits(pid)
-
-
-def forks_a_child_that_crashes_and_is_killed():
-    forks_a_child_that_crashes()
-    is_killed()
 
 
 def crashes_with_faulthandler_enabled(path=None):

@@ -1,6 +1,5 @@
 """Runs in which a rank fails: a table of saboteurs with the expected report of each, and who failed first."""
 
-import os
 import pickle
 import re
 import signal
@@ -11,7 +10,7 @@ import pytest
 import mpwatch
 from mpwatch import FailureKind, WorkerState
 from support import failing
-from support.process_state import SPAWN, is_alive
+from support.process_state import SPAWN
 from support.programs import in_own_process
 from watcher.diagnosis import failing_functions
 
@@ -130,26 +129,6 @@ def test_a_suspended_rank_is_reported_as_such_and_continued_so_that_it_can_end(b
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first") as caught:
         mpwatch.run(failing.fails_beside_a_suspended_rank, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
     assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(caught.value)
-
-
-def test_helpers_are_killed_with_their_ranks(barrier):
-    pids = SPAWN.Array("i", 3)
-    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
-        mpwatch.run(failing_functions.starts_a_helper, 3, args=(barrier, pids))
-    assert all(pids)
-    assert not any(is_alive(pid) for pid in pids)
-
-
-def test_a_forked_child_that_holds_all_descriptors_delays_nothing(barrier):
-    pid = SPAWN.Value("i", 0)
-    start = time.monotonic()
-    try:
-        with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
-            mpwatch.run(failing_functions.forks_a_child_that_waits, 3, args=(pid, barrier))
-        assert time.monotonic() - start < 30
-        assert is_alive(pid.value)  # it had left the process group of the rank
-    finally:
-        os.kill(pid.value, signal.SIGKILL)
 
 
 # --- timeouts and signals

@@ -45,13 +45,6 @@ def test_a_deep_stack_is_cut_and_is_no_reason_to_wait():
     assert 80 <= error.result.stacks[0].count("in recurses_then_waits") <= 100
 
 
-def test_a_crash_of_a_forked_child_is_not_the_rank_s():
-    error = error_beside(stack_functions.forks_a_child_that_crashes_and_waits)
-    assert "in forks_a_child_that_crashes_and_waits" in error.result.stacks[0]
-    killed = error_of(stack_functions.forks_a_child_that_crashes_and_is_killed, nprocs=1)
-    assert (killed.root_cause.kind, killed.root_cause.stack) == (mpwatch.FailureKind.SIGNAL, "")
-
-
 def test_the_stack_of_a_crash_is_in_the_report_unless_the_function_has_faulthandler_write_it_to_a_file(tmp_path, capfd):
     error = error_of(stack_functions.crashes_with_faulthandler_enabled, nprocs=1)
     assert "in crashes_with_faulthandler_enabled" in error.root_cause.stack

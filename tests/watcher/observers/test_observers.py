@@ -165,25 +165,6 @@ def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_run(n):
     assert names_of(more).count("run_ended") == 1
 
 
-@pytest.mark.parametrize("n", [0, 6, pytest.param(9, marks=pytest.mark.slow), 13])
-def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_group(n):
-    seen = []
-
-    def interrupts(event):
-        seen.append(event)
-        if len(seen) == n + 1:
-            raise KeyboardInterrupt(f"at event {n}")
-
-    def calls():
-        with mpwatch.WorkerGroup(2, on_event=interrupts, grace_period=5) as group:
-            for _ in range(2):
-                assert list(group.run(functions.rank)) == [0, 1]
-
-    with pytest.raises(KeyboardInterrupt, match=f"^at event {n}$"):
-        calls()
-    assert names_of(seen).count("run_ended") == 1
-
-
 # --- what a result keeps, and what is written
 
 

@@ -106,21 +106,6 @@ def runs_until_one_was_restarted(barrier, end):
     return describe_self()
 
 
-def raises_when_stopped(barrier):
-    """Raise on rank 1 in the first attempt, and then on rank 0 when it is stopped."""
-
-    def stop(*_):
-        raise KeyError("when stopped")
-
-    if attempt() == 0:
-        signal.signal(signal.SIGTERM, stop)
-        barrier.wait()
-        if rank() == 1:
-            raise ValueError("the first")
-        wait_to_be_stopped()
-    return attempt()
-
-
 def reports(*steps):
     mpwatch.report(step=steps[attempt()])
     raise ValueError(f"after step {steps[attempt()]}")

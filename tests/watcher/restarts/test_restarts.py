@@ -96,22 +96,6 @@ def test_restarts_come_after_their_delays():
         assert start.monotonic >= restarting.monotonic + restarting.delay
 
 
-def test_a_second_failure_while_others_are_stopped_causes_no_second_restart():
-    result = mpwatch.run(attempt_functions.raises_when_stopped, 2, args=(SPAWN.Barrier(2),), max_restarts=9)
-    assert (list(result), result.restarts) == ([1, 1], 1)
-    root = result.attempts[0].root_cause
-    assert (root.rank, repr(root.exception)) == (1, "ValueError('the first')")
-
-
-def test_reset_after_resets_the_restarts_of_ranks_that_were_healthy():
-    policy = RestartPolicy(1, reset_after=1e-9)
-    result = mpwatch.run(attempt_functions.fails, 2, args=(2, 1, make_barriers(3)), max_restarts=policy)
-    assert [event.restarts_left for event in of_kind(Restarting, result.events)] == [0] * 2
-    policy = RestartPolicy(1, reset_after=1e-9, retry_if=FailureKind.START)
-    error = failed(attempt_functions.attempt, 1, max_restarts=policy, env=BROKEN)  # which never becomes healthy
-    assert error.result.notes == ("not restarted again: all restarts are used up (max_restarts=1)",)
-
-
 # --- ranks that are late or silent
 
 
@@ -225,13 +209,6 @@ def test_the_timeout_is_for_all_attempts_together(scope):
     assert str(error).startswith("the run did not end within timeout=1.5 s: rank 0 had not returned")
     assert (error.result.restarts, error.exit_code, error.root_cause) == (1, 124, None)
     assert "  restarted once" in str(error)
-
-
-def test_there_is_no_restart_if_the_timeout_ends_during_the_delay():
-    policy = RestartPolicy(delay=30, jitter=0)
-    error = failed(attempt_functions.raises_by_itself, 1, args=(9,), timeout=30, max_restarts=policy)
-    assert not isinstance(error, mpwatch.RunTimeoutError)
-    assert (error.result.restarts, "`timeout` leaves " in error.result.notes[0]) == (0, True)
 
 
 # --- many restarts
