@@ -94,8 +94,3 @@ def ignore_interrupts_unless_first(number):
             time.sleep(1000)
         except KeyboardInterrupt:
             continue
-
-
-def ask_three_times(first):
-    """Ask `should_stop` about three steps."""
-    return [mpwatch.should_stop(first + step) for step in range(3)]

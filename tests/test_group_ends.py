@@ -89,34 +89,6 @@ def test_a_program_may_end_during_another_threads_call():
     assert time.monotonic() - began < 30
 
 
-def use_a_group_at_exit():
-    @atexit.register
-    def late():
-        print(list(group.run(functions.rank)), group.workers[0].restart_count)
-
-    group = WorkerGroup(2)
-
-
-def test_a_group_that_is_used_when_the_program_ends():
-    assert call(use_a_group_at_exit).stdout == "[0, 1] 0\n"
-
-
-def use_a_group(close):
-    group = WorkerGroup(1)
-    mpwatch.current_worker().state["group"] = group
-    assert list(group.run(functions.rank)) == [0]
-    if close:
-        group.close()
-
-
-@pytest.mark.parametrize("close", [True, False])
-def test_a_rank_may_have_a_group_of_its_own(close, caplog):
-    """At the end of a process multiprocessing waits for its children, even if nothing has asked them to end."""
-    with WorkerGroup(1, grace_period=60) as group:
-        group.run(use_a_group, (close,))
-    assert not caplog.records
-
-
 # --- Signals
 
 
@@ -184,12 +156,3 @@ def test_ctrl_c_during_the_start_leaves_no_rank():
         WorkerGroup(3, on_event=interrupt_at_first("worker_started"))
     assert threading.active_count() == 1
     assert len(children()) == 1  # the resource tracker
-
-
-def test_an_interrupt_does_not_reach_a_later_call():
-    """A signal may arrive when the call that it was sent for has just returned."""
-    with WorkerGroup(1) as group:
-        (pid,) = pids_of(group)
-        for _ in range(3):
-            os.kill(pid, signal.SIGINT)
-            assert pids_of(group) == [pid]

@@ -1,6 +1,5 @@
 """Calls of some ranks of a WorkerGroup, and `WorkerGroup.submit`: what runs at the same time, and how a call is stopped."""
 
-import asyncio
 import os
 import re
 import signal
@@ -32,16 +31,6 @@ def meet_and_wait_for(barrier, event):
     barrier.wait(60)
     assert event.wait(60)
     return functions.rank()
-
-
-def report_and_meet(barrier, step):
-    mpwatch.report(step=step)
-    barrier.wait(60)
-
-
-def report_and_wait(barrier):
-    report_and_meet(barrier, 7)
-    time.sleep(1000)
 
 
 def append(value):
@@ -126,21 +115,6 @@ def test_calls_of_different_ranks_run_at_the_same_time(group):
     assert list(group.run(functions.rank)) == [0, 1, 2]
 
 
-def test_calls_of_the_same_rank_run_in_their_order(group):
-    handles = [group.submit(append, (number,), ranks=[[0], [0, 1], [1, 2], None][number % 4]) for number in range(40)]
-    assert wait(handles, 60).not_done == set()
-    for rank, kinds in ((0, {0, 1, 3}), (1, {1, 2, 3}), (2, {2, 3})):
-        assert group.run(append, ("end",), ranks=rank)[rank] == [*(n for n in range(40) if n % 4 in kinds), "end"]
-
-
-def test_a_call_can_be_awaited(group):
-    async def run():
-        results = await asyncio.gather(*(group.submit(functions.double, (rank,), ranks=rank) for rank in range(3)))
-        return [list(result.values()) for result in results]
-
-    assert asyncio.run(run()) == [[0], [2], [4]]
-
-
 def test_a_call_that_waits_can_be_cancelled(group):
     first = submit_waiting(group, [0])
     second, third = group.submit(functions.rank, ranks=[0, 1]), group.submit(functions.rank, ranks=[1, 2])
@@ -175,26 +149,6 @@ def test_stop_interrupts_one_call_and_its_ranks_stay(group):
     assert other.result(60)[2] == 2
     assert pids_of(group) == pids
     assert list(group.run(append, ("b",))) == [["a", "b"]] * 3
-
-
-def test_a_call_can_be_looked_into(group):
-    group.run(report_and_meet, (SPAWN.Barrier(3), 1))
-    with submit_waiting(group, [0]) as silent, submit_waiting(group, [2, 1], report_and_wait) as handle:
-        waiting = group.submit(functions.rank)
-        assert (waiting.state, waiting.workers, waiting.progress(), waiting.stacks()) == (WorkerState.INIT, (), {}, {})
-        assert waiting.cancel()
-        assert waiting.state is WorkerState.STOPPED
-        assert silent.progress() == {}  # not the report of the earlier call
-        assert {rank: last.step for rank, last in handle.progress().items()} == {1: 7, 2: 7}
-        assert all(0 < last.elapsed < 60 for last in handle.progress().values())
-        assert sorted(handle.stacks()) == [1, 2]
-        assert "in report_and_wait" in handle.stacks()[1]
-        assert handle.state is WorkerState.HEALTHY
-        assert [worker.rank for worker in handle.workers] == [1, 2]
-    assert handle.state is WorkerState.STOPPED
-    assert handle.progress()[1].step == 7
-    assert [worker.rank for worker in handle.workers] == [1, 2]
-    assert handle.stacks() == {}
 
 
 def test_ctrl_c_interrupts_only_the_call_of_the_main_thread(group):
@@ -297,13 +251,6 @@ def test_a_done_callback_may_call_the_group(group):
     group.submit(functions.double, (3,), ranks=0).add_done_callback(call_again)
     assert is_over.wait(60)
     assert [list(result.values()) for result in values] == [[6], [0], [0, 1, 2]]
-
-
-def test_a_value_that_cannot_be_sent_is_raised_by_result(group):
-    handle = group.submit(functions.double, (threading.Lock(),), ranks=0)
-    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\], a _thread.lock, which cannot be sent"):
-        handle.result(60)
-    assert list(group.run(functions.rank)) == [0, 1, 2]
 
 
 @pytest.mark.slow

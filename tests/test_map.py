@@ -213,17 +213,6 @@ def test_a_slow_iterator_does_not_hold_up_values():
     assert len(list(values)) == 503
 
 
-def test_a_function_that_a_rank_cannot_load(tmp_path, monkeypatch):
-    (tmp_path / "only_in_this_test.py").write_text("def f(item): return item\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import only_in_this_test
-
-    (tmp_path / "only_in_this_test.py").write_text("raise ImportError('not in a rank')\n")
-    with pytest.raises(RunFailedError, match="not in a rank") as caught:
-        list(mpwatch.map(only_in_this_test.f, range(5), 2))
-    assert not isinstance(caught.value, ItemFailedError)
-
-
 # --- Signals, and the end of the program
 
 
@@ -267,7 +256,3 @@ def test_a_program_ends_with_a_half_used_iterator():
 def test_bad_input_is_refused_before_a_rank_starts(arguments, options, error, text):
     with pytest.raises(error, match=text):
         mpwatch.map(*arguments, 2, **options)
-
-
-def test_each_item_has_steps_of_its_own():
-    assert list(mpwatch.map(fn.ask_three_times, [100, 0, 50], 1)) == [[False] * 3] * 3

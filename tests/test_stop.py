@@ -248,17 +248,6 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
     assert re.match(begin + r"\w+ \(stop_functions\.py:\d+ in ", caplog.messages[-1])
 
 
-def test_ranks_that_never_ask_exceed_the_timeout_and_the_log_names_them(caplog):
-    overdue = r"a stop was requested \(StopPolicy\(after=0.1\)\), and ranks 0-1 had not"
-    with pytest.raises(mpwatch.RunTimeoutError, match=overdue):
-        mpwatch.run(time.sleep, 2, args=(600,), stop=mpwatch.StopPolicy(after=0.1, timeout=0.1))
-    asked, overdue = caplog.messages
-    assert asked.startswith(
-        "a stop was requested (StopPolicy(after=0.1)); should_stop() has not been called by ranks 0-1 yet"
-    )
-    assert overdue.startswith("ranks 0-1 had not returned within StopPolicy(timeout=0.1)")
-
-
 @pytest.mark.parametrize(
     ("step", "error", "text"),
     [

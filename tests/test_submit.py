@@ -141,19 +141,6 @@ def test_a_block_that_raises_stops_the_run():
     assert handle.state is WorkerState.STOPPED
 
 
-def test_a_fork_does_not_own_the_run():
-    with submit_waiting() as handle:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                handle.terminate()
-            except RuntimeError:
-                os._exit(3)
-            os._exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-        assert not handle.done()
-
-
 # --- How it ends with a program
 
 

@@ -7,9 +7,8 @@ import sys
 import pytest
 
 import mpwatch
-from support import functions
 from support.process_state import children
-from support.programs import call, python
+from support.programs import python
 
 CALLS = {
     "run": "mpwatch.run(os.getpid, 1)",
@@ -41,21 +40,6 @@ def test_a_program_without_an_interpreter(monkeypatch, path, way):
         eval(CALLS[way])
     assert f"{path or ''!r} is no file; name the interpreter by multiprocessing.set_executable(" in str(caught.value)
     assert children() == before
-
-
-def start_rank_with(path):
-    multiprocessing.set_executable(path)
-    try:
-        mpwatch.run(functions.rank, 1)
-    except mpwatch.MpwatchError as error:
-        print(f"{type(error).__name__}: {error}")
-
-
-def test_an_interpreter_that_is_not_python():
-    assert call(start_rank_with, "/bin/false").stdout == (
-        "RunFailedError: rank 0 never started: its interpreter ended with exit code 1; /bin/false may not be Python: see "
-        "multiprocessing.set_executable()\n"
-    )
 
 
 @pytest.mark.parametrize("way", CALLS)

@@ -165,27 +165,6 @@ def test_no_limit_counts_the_suspension(start):
     assert program.finish() == (0, RESULT, "")
 
 
-def list_descendants(pid):
-    """Return the ranks of a program, and the processes that they have started."""
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    children = {int(word) for task in tasks for word in (task / "children").read_text().split()}
-    ranks = {child for child in children if b"\0rank=" in Path(f"/proc/{child}/cmdline").read_bytes()}
-    return ranks.union(*map(list_descendants, children))
-
-
-def test_no_rank_is_started_during_a_suspension(start):
-    program = start(suspended_functions.run_with_a_restart, ranks=0)
-    assert program.read_line() == "restarting\n"
-    program.send(signal.SIGTSTP)
-    program.wait_for_stop()
-    processes = list_descendants(program.process.pid)
-    stay_suspended(1.5)
-    assert list_descendants(program.process.pid) == processes
-    program.resume()
-    program.read_pids(2)
-    assert program.finish()[:2] == (0, "(0, 1) (1, 1)\n")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_suspension_is_delivered_afterwards(start, signum):
     program = start(suspended_functions.run, {"grace_period": 30})

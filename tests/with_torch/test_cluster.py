@@ -108,17 +108,6 @@ def test_ctrl_c_stops_all_nodes():
         run(signal.pause, on_event=interrupt)
 
 
-def test_all_nodes_stop_at_the_same_step():
-    def count():
-        step = 0
-        while not mpwatch.should_stop(step):
-            step += 1
-        return step
-
-    result = run(count, stop=mpwatch.StopPolicy(after=2.0))
-    assert list(result) == [result.stopped_at] * 2
-
-
 def test_a_timeout_names_the_ranks_of_all_nodes():
     text = (
         r"node \d \(.*\): the run did not end within timeout=1 s: rank \d had not returned; on other nodes rank \d had not"
@@ -218,24 +207,15 @@ with open(out, "wb") as stream:
 
 
 class ProcessEngine(PlannedEngine):
-    """Starts nodes that are processes, and can kill them.
+    """Starts nodes that are processes, and can kill them. `prepare` is Python code that each node runs first."""
 
-    Args:
-        limit: how many nodes it can start.
-        error: of further nodes. None: they wait.
-        prepare: Python code that each node runs first.
-    """
-
-    def __init__(self, limit=math.inf, error=None, prepare=""):
+    def __init__(self, prepare=""):
         super().__init__()
-        self.limit, self.error = limit, error
         self.command = [sys.executable, "-c", NODE.replace("PREPARE", prepare)]
         self.processes = []
 
     def start_node(self, call, number):
-        if number < self.limit:
-            return super().start_node(partial(self.execute, cloudpickle.dumps(call)), number)
-        return Future() if self.error is None else lost(self.error)
+        return super().start_node(partial(self.execute, cloudpickle.dumps(call)), number)
 
     def execute(self, call):
         with subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV) as process:
@@ -247,20 +227,19 @@ class ProcessEngine(PlannedEngine):
 
 
 class KillAllNodes:
-    """Kills all nodes as often as wanted, each time when the ranks of all nodes have been called."""
+    """Kills all nodes, once, when the ranks of all nodes have been called."""
 
-    def __init__(self, engine, nodes, times=1):
-        self.engine, self.nodes, self.times = engine, nodes, times
+    def __init__(self, engine, nodes):
+        self.engine, self.nodes = engine, nodes
         self.events, self.calls = [], 0
 
     def __call__(self, event):
         self.events.append(event)
-        self.calls += isinstance(event, events.CallStarted)
-        if self.times and self.calls == self.nodes:
-            self.calls = 0
-            self.times -= 1
-            for process in self.engine.processes:
-                process.kill()
+        if isinstance(event, events.CallStarted):
+            self.calls += 1
+            if self.calls == self.nodes:
+                for process in self.engine.processes:
+                    process.kill()
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param((1, 2), marks=pytest.mark.slow)])
@@ -276,27 +255,6 @@ def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog)
     assert second.is_counted
     assert [event.restarts_left for event in kill.events if isinstance(event, events.Restarting)] == [1]
     assert re.search(r"\(restart 1, 1 left\): node \d \(.*\) with rank", caplog.text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (
-            OSError("no machine is left"),
-            "the new nodes could not begin: the engine could not start node 3: no machine is left",
-        ),
-        (None, "no new node has begun within 10 s (queue_timeout)"),
-    ],
-)
-def test_a_job_whose_nodes_are_all_lost_fails_without_new_nodes(error, text):
-    engine = ProcessEngine(limit=1, error=error)
-    options = {"nodes": 1, "max_restarts": 2, "queue_timeout": 10.0, "on_event": KillAllNodes(engine, 1)}
-    with pytest.raises(
-        mpwatch.RunFailedError, match=r"node 0 \(.*\) with rank 0 was lost: its process was killed\n"
-    ) as caught:
-        run(signal.pause, engine=engine, **options)
-    assert f"not restarted: {text}" in str(caught.value)
 
 
 # ---- Nodes that cannot run the function

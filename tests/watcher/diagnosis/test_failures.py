@@ -68,15 +68,6 @@ def test_the_first_failure_is_reported(saboteur, capfd):
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-@pytest.mark.usefixtures("_wait_for_all_stacks")
-def test_check_false_returns_the_failed_result():
-    result = run_when_others_sleep(failing.exits_with_3, check=False)
-    assert (result.state, result.root_cause) == (WorkerState.FAILED, result.failures[1])
-    with pytest.raises(LookupError, match=r"rank 0 has no value: stopped by the watcher \(failing\.py:"):
-        result[0]
-    assert (len(result), dict(result.items())) == (3, {})
-
-
 @pytest.mark.parametrize(
     ("saboteur", "status"),
     [(failing.raises_value_error, 1), (failing.exits_with_3, 3), (failing.is_killed, 137)],

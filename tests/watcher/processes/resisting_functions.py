@@ -6,11 +6,10 @@ import ctypes
 import os
 import signal
 import stat
-import sys
 import threading
 import time
 
-from support.failing import rank, state_of, wait_in_a_thread, wait_to_be_stopped
+from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 # ---- what rank 0 does before it ends or waits
 
@@ -83,14 +82,6 @@ def hangs_in_c_and_handles_sigterm():
     hangs_in_c()
 
 
-def lets_another_thread_take_the_signals():
-    """Wait in a system call that no signal to the process ends, since the kernel gives each signal to the other thread."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    time.sleep(600)
-
-
 def execs_a_program_that_ignores_sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.execv("/bin/sleep", ["sleep", "600"])
@@ -134,13 +125,12 @@ def is_waiting(pid, wait):
 # ---- ranks whose end the watcher sees late, or not at all
 
 
-def sends_a_part_of_a_message_and_ends(barrier, pid, leaves_process_group, end):
-    """Write a byte to each socket to the watcher, then call `end`. A forked child keeps the sockets open."""
+def sends_a_part_of_a_message_and_is_killed(barrier, pid):
+    """Write a byte to each socket to the watcher, and die. A child in a session of its own keeps the sockets open."""
     if rank() == 1:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
-            if leaves_process_group:
-                os.setsid()
+            os.setsid()
             os.write(write, b"x")
             signal.alarm(60)
             signal.pause()
@@ -153,7 +143,7 @@ def sends_a_part_of_a_message_and_ends(barrier, pid, leaves_process_group, end):
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
                     os.write(fd, b"m")
-        end()
+        is_killed()
     wait_to_be_stopped()
 
 

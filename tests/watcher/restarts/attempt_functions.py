@@ -156,16 +156,6 @@ def fails_on_odd_ranks(end):
     return 10 * rank()
 
 
-def fails_for_good_or_once(event):
-    """Raise ValueError on rank 0. Raise OSError once on rank 1, when `event` is set, and return the attempt."""
-    if rank() == 0:
-        raise ValueError("bad shard")
-    assert event.wait(60)
-    if attempt() == 0:
-        raise OSError("the disk is full")
-    return attempt()
-
-
 def fails_when_the_others_have_returned(end):
     """Return a different kind of value on each rank. The last one raises when `end` is set."""
     values = [None, CannotBeUnpickled(), lambda: 1]  # plain pickle refuses the lambda

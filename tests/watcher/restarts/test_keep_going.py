@@ -7,7 +7,7 @@ import pytest
 
 import mpwatch
 from mpwatch import WorkerState
-from mpwatch.events import Restarting, WorkerExited, WorkerFailed, WorkerSucceeded
+from mpwatch.events import Restarting, WorkerFailed, WorkerSucceeded
 from support import failing
 from support.functions import rank as get_rank
 from support.process_state import SPAWN
@@ -60,16 +60,6 @@ def test_each_rank_is_restarted_before_it_has_failed_for_good():
     assert restarted == [(1,), (3,)]
     assert (result.state, result.restarts) == (WorkerState.FAILED, 2)
     assert dict(result.return_values) == {0: 0, 2: 20}
-
-
-def test_a_rank_is_restarted_after_another_one_has_failed_for_good():
-    event = SPAWN.Event()
-    policy = mpwatch.RestartPolicy(1, scope="worker", retry_if=OSError)
-    options = {"max_restarts": policy, "keep_going": True, "on_event": set_after(1, WorkerExited, event), "check": False}
-    result = mpwatch.run(attempt_functions.fails_for_good_or_once, 2, args=(event,), **options)
-    assert dict(result.return_values) == {1: 1}
-    assert set(result.failures) == {0}
-    assert result.restarts == 1
 
 
 def test_all_ranks_or_none_may_fail():
