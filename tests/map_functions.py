@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -63,10 +62,6 @@ def sleep_unless_first(number):
         time.sleep(1000)
 
 
-def exit_successfully(number):
-    sys.exit()
-
-
 def make_lock(number):
     return threading.Lock() if number == 1 else number
 
@@ -93,32 +88,9 @@ class BadItem(BadValue):
     """An item that only a rank cannot unpickle."""
 
 
-class DeadlyItem:
-    """An item that ends the process that unpickles it."""
-
-    def __reduce__(self):
-        return os._exit, (5,)
-
-
-def is_number(item):
-    return isinstance(item, int)
-
-
-def fail_at_zero_or_sleep(number):
-    if number == 0:
-        raise ValueError("zero")
-    time.sleep(1)
-    return number
-
-
 def ignore_interrupts_unless_first(number):
     while number:
         try:
             time.sleep(1000)
         except KeyboardInterrupt:
             continue
-
-
-def ask_three_times(first):
-    """Ask `should_stop` about three steps."""
-    return [mpwatch.should_stop(first + step) for step in range(3)]

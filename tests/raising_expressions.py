@@ -1,6 +1,5 @@
 """Functions that raise in expressions of many forms. The lines are long, short, nested and of several lines on purpose."""
 
-# ruff: noqa: F401, RUF059
 # fmt: off
 
 import dataclasses
@@ -25,18 +24,6 @@ def division_after_wide_characters():
     return {"größe": "äöü 漢字", "ratio": 1 / data["größe"]}
 
 
-def call_of_several_lines():
-    return returns(
-        1,
-        returns(
-            2,
-            1 / zero,
-        ),
-    )
-
-
-
-
 def chained_attributes():
     return tree.left.right.value.more
 
@@ -49,32 +36,11 @@ def list_comprehension():
     return [1 / n for n in (2, 1, 0)]
 
 
-def nested_comprehension():
-    return [[x / y for x in range(2)] for y in (1, 0)]
-
-
 def generator_expression():
     return sum(
         1 / n
         for n in (1, 0)
     )
-
-
-
-
-
-
-
-
-def unpacking():
-    first, second = returns([1, 2, 3])
-    return first
-
-
-
-
-def formatted_text():
-    return f"the ratio is {1 / zero:.2f} of all"
 
 
 def raise_from():
@@ -89,16 +55,6 @@ def raise_in_a_handler():
         missing_key()
     except KeyError:
         chained_attributes()
-
-
-
-
-def import_statement():
-    from contextlib import no_such_name
-
-
-
-
 
 
 @dataclasses.dataclass

@@ -98,14 +98,5 @@ def fail_first(message="the first start"):
     return count_steps()
 
 
-def ask_in_fork():
-    mpwatch.request_stop()
-    step = count_steps()
-    pid = os.fork()
-    if not pid:
-        os._exit(3 if mpwatch.should_stop(step) or mpwatch.request_stop() else 4)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def ask(step):
     return mpwatch.should_stop(step)

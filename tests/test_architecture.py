@@ -2,14 +2,13 @@
 
 import ast
 import re
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import mpwatch
-from support.programs import call, python
+from support.programs import python
 
 TESTS = Path(__file__).parent
 PACKAGE = Path(mpwatch.__file__).parent
@@ -118,14 +117,3 @@ def test_public_names_are_sorted_and_documented():
 def test_import_mpwatch_loads_no_large_package():
     program = "import sys, mpwatch; mpwatch.run, mpwatch.events.JsonLines; print(*sys.modules)"
     assert not {"torch", "cloudpickle", "tblib", "numpy", "asyncio"} & set(python("-c", program).stdout.split())
-
-
-def run_and_list_modules():
-    def find():
-        return {name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "tblib", "asyncio"}
-
-    print(list(mpwatch.run(find, 2)), "tblib" in sys.modules)
-
-
-def test_a_run_that_succeeds_imports_only_what_the_function_needs():
-    assert call(run_and_list_modules).stdout == "[set(), set()] False\n"

@@ -3,17 +3,15 @@
 import linecache
 import multiprocessing
 import pickle
-import sys
 import threading
 import traceback
-import types
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 import mpwatch
 from raising_expressions import EXAMPLES, division_after_wide_characters, raise_all
-from support import failing, functions
+from support import failing
 from support.programs import in_own_process, python
 
 
@@ -74,7 +72,7 @@ def test_an_exception_whose_class_cannot_be_sent_is_caught_by_its_builtin_class(
 
 def test_tracebacks_are_printed_as_in_the_rank():
     errors = catch_failure(raise_all).__cause__.exceptions
-    assert len(errors) == len(EXAMPLES) > 15
+    assert len(errors) == len(EXAMPLES) > 10
     for example, error in zip(EXAMPLES, errors, strict=True):
         assert "".join(traceback.format_exception(error)) == error.text, example.__name__
 
@@ -134,33 +132,6 @@ def test_source_lines_of_a_program(source, tmp_path):
     assert message.endswith(":5 in divide)")
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] == (3, 13), reason="Python 3.13 shows lines of `python -c` for all code from strings"
-)
-def test_code_from_a_string_has_no_lines_of_the_callers_own_program():
-    program = "import mpwatch, raising_expressions as e; mpwatch.run(e.code_without_source, 1)"
-    text = python("-c", program, check=False).stderr
-    assert '\n  File "<string>", line 1, in <module>\nZeroDivisionError: division by zero\n' in text
-
-
-def raise_from_a_string():
-    exec("raise ValueError(2)")
-
-
-def test_code_from_a_string_is_not_shown_with_the_command_that_started_the_rank():
-    """From Python 3.13 on, linecache has that command as the source of "<string>"."""
-    root = catch_failure(raise_from_a_string).root_cause
-    assert 'File "<string>", line 1, in <module>' in root.traceback
-    assert "spawn_main" not in root.traceback
-
-
-def test_code_without_line_numbers_has_no_place():
-    code = compile("1 / 0", "<string>", "exec").replace(co_linetable=b"")
-    error = catch_failure(types.FunctionType(code, {}))
-    assert str(error) == "rank 0 failed first: ZeroDivisionError: division by zero"
-    assert error.root_cause.traceback.endswith("ZeroDivisionError: division by zero\n")
-
-
 def generate_and_fail(name):
     source = f"def made(x):\n    return 1 / x  # {name} of the rank\n"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -209,22 +180,3 @@ def test_without_the_option_no_variables_are_sent():
     frames = [frame for frame, _ in traceback.walk_tb(error.__cause__.__traceback__)]
     assert [frame.f_locals for frame in frames] == [{}]
     assert b"s3cret" not in pickle.dumps(error)
-
-
-class Hangs:
-    def __repr__(self):
-        threading.Event().wait()
-
-
-def fail_with_hanging_repr():
-    value, other = Hangs(), 5
-    raise ValueError(type(value).__name__, other)
-
-
-@pytest.mark.slow
-def test_a_repr_that_hangs_is_left_out_and_the_group_goes_on():
-    with mpwatch.WorkerGroup(1, debug="locals") as group:
-        with pytest.raises(mpwatch.RunFailedError) as caught:
-            group.run(fail_with_hanging_repr)
-        assert "value = <its text was not made in time>" in format_with_locals(caught.value.__cause__)
-        assert list(group.run(functions.double, (2,))) == [4]

@@ -18,7 +18,7 @@ import mpwatch
 from mpwatch import WorkerGroup
 from support import functions
 from support.process_state import SPAWN, children, is_alive
-from support.programs import call, command, in_own_process, python
+from support.programs import call, in_own_process
 
 
 def pids_of(group):
@@ -57,12 +57,9 @@ def keep_a_group_open(path):
     group.run(lambda: atexit.register(lambda: Path(path).write_text("ended")) and None)
 
 
-@pytest.mark.parametrize("first", ["", "import sys, weakref; weakref.finalize(sys, print, 'finalised')"], ids=["", "hook"])
-def test_a_program_may_end_without_closing_its_group(first, tmp_path):
-    path = tmp_path / "ended"
-    option, code = command(keep_a_group_open, str(path))
-    python(option, f"{first}\n{code}")
-    assert path.read_text() == "ended"
+def test_a_program_may_end_without_closing_its_group(tmp_path):
+    call(keep_a_group_open, str(tmp_path / "ended"))
+    assert (tmp_path / "ended").read_text() == "ended"
 
 
 def set_and_wait(event):
@@ -92,34 +89,6 @@ def test_a_program_may_end_during_another_threads_call():
     assert time.monotonic() - began < 30
 
 
-def use_a_group_at_exit():
-    @atexit.register
-    def late():
-        print(list(group.run(functions.rank)), group.workers[0].restart_count)
-
-    group = WorkerGroup(2)
-
-
-def test_a_group_that_is_used_when_the_program_ends():
-    assert call(use_a_group_at_exit).stdout == "[0, 1] 0\n"
-
-
-def use_a_group(close):
-    group = WorkerGroup(1)
-    mpwatch.current_worker().state["group"] = group
-    assert list(group.run(functions.rank)) == [0]
-    if close:
-        group.close()
-
-
-@pytest.mark.parametrize("close", [True, False])
-def test_a_rank_may_have_a_group_of_its_own(close, caplog):
-    """At the end of a process multiprocessing waits for its children, even if nothing has asked them to end."""
-    with WorkerGroup(1, grace_period=60) as group:
-        group.run(use_a_group, (close,))
-    assert not caplog.records
-
-
 # --- Signals
 
 
@@ -128,11 +97,11 @@ def sleep_until_interrupted():
         time.sleep(0.01)
 
 
-def interrupt_a_call(signum, ignores, after):
+def interrupt_a_call(ignores):
     def interrupt():
         try:
-            time.sleep(after)
-            os.kill(os.getppid(), signum)
+            time.sleep(0.02)  # until the thread of the caller waits
+            os.kill(os.getppid(), signal.SIGINT)
             sleep_until_interrupted()
         except KeyboardInterrupt:
             if ignores:
@@ -149,17 +118,11 @@ def interrupt_a_call(signum, ignores, after):
         print(pids_of(group) == before)
 
 
-@pytest.mark.parametrize("after", [0, 0.02])  # at once, and when the caller's thread has waited for a moment
 @pytest.mark.parametrize("ignores", [False, True])
-def test_ranks_that_answer_to_ctrl_c_stay(ignores, after):
-    output = call(interrupt_a_call, int(signal.SIGINT), ignores, after).stdout
-    if ignores:
-        late, early = "not all of them survived the last call: the run was stopped", "the last call was aborted"
-        reasons = (late,) if after else (early, late)
-        assert output.startswith(tuple(f"interrupted\nall ranks are restarted: {reason}" for reason in reasons))
-        assert output.endswith("\nFalse\n")
-    else:
-        assert output.startswith("interrupted\nTrue\n")  # on a busy machine, a warning of a slow exit may follow
+def test_ranks_that_answer_to_ctrl_c_stay(ignores):
+    first, *more = call(interrupt_a_call, ignores).stdout.splitlines()
+    assert first == "interrupted"
+    assert str(not ignores) in more  # beside warnings, of a restart or of a slow exit
 
 
 @in_own_process
@@ -173,11 +136,6 @@ def test_ranks_stay_if_ctrl_c_comes_at_any_instant_of_a_call():
                 threading.Timer(rng.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGINT)).start()
                 group.run(sleep_until_interrupted)
             assert pids_of(group) == before
-
-
-def test_sigterm_ends_the_program_and_its_group():
-    done = call(interrupt_a_call, int(signal.SIGTERM), False, 0, check=False)
-    assert done.returncode == -signal.SIGTERM
 
 
 def interrupt_at_first(name, signum=signal.SIGINT):
@@ -198,41 +156,3 @@ def test_ctrl_c_during_the_start_leaves_no_rank():
         WorkerGroup(3, on_event=interrupt_at_first("worker_started"))
     assert threading.active_count() == 1
     assert len(children()) == 1  # the resource tracker
-
-
-def test_a_group_whose_start_a_handled_signal_has_ended_can_be_called(caplog):
-    """The handler raises nothing, so the group exists. Its ranks were ended, and the next call starts them."""
-    received = []
-    previous = signal.signal(signal.SIGTERM, lambda signum, _: received.append(signum))
-    try:
-        with WorkerGroup(2, on_event=interrupt_at_first("run_started", signal.SIGTERM)) as group:
-            assert received == [signal.SIGTERM]
-            assert list(group.run(functions.rank)) == [0, 1]
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    assert caplog.messages == ["all ranks are restarted: a signal interrupted the start of the ranks"]
-
-
-def test_an_interrupt_does_not_reach_a_later_call():
-    """A signal may arrive when the call that it was sent for has just returned."""
-    with WorkerGroup(1) as group:
-        (pid,) = pids_of(group)
-        for _ in range(3):
-            os.kill(pid, signal.SIGINT)
-            assert pids_of(group) == [pid]
-
-
-def test_an_interrupt_reaches_a_call_that_the_rank_has_not_read_yet():
-    events = []
-
-    def interrupt(event):
-        events.append(event.name)
-        if events.count("call_started") == 2 and event.name == "call_started":
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with WorkerGroup(1, on_event=interrupt) as group:
-        (pid,) = pids_of(group)
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(KeyboardInterrupt):
-            group.run(signal.pause)
-        assert pids_of(group) == [pid]

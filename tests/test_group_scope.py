@@ -2,14 +2,12 @@
 
 import os
 import signal
-import threading
 
 import pytest
 
 import mpwatch
 from mpwatch import FailureKind, RunFailedError, WorkerGroup, WorkerState
 from support.process_state import SPAWN
-from support.programs import call
 
 
 def kill_own_process():
@@ -93,16 +91,6 @@ def test_if_all_ranks_are_lost_a_call_restarts_those_that_it_needs(group, caplog
     assert set(group.run(os.getpid).return_values.values()).isdisjoint(pids)
 
 
-def test_a_rank_that_raises_stays_and_a_rank_that_hangs_ends_with_its_call(group):
-    pids = pids_of(group)
-    with pytest.raises(RunFailedError) as caught:
-        group.run(int, args=("x",), ranks=1)
-    assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(mpwatch.RunTimeoutError):
-        group.run(signal.pause, ranks=0, timeout=0.2)
-    assert list_new(pids, pids_of(group)) == {0}
-
-
 @pytest.mark.slow
 def test_many_ranks_are_lost_while_others_are_called(group):
     """Each thread kills its rank in every second call. All other calls return."""
@@ -135,16 +123,3 @@ def test_observers_see_each_restart_with_its_rank():
     assert started == [((0,), 0), ((1,), 0), ((1,), 1)]
     ended = next(event for event in seen if isinstance(event, mpwatch.events.RunEnded))
     assert ended.restarts == 1
-
-
-def end_with_a_lost_rank():
-    group = WorkerGroup(2, scope="worker")
-    group.submit(wait_for, args=(SPAWN.Event(),), ranks=1)
-    try:
-        group.run(kill_own_process, ranks=0)
-    except RunFailedError:
-        print("lost")
-
-
-def test_a_program_ends_while_a_rank_is_lost_and_another_one_is_called():
-    assert call(end_with_a_lost_rank).stdout == "lost\n"

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import io
 import math
 import os
 import pickle
@@ -32,50 +31,26 @@ async def coroutine():
     pass
 
 
-async def agenerator():
-    yield
-
-
-class AsyncCallable:
-    async def __call__(self):
-        pass
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"nprocs": 0}, ValueError, "nprocs must be at least 1, .* not 0"),
-        ({"nprocs": True}, TypeError, "nprocs must be an int, .* not True"),
         ({"nprocs": "many"}, ValueError, "nprocs .* not 'many'"),
-        ({"nprocs": "gpu"}, ValueError, "nprocs='gpu', but torch sees no GPU here"),
         ({"fn": 3}, TypeError, "fn must be callable, not 3"),
         ({"fn": coroutine}, TypeError, "'coroutine' is async def"),
-        ({"fn": agenerator}, TypeError, "'agenerator' is async def"),
-        ({"fn": AsyncCallable()}, TypeError, "async def"),
         ({"args": "ab"}, TypeError, "args must be a sequence .* not 'ab'"),
         ({"kwargs": [1]}, TypeError, r"kwargs must be a mapping .* not \[1\]"),
         ({"kwargs": {1: 2}}, TypeError, "kwargs must have strings as keys, not 1"),
         ({"backend": 3}, TypeError, "backend must be a string, a Backend or None, not 3"),
-        ({"backend": ""}, ValueError, "backend must name a backend"),
         ({"env": "A=1"}, TypeError, "env must be a mapping .* not a value of type str$"),
         ({"env": {"A": 1}}, TypeError, "env must map strings to strings; 'A' has a value of type int$"),
-        ({"env": {"A=B": "1"}}, ValueError, "env has a variable that no environment can hold: 'A=B'$"),
         ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK: it identifies the rank, so mpwatch sets it$"),
-        ({"env": {"MASTER_PORT": "http"}}, ValueError, "must give MASTER_PORT as a TCP port, a number from 1 to 65535$"),
-        ({"env": {"A": "\ud800"}}, ValueError, "cannot be encoded: 'A'$"),
         ({"timeout": -1}, ValueError, "timeout must be a number of seconds, more than 0, not -1"),
-        ({"heartbeat_timeout": 0}, ValueError, "heartbeat_timeout must be a number of seconds, more than 0, not 0"),
         ({"grace_period": math.nan}, ValueError, "grace_period .* not nan"),
-        ({"grace_period": -0.1}, ValueError, "grace_period .* 0 or more, not -0.1"),
         ({"placement": "core"}, ValueError, "Placement: cpus must be 'cores', 'numa', a function .* or None, not 'core'"),
-        ({"placement": {0, 1}}, TypeError, "Placement: cpus must be 'cores', 'numa', a function from Worker .* not {0, 1}"),
-        ({"placement": coroutine}, TypeError, "Placement: cpus must be an ordinary function; 'coroutine' is async def"),
         ({"debug": "all"}, ValueError, "debug must be 'locals', 'post_mortem' or None, not 'all'"),
         ({"stop": signal.SIGUSR1}, TypeError, r"stop must be a tuple .*\(signal.SIGUSR1,\), not <Sig"),
-        ({"stop": ["SIGUSR1"]}, TypeError, "stop must have signals, such as .* not 'SIGUSR1'"),
-        ({"stop": (999,)}, ValueError, "stop may not have 999: no signal .* has this number"),
         ({"stop": {signal.SIGKILL}}, ValueError, "stop may not have SIGKILL: no program can handle it; leave it out"),
-        ({"stop": {signal.SIGCHLD}}, ValueError, "stop may not have SIGCHLD: .*; leave it out"),
         ({"max_restarts": -1}, ValueError, "max_restarts must be at least 0, not -1"),
         (
             {"max_restarts": RestartPolicy(scope="worker"), "backend": "gloo"},
@@ -85,12 +60,10 @@ class AsyncCallable:
         ({"keep_going": True, "backend": "gloo"}, ValueError, "keep_going=True is for ranks that do not communicate"),
         ({"on_event": [print, 3]}, TypeError, "on_event must be a function that takes an Event, or several of them, not 3"),
         ({"on_event": events.JsonLines}, TypeError, "on_event must be a function .* not <class '.*JsonLines'>"),
-        ({"on_event": [print, coroutine]}, TypeError, "on_event must be an ordinary function; 'coroutine' is async def"),
         ({"on_progress": 3}, TypeError, "on_progress must be a function that takes an Event"),
         ({"progress": "yes"}, TypeError, "progress must be True, False or None, not 'yes'"),
         ({"logs": "folder"}, TypeError, r"logs must be a LogSpec, such as LogSpec\('folder'\), or None, not 'folder'"),
         ({"logs": LogSpec(show=2)}, ValueError, "logs: show names rank 2, but nprocs=2: ranks are 0 to 1"),
-        ({"logs": LogSpec("l", files={"stderr": {0, 7}})}, ValueError, "logs: files names rank 7, but nprocs=2"),
     ],
 )
 def test_an_invalid_option_is_named(options, error, text):
@@ -106,37 +79,22 @@ RETRY_IF = "retry_if must be exception types, FailureKinds, a collection of them
 @pytest.mark.parametrize(
     ("cls", "options", "error", "text"),
     [
-        (RestartPolicy, {"max_restarts": "3"}, TypeError, "max_restarts must be an int, not '3'"),
         (RestartPolicy, {"scope": "rank"}, ValueError, "scope must be 'group' or 'worker', not 'rank'"),
         (RestartPolicy, {"delay": -0.1}, ValueError, r"delay must be a number of seconds, 0 or more, not -0\.1"),
-        (RestartPolicy, {"delay": 10**400}, ValueError, "delay must be a number of seconds, 0 or more, not 1000"),
-        (RestartPolicy, {"max_delay": math.nan}, ValueError, "max_delay must be a number of seconds, 0 or more, not nan"),
         (RestartPolicy, {"jitter": 1.01}, ValueError, r"jitter must be a number from 0 to 1, not 1\.01"),
         (RestartPolicy, {"retry_if": "ValueError"}, TypeError, f"{RETRY_IF}, not 'ValueError'"),
-        (RestartPolicy, {"retry_if": int}, TypeError, f"{RETRY_IF}, not <class 'int'>"),
-        (RestartPolicy, {"retry_if": [ValueError, "OOM"]}, TypeError, rf"{RETRY_IF}, not \[<class 'ValueError'>, 'OOM'\]"),
-        (RestartPolicy, {"retry_if": coroutine}, TypeError, "retry_if must be an ordinary function; .*is async def"),
         (RestartPolicy, {"reset_after": 0}, ValueError, "reset_after must be a number of seconds, more than 0, not 0"),
         (RestartPolicy, {"max_no_progress": 0}, ValueError, "max_no_progress must be at least 1, not 0"),
         (StopPolicy, {"after": 0}, ValueError, "StopPolicy: after must be a number of seconds, more than 0"),
         (StopPolicy, {"timeout": "1"}, TypeError, "StopPolicy: timeout must be a number of seconds"),
         (Placement, {"gpus": "all"}, ValueError, "Placement: gpus must be 'own' or None, not 'all'"),
         (LogSpec, {"dir": b"logs"}, TypeError, "logs: dir must be a path, not b'logs'"),
-        (LogSpec, {"dir": ""}, ValueError, "logs: dir must be the path of a folder"),
         (LogSpec, {"show": "some"}, ValueError, "logs: show must be one of 'all', 'none', 'inherit', or ranks, not 'some'"),
-        (LogSpec, {"show": -1}, ValueError, "logs: a rank in show must be at least 0, not -1"),
-        (LogSpec, {"show": {0, "1"}}, TypeError, "logs: a rank in show must be an int, not '1'"),
         (LogSpec, {"show": {"stdin": "all"}}, ValueError, "logs: show may have the keys 'stdout' and 'stderr', not 'stdin'"),
         (LogSpec, {"dir": "logs", "show": "inherit"}, ValueError, "logs: show='inherit' gives the ranks the caller's own"),
         (LogSpec, {"stdout": 3}, TypeError, "logs: stdout must have a method `write` for text, not 3"),
-        (
-            LogSpec,
-            {"prefix": "{pid}"},
-            ValueError,
-            "prefix may have the fields {rank}, {local_rank}, .*there is no field 'pid'",
-        ),
+        (LogSpec, {"prefix": "{pid}"}, ValueError, "prefix may have the fields {rank}, {local_rank}, .*no field 'pid'"),
         (LogSpec, {"prefix": "{rank"}, ValueError, "'{rank' cannot be filled in"),
-        (LogSpec, {"prefix": "{rank:s}"}, ValueError, "'{rank:s}' cannot be filled in"),
         (LogSpec, {"prefix": "a\n"}, ValueError, "logs: prefix must be a part of a line"),
     ],
 )
@@ -153,23 +111,16 @@ STATIC = {"backend": "static"}
     [
         ({"endpoint": " node0:1"}, ValueError, "nor have blanks around it"),
         ({"endpoint": "node0:http"}, ValueError, "endpoint must be host:port, such as 'node0:29400', not 'node0:http'"),
-        ({"run_id": ""}, ValueError, "run_id must not be empty"),
         ({"run_id": "../x"}, ValueError, "run_id also names the folder of logs, and cannot be '../x'"),
         ({"nnodes": 0}, ValueError, "nnodes must be at least 1, not 0"),
         ({"nnodes": (3, 2)}, ValueError, r"nnodes \(max\) must be at least 3, not 2"),
-        ({"nnodes": (1, 2, 3)}, ValueError, r"nnodes must be a number or \(min, max\)"),
         ({"backend": "nccl"}, ValueError, "backend must be one of c10d, static, not 'nccl'"),
         ({"join_timeout": 0}, ValueError, "join_timeout must be a number of seconds, more than 0, not 0"),
         ({"node_timeout": 1}, ValueError, "node_timeout must be at least 2 seconds, not 1"),
-        ({"exit_barrier_timeout": -1}, ValueError, "exit_barrier_timeout must be a number of seconds, 0 or more, not -1"),
-        ({"is_host": 1}, TypeError, "is_host must be True or False, not 1"),
         ({"secret": ""}, ValueError, "secret must not be empty"),
-        ({"options": [1]}, TypeError, "options must be a mapping with strings as keys"),
         ({"options": {"last_cal_timeout": 1}}, ValueError, r"no options except .* not \['last_cal_timeout'\]"),
         (STATIC, ValueError, r"needs the number of this node: options=\{'rank': 0\}"),
         (STATIC | {"options": {"rank": 2}}, ValueError, r"options\['rank'\] must be below nnodes=2, not 2"),
-        (STATIC | {"options": {"rank": 0, "timeout": 5}}, ValueError, "except 'last_call_timeout' and 'rank', not"),
-        (STATIC | {"nnodes": (1, 2), "options": {"rank": 0}}, ValueError, "nnodes must be one number"),
     ],
 )
 def test_an_invalid_option_of_a_rendezvous_is_named(options, error, text, monkeypatch):
@@ -198,28 +149,11 @@ def test_no_value_of_env_is_shown(env):
     assert "s3cret" not in shown
 
 
-@pytest.mark.parametrize(("text", "error"), [("soon", TypeError), ("0", ValueError), ("inf", ValueError)])
-def test_an_invalid_start_timeout_is_named(monkeypatch, text, error):
-    monkeypatch.setenv("MPWATCH_START_TIMEOUT", text)
-    with pytest.raises(error, match="the variable MPWATCH_START_TIMEOUT must be a number of seconds"):
-        mpwatch.run(fn, 1)
-
-
 def test_the_return_value_of_env_is_checked():
     with pytest.raises(TypeError, match=r"what env\(\) returned must be a mapping"):
         mpwatch.run(fn, 2, env=lambda worker: None)
     with pytest.raises(ValueError, match=r"what env\(\) returned may not set RANK"):
         mpwatch.run(fn, 2, env=lambda worker: {"RANK": "3"})
-
-
-@pytest.mark.parametrize("bind", ["cores", "numa", lambda worker: {0}])
-def test_binding_needs_a_system_that_can_do_it(monkeypatch, bind):
-    cpus = os.cpu_count()
-    monkeypatch.delattr(os, "sched_setaffinity")
-    available = "This machine has CPU 0" if cpus == 1 else f"This machine has CPUs 0-{cpus - 1}"
-    for start in (lambda: mpwatch.run(fn, 1, placement=bind), lambda: mpwatch.WorkerGroup(1, placement=bind)):
-        with pytest.raises(ValueError, match=f"cpus=.* needs os.sched_setaffinity.*; leave it out. {available}"):
-            start()
 
 
 # --- The arguments of the function
@@ -233,28 +167,9 @@ def take_anything(*args, **kwargs):
     pass
 
 
-def with_optional(a, b=2, /, c=3):
-    pass
-
-
 class Model:
-    def __init__(self, size):
-        self.size = size
-
     def fit(self, data):
         pass
-
-    def __call__(self, x):
-        pass
-
-
-class BadRepr:
-    def __repr__(self):
-        raise RuntimeError("no repr")
-
-
-def with_bad_default(x=BadRepr()):  # noqa: B008
-    pass
 
 
 def inject_config(function):
@@ -272,13 +187,6 @@ def configured(config):
     pass
 
 
-def signed_by_hand():
-    pass
-
-
-signed_by_hand.__signature__ = "anything"
-
-
 @pytest.mark.parametrize(
     ("function", "args", "kwargs", "text"),
     [
@@ -286,10 +194,7 @@ signed_by_hand.__signature__ = "anything"
         (train, (), None, "missing a required argument: 'lr'"),
         (train, (1,), {"epoch": 2}, "got an unexpected keyword argument 'epoch'"),
         (functools.partial(train, 1), (2,), None, "fn train.*too many positional arguments"),
-        (Model(1).fit, (), None, r"fn Model\.fit\(data\) cannot be called .*'data'"),
-        (Model, (), None, r"fn Model\(size\).*'size'"),
-        (with_bad_default, (1, 2), None, "fn with_bad_default cannot be called"),
-        (print, (1,), {"color": 1}, "'color'"),
+        (Model().fit, (), None, r"fn Model\.fit\(data\) cannot be called .*'data'"),
         (configured, (1,), None, "too many"),
     ],
 )
@@ -302,12 +207,10 @@ def test_arguments_that_do_not_fit_the_function_are_refused(function, args, kwar
 @pytest.mark.parametrize(
     ("function", "args", "kwargs"),
     [
-        (with_optional, (1, 2), {"c": 4}),
         (take_anything, (1, 2), {"x": 3}),
-        (Model(1).fit, (1,), None),
+        (Model().fit, (1,), None),
         (configured, (), None),  # though the function in it takes an argument
         (dict, (), {"a": 1}),  # it has no signature
-        (signed_by_hand, (1, 2), {"x": 1}),
     ],
 )
 def test_arguments_that_fit_the_function_are_accepted(function, args, kwargs):
@@ -336,13 +239,6 @@ def test_run_submit_and_main_need_a_number_of_ranks_or_a_spec_which_is_a_whole_c
             function(spec, 3, timeout=3.0)
 
 
-def test_check_is_a_bool_which_main_does_not_have():
-    with pytest.raises(TypeError, match="check must be True or False, not 'no'"):
-        mpwatch.run(fn, 1, check="no")
-    with pytest.raises(TypeError, match="no option 'check'"):
-        mpwatch.main(fn, 1, check=False)
-
-
 def test_a_spec_is_frozen_and_can_be_replaced():
     spec = WorkerSpec(fn=abs, nprocs="cpu", args=[1], kwargs=None, max_restarts=2)
     assert spec.nprocs == WorkerSpec(fn=fn, nprocs="auto").nprocs == len(os.sched_getaffinity(0))
@@ -360,18 +256,6 @@ def test_a_restart_policy_is_frozen_and_takes_numbers_of_any_type():
         policy.delay = 1.0
     with pytest.raises(TypeError):
         RestartPolicy(5, "worker")
-
-
-def test_signals_of_stop_may_be_numbers_and_are_listed_once():
-    spec = WorkerSpec(fn=fn, nprocs=1, stop=[signal.SIGUSR2, int(signal.SIGUSR2), signal.SIGRTMIN])
-    assert spec.stop.signals == (signal.SIGUSR2, signal.SIGRTMIN)
-
-
-def test_a_prefix_of_output_has_the_fields_of_the_rank():
-    shown = io.StringIO()
-    logs = LogSpec(prefix="{role} {rank:>3}/{local_rank}@{node} {{}} {time:%Y}: ", stdout=shown)
-    mpwatch.run(print, 1, args=("text",), logs=logs)
-    assert re.fullmatch(r"default   0/0@0 {} 20\d\d: text\n", shown.getvalue())
 
 
 def test_a_sync_function_may_run_a_coroutine():

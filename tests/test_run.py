@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -168,20 +167,6 @@ def test_objects_of_multiprocessing_are_shared():
     queue.close()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_rank_can_start_processes_by_any_method(method):
-    def start(method):
-        default = multiprocessing.get_start_method(allow_none=True)  # spawn and forkserver fix it when they are used
-        context = multiprocessing.get_context(method)
-        queue = context.SimpleQueue()
-        child = context.Process(target=queue.put, args=(5,))
-        child.start()
-        child.join()
-        return queue.get(), child.exitcode, default
-
-    assert mpwatch.run(start, 1, args=(method,))[0] == (5, 0, None)
-
-
 def test_a_run_inside_a_rank():
     def outer():
         return list(mpwatch.run(functions.rank, 2)), functions.rank()
@@ -246,23 +231,6 @@ def test_the_timeout_is_for_the_whole_run_start_included():
 
     with pytest.raises(mpwatch.RunTimeoutError):
         mpwatch.run(functions.rank, 1, timeout=0.2, env=slow)
-
-
-def test_other_threads_may_join_the_ranks(barrier):
-    """Multiprocessing does so at the end of the program. The join must not keep the watcher from stopping the ranks."""
-
-    def join():
-        while not (ranks := [p for p in multiprocessing.active_children() if p.name.startswith("mpwatch-rank")]):
-            os.sched_yield()
-        for process in ranks:
-            process.join()
-        return len(ranks)
-
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(join)
-        with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
-            mpwatch.run(failing.call_on_rank_1, 3, args=(failing.raises_value_error, barrier))
-        assert joined.result(60)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Ranks that are asked to save and return: `should_stop`, `request_stop` and the option `stop`."""
 
-import faulthandler
 import os
 import random
 import re
@@ -14,11 +13,10 @@ import pytest
 import mpwatch
 import stop_functions
 from mpwatch import WorkerGroup, WorkerState
-from mpwatch.events import CallStarted, Restarting, Stopping, WorkerExited, WorkerReady, WorkerStarted
+from mpwatch.events import Restarting, Stopping, WorkerExited, WorkerReady, WorkerStarted
 from stop_functions import STEPS
 from support import functions
 from support.process_state import SPAWN, children, is_alive
-from support.programs import python
 from support.thoroughness import choose
 
 USR1 = (signal.SIGUSR1,)
@@ -134,27 +132,6 @@ def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
         assert received == [signal.SIGUSR1]
 
 
-def test_a_rank_may_request_a_stop_in_each_call():
-    with WorkerGroup(1, timeout=20) as group:
-        for step in (5, 3):
-            check_stopped(group.run(stop_functions.stop_itself, (0, step)), "request_stop() in rank 0", ranks=1)
-
-
-def test_a_signal_stops_the_call_that_the_main_thread_waits_for():
-    with WorkerGroup(2, stop=USR1, on_event=kill_when(CallStarted, signal.SIGUSR1)) as group:
-        check_stopped(group.run(stop_functions.count_steps), "SIGUSR1")
-
-
-def test_only_the_ranks_of_a_call_stop():
-    with WorkerGroup(3) as group:
-        handle = group.submit(stop_functions.count_steps, ranks=[0])
-        result = group.run(stop_functions.stop_itself, (2, 5), ranks=[1, 2])
-        assert list(result.values()) == [result.stopped_at] * 2
-        assert not handle.done()
-        handle.request_stop()
-        assert handle.result().stop_cause == "request_stop() of its handle"
-
-
 def fail_or_wait_for_stop():
     """Rank 0 fails at once. The others wait until they are asked to stop, and then save for a while."""
     if functions.rank() == 0:
@@ -190,23 +167,6 @@ def test_no_signal_is_lost(received):
             while timer.is_alive():
                 causes.append(group.run(functions.rank).stop_cause)
             assert len(received) + causes.count("SIGUSR1") == number
-
-
-def test_a_request_during_quick_calls_is_in_a_result():
-    with WorkerGroup(2) as group:
-        group.run(functions.rank)
-        for _ in range(50):
-            with ThreadPoolExecutor() as executor:
-                answer = executor.submit(request_later, random.uniform(0, 0.004))
-                causes = []
-                while not answer.done():
-                    causes.append(group.run(functions.rank).stop_cause)
-            assert causes.count("request_stop()") == answer.result()
-
-
-def request_later(seconds):
-    time.sleep(seconds)
-    return mpwatch.request_stop()
 
 
 def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
@@ -288,44 +248,6 @@ def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(receive
     assert re.match(begin + r"\w+ \(stop_functions\.py:\d+ in ", caplog.messages[-1])
 
 
-def test_a_program_ends_by_the_signal_if_the_ranks_do_not_return():
-    program = """
-import signal, threading, mpwatch, stop_functions
-from support.process_state import SPAWN, children, is_alive
-if __name__ == "__main__":
-    mpwatch.run(
-        stop_functions.hold_on, 2, args=(SPAWN.Event(), signal.SIGTERM), stop=mpwatch.StopPolicy([signal.SIGTERM], timeout=0.1)
-    )
-"""
-    assert python("-c", program, check=False).returncode == -signal.SIGTERM
-
-
-def test_a_program_that_has_stopped_its_ranks_shows_no_report():
-    program = """
-import os, signal, mpwatch, stop_functions
-if __name__ == "__main__":
-    request = lambda event: event.name == "worker_ready" and os.kill(os.getpid(), signal.SIGTERM)
-    mpwatch.run(stop_functions.count_steps, 1, stop=[signal.SIGTERM], on_event=request)
-"""
-    (line,) = python("-c", program).stderr.splitlines()
-    assert line.startswith("a stop was requested (SIGTERM)")
-
-
-def test_ranks_that_never_ask_exceed_the_timeout_and_the_log_names_them(caplog):
-    overdue = r"a stop was requested \(StopPolicy\(after=0.1\)\), and ranks 0-1 had not"
-    with pytest.raises(mpwatch.RunTimeoutError, match=overdue):
-        mpwatch.run(time.sleep, 2, args=(600,), stop=mpwatch.StopPolicy(after=0.1, timeout=0.1))
-    asked, overdue = caplog.messages
-    assert asked.startswith(
-        "a stop was requested (StopPolicy(after=0.1)); should_stop() has not been called by ranks 0-1 yet"
-    )
-    assert overdue.startswith("ranks 0-1 had not returned within StopPolicy(timeout=0.1)")
-
-
-def test_a_fork_of_a_rank_neither_stops_nor_asks():
-    assert mpwatch.run(stop_functions.ask_in_fork, 1)[0] == 4
-
-
 @pytest.mark.parametrize(
     ("step", "error", "text"),
     [
@@ -344,15 +266,6 @@ def test_signals_need_the_main_thread():
         mpwatch.submit(functions.rank, 1, stop=USR1)
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="the signals of stop= need a run in the main"):
         pool.submit(mpwatch.run, functions.rank, 1, stop=USR1).result()
-
-
-def test_a_signal_that_c_code_handles_is_refused():
-    faulthandler.register(signal.SIGUSR2)
-    try:
-        with pytest.raises(ValueError, match="stop may not have SIGUSR2 now: C code of this program handles it"):
-            mpwatch.run(functions.rank, 1, stop=[signal.SIGUSR2])
-    finally:
-        faulthandler.unregister(signal.SIGUSR2)
 
 
 # --- random instants

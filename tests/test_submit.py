@@ -29,13 +29,6 @@ def ignore_sigint_and_wait(barrier):
         time.sleep(1000)
 
 
-def fail_once_and_wait(barrier):
-    if not mpwatch.current_worker().restart_count:
-        raise ValueError
-    barrier.wait()
-    time.sleep(1000)
-
-
 def save_at_sigint(barrier, path):
     try:
         barrier.wait()  # SIGINT may come before this returns
@@ -43,13 +36,6 @@ def save_at_sigint(barrier, path):
     except KeyboardInterrupt:
         path.write_text("saved")
         raise
-
-
-def save_at_sigint_of_another_thread(barrier, path):
-    """Wait in a system call that SIGINT does not end, since the kernel gives it to the other thread."""
-    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    save_at_sigint(barrier, path)
 
 
 def submit_waiting(function=report_and_wait, *args, **options):
@@ -120,18 +106,12 @@ def test_it_can_be_looked_into():
     assert handle.progress()[0].step == 7
 
 
-def test_workers_are_those_of_the_last_restart():
-    with submit_waiting(fail_once_and_wait, max_restarts=1) as handle:
-        assert [worker.restart_count for worker in handle.workers] == [1, 1]
-
-
 # --- How it is stopped
 
 
-@pytest.mark.parametrize("function", [save_at_sigint, save_at_sigint_of_another_thread])
-def test_terminate_interrupts_the_ranks_and_waits_for_them(tmp_path, function):
+def test_terminate_interrupts_the_ranks_and_waits_for_them(tmp_path):
     path, before, after = tmp_path / "checkpoint", children(), []
-    handle = submit_waiting(function, path)
+    handle = submit_waiting(save_at_sigint, path)
     handle.add_done_callback(lambda _: after.append(children()))
     handle.terminate()
     assert path.read_text() == "saved"
@@ -155,49 +135,10 @@ def test_a_rank_that_ignores_it_is_killed_after_the_grace_period_or_by_a_second_
     assert handle.result(0).state is WorkerState.STOPPED
 
 
-def test_terminate_before_the_ranks_have_started():
-    for _ in range(5):
-        handle = mpwatch.submit(time.sleep, 2, args=(1000,), check=False)
-        handle.terminate()
-        assert handle.result(0).state is WorkerState.STOPPED
-
-
-def test_an_observer_may_stop_its_run():
-    handles, is_submitted = [], threading.Event()
-
-    def stop_at_start(event):
-        if event.name == "worker_started":
-            is_submitted.wait()
-            handles[0].terminate()
-
-    handles.append(mpwatch.submit(time.sleep, 2, args=(1000,), on_event=stop_at_start, check=False))
-    is_submitted.set()
-    assert handles[0].result(60).state is WorkerState.STOPPED
-
-
 def test_a_block_that_raises_stops_the_run():
     with pytest.raises(ZeroDivisionError), submit_waiting() as handle:
         1 / 0
     assert handle.state is WorkerState.STOPPED
-
-
-def test_a_timeout():
-    handle = mpwatch.submit(time.sleep, 1, args=(1000,), timeout=0.3, grace_period=0.1)
-    with pytest.raises(mpwatch.RunTimeoutError):
-        handle.result(60)
-
-
-def test_a_fork_does_not_own_the_run():
-    with submit_waiting() as handle:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                handle.terminate()
-            except RuntimeError:
-                os._exit(3)
-            os._exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-        assert not handle.done()
 
 
 # --- How it ends with a program
@@ -235,17 +176,6 @@ def test_a_program_that_ends_stops_its_ranks(function, status):
     pids = ended.stdout.split()
     assert len(pids) == 2
     assert not any(is_alive(int(pid)) for pid in pids)
-
-
-def keep_a_handle():
-    global handle  # until the program has ended
-    handle = mpwatch.submit(int, 1)
-    print(handle.result()[0])
-
-
-def test_a_handle_that_is_kept_to_the_end_of_the_program_prints_nothing():
-    done = call(keep_a_handle)
-    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def wait_and_be_interrupted():

@@ -1,6 +1,7 @@
 """The actions of ranks in a history, by name. This module runs in the ranks, and nothing in it is simulated.
 
-Each action gets an ActionContext. It calls `record_start` immediately before it does what matters for the run.
+An action is an end, such as "raises", or preparations and an end, such as "leaves_a_thread and raises". An end gets an
+ActionContext. It calls `record_start` immediately before it does what matters for the run.
 """
 
 import atexit
@@ -44,7 +45,15 @@ def run_rank(history: History, folder: str):
     if not plan.at_once:
         _event_times.wait_for_all_ranks(rank)
         time.sleep(plan.delay)
-    return globals()[plan.action](ActionContext(_event_times, rank, plan.number))
+    *preparations, end = parse_action(plan.action)
+    for prepare in preparations:
+        prepare()
+    return end(ActionContext(_event_times, rank, plan.number))
+
+
+def parse_action(action: str):
+    """Return the functions of an action."""
+    return [globals()[name] for name in action.split(" and ")]
 
 
 def expected_value(rank):
@@ -54,6 +63,77 @@ def expected_value(rank):
 def wait_to_be_stopped():
     while True:
         signal.pause()
+
+
+# --- preparations
+
+
+def leaves_a_thread():
+    threading.Thread(target=threading.Event().wait).start()
+
+
+def hangs_at_exit():
+    atexit.register(wait_to_be_stopped)
+
+
+def closes_stderr():
+    os.close(2)
+
+
+def changes_handlers():
+    for number in HANDLED:
+        signal.signal(number, lambda *_: None)
+
+
+def ignores_sigterm_and_sigint():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def blocks_signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def leaves_its_process_group():
+    """Move to the watcher's process group. A rank leads its own group, so the kernel does not allow setsid."""
+    os.setpgid(0, os.getpgid(os.getppid()))
+
+
+def starts_helpers():
+    for _ in range(2):
+        subprocess.Popen(["/bin/sleep", str(SECONDS)])
+
+
+def forks():
+    """Fork a child that keeps every descriptor of the rank open and stays in its process group."""
+    if os.fork() == 0:
+        wait_to_be_stopped()
+
+
+def exits_with_0_at_sigterm():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+
+def raises_at_sigterm():
+    def raise_error(*_):
+        raise RuntimeError("received SIGTERM")
+
+    signal.signal(signal.SIGTERM, raise_error)
+
+
+def sends_half_a_message():
+    """Send the beginning of a message, whatever its form: a few bytes on each socket that the rank has inherited."""
+    sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and is_socket(fd)]
+    assert sockets
+    for fd in sockets:
+        os.write(fd, b"\0\0")
+
+
+def is_socket(fd):
+    return os.path.exists(path := f"/proc/self/fd/{fd}") and os.readlink(path).startswith("socket:")
+
+
+# --- ends
 
 
 class KeywordOnlyError(Exception):
@@ -92,123 +172,6 @@ def raises_keyboard_interrupt(context):
 def exits(context):
     context.record_start()
     sys.exit(context.number)
-
-
-def leaves_a_thread():
-    threading.Thread(target=threading.Event().wait).start()
-
-
-def leaves_a_thread_and_raises(context):
-    leaves_a_thread()
-    raises(context)
-
-
-def leaves_a_thread_and_returns(context):
-    leaves_a_thread()
-    return returns(context)
-
-
-def hangs_at_exit_and_raises(context):
-    atexit.register(wait_to_be_stopped)
-    raises(context)
-
-
-def hangs_at_exit_and_returns(context):
-    atexit.register(wait_to_be_stopped)
-    return returns(context)
-
-
-def close_descriptors():
-    os.closerange(3, 4096)
-
-
-def closes_descriptors_and_raises(context):
-    close_descriptors()
-    raises(context)
-
-
-def closes_descriptors_and_calls_os_exit(context):
-    close_descriptors()
-    calls_os_exit(context)
-
-
-def closes_descriptors_and_returns(context):
-    close_descriptors()
-    return returns(context)
-
-
-def closes_stderr_and_raises(context):
-    os.close(2)
-    raises(context)
-
-
-def change_handlers():
-    for number in HANDLED:
-        signal.signal(number, lambda *_: None)
-
-
-def changes_handlers_and_raises(context):
-    change_handlers()
-    raises(context)
-
-
-def changes_handlers_and_waits(context):
-    change_handlers()
-    waits(context)
-
-
-def changes_handlers_and_returns(context):
-    change_handlers()
-    return returns(context)
-
-
-def block_signals():
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-
-
-def blocks_signals_and_raises(context):
-    block_signals()
-    raises(context)
-
-
-def blocks_signals_and_waits(context):
-    block_signals()
-    waits(context)
-
-
-def leave_process_group():
-    """Move to the watcher's process group. A rank leads its own group, so the kernel does not allow setsid."""
-    os.setpgid(0, os.getpgid(os.getppid()))
-
-
-def leaves_its_process_group_and_raises(context):
-    leave_process_group()
-    raises(context)
-
-
-def leaves_its_process_group_and_waits(context):
-    leave_process_group()
-    waits(context)
-
-
-def start_helpers():
-    for _ in range(2):
-        subprocess.Popen(["/bin/sleep", str(SECONDS)])
-
-
-def starts_helpers_and_raises(context):
-    start_helpers()
-    raises(context)
-
-
-def starts_helpers_and_waits(context):
-    start_helpers()
-    waits(context)
-
-
-def starts_helpers_and_returns(context):
-    start_helpers()
-    return returns(context)
 
 
 def returns_a_lock(context):
@@ -251,45 +214,6 @@ def aborts(context):
     os.abort()
 
 
-def fork_a_child_that_waits():
-    """Fork a child that keeps every descriptor of the rank open and stays in its process group."""
-    if os.fork() == 0:
-        wait_to_be_stopped()
-
-
-def forks_and_is_killed(context):
-    fork_a_child_that_waits()
-    is_killed(context)
-
-
-def forks_and_waits(context):
-    fork_a_child_that_waits()
-    waits(context)
-
-
-def send_half_a_message():
-    """Send the beginning of a message, whatever its form: a few bytes on each socket that the rank has inherited."""
-    sockets = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and is_socket(fd)]
-    assert sockets
-    for fd in sockets:
-        os.write(fd, b"\0\0")
-
-
-def is_socket(fd):
-    return os.path.exists(path := f"/proc/self/fd/{fd}") and os.readlink(path).startswith("socket:")
-
-
-def is_killed_within_a_message(context):
-    fork_a_child_that_waits()
-    send_half_a_message()
-    is_killed(context)
-
-
-def waits_within_a_message(context):
-    send_half_a_message()
-    waits(context)
-
-
 def waits(context):
     context.record_start()
     wait_to_be_stopped()
@@ -301,29 +225,9 @@ def suspends_itself(context):
     wait_to_be_stopped()
 
 
-def ignores_sigterm_and_sigint(context):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    waits(context)
-
-
 def holds_the_gil(context):
     context.record_start()
     ctypes.PyDLL(None).usleep(SECONDS * 1_000_000)
-
-
-def exits_with_0_at_sigterm(context):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    waits(context)
-
-
-def raise_at_sigterm(*_):
-    raise RuntimeError("received SIGTERM")
-
-
-def raises_at_sigterm(context):
-    signal.signal(signal.SIGTERM, raise_at_sigterm)
-    waits(context)
 
 
 def returns(context):

@@ -44,50 +44,48 @@ def _killed_by(number: int) -> Action:
 
 
 WAITS, RETURNS, NEVER_EXITS = Action(Fate.WAITS), Action(Fate.RETURNS), Action(Fate.NEVER_EXITS)
+KILLED = _killed_by(signal.SIGKILL)
 ACTIONS = {
     "raises": _raising(),
     "raises_keyword_only_error": _raising("KeywordOnlyError"),
     "raises_a_deep_chain": _raising("RuntimeError"),
     "raises_keyboard_interrupt": _raising("KeyboardInterrupt"),
     "exits": Action(Fate.FAILS, "EXIT", None, "SystemExit"),
-    "leaves_a_thread_and_raises": _raising(),
-    "hangs_at_exit_and_raises": _raising(),
-    "closes_descriptors_and_raises": _raising(),
-    "closes_stderr_and_raises": _raising(),
-    "changes_handlers_and_raises": _raising(),
-    "blocks_signals_and_raises": _raising(),
-    "leaves_its_process_group_and_raises": _raising(),
-    "starts_helpers_and_raises": _raising(),
     "returns_a_lock": _raising("TypeError"),
+    "leaves_a_thread and raises": _raising(),
+    "hangs_at_exit and raises": _raising(),
+    "closes_stderr and raises": _raising(),
+    "changes_handlers and raises": _raising(),
+    "blocks_signals and raises": _raising(),
+    "leaves_its_process_group and raises": _raising(),
+    "starts_helpers and raises": _raising(),
     "calls_os_exit": Action(Fate.FAILS, "EXIT", None),
     "calls_os_exit_with_0": Action(Fate.FAILS, "LOST", 1),
-    "closes_descriptors_and_calls_os_exit": Action(Fate.FAILS, "EXIT", None),
     "execs_a_program_that_fails": Action(Fate.FAILS, "EXIT", None),
-    "is_killed": _killed_by(signal.SIGKILL),
+    "is_killed": KILLED,
     "crashes": _killed_by(signal.SIGSEGV),
     "aborts": _killed_by(signal.SIGABRT),
-    "forks_and_is_killed": _killed_by(signal.SIGKILL),
-    "is_killed_within_a_message": _killed_by(signal.SIGKILL),
+    "forks and is_killed": KILLED,
+    "forks and sends_half_a_message and is_killed": KILLED,
     "waits": WAITS,
     "suspends_itself": WAITS,
-    "ignores_sigterm_and_sigint": WAITS,
-    "blocks_signals_and_waits": WAITS,
     "holds_the_gil": WAITS,
-    "changes_handlers_and_waits": WAITS,
-    "leaves_its_process_group_and_waits": WAITS,
     "execs_a_program_that_waits": WAITS,
-    "starts_helpers_and_waits": WAITS,
-    "forks_and_waits": WAITS,
-    "waits_within_a_message": WAITS,
-    "exits_with_0_at_sigterm": WAITS,
-    "raises_at_sigterm": WAITS,
+    "ignores_sigterm_and_sigint and waits": WAITS,
+    "blocks_signals and waits": WAITS,
+    "changes_handlers and waits": WAITS,
+    "leaves_its_process_group and waits": WAITS,
+    "starts_helpers and waits": WAITS,
+    "forks and waits": WAITS,
+    "sends_half_a_message and waits": WAITS,
+    "exits_with_0_at_sigterm and waits": WAITS,
+    "raises_at_sigterm and waits": WAITS,
     "returns": RETURNS,
-    "closes_descriptors_and_returns": RETURNS,
-    "changes_handlers_and_returns": RETURNS,
-    "starts_helpers_and_returns": RETURNS,
     "exits_with_0": RETURNS,
-    "leaves_a_thread_and_returns": NEVER_EXITS,
-    "hangs_at_exit_and_returns": NEVER_EXITS,
+    "changes_handlers and returns": RETURNS,
+    "starts_helpers and returns": RETURNS,
+    "leaves_a_thread and returns": NEVER_EXITS,
+    "hangs_at_exit and returns": NEVER_EXITS,
 }
 
 
@@ -191,7 +189,7 @@ def make_interrupted_start(seed: int, fault: Fault, longest: float) -> History:
     """Return a history with a fault at any time after the start of the interpreter. Its ranks wait, one with helper processes."""
     rng = random.Random(seed)
     injection = Injection(fault, at=rng.uniform(0.0, longest), gap=0.0, from_interpreter=True)
-    plans = (RankPlan("waits"), RankPlan("starts_helpers_and_waits", at_once=True), RankPlan("waits"))
+    plans = (RankPlan("waits"), RankPlan("starts_helpers and waits", at_once=True), RankPlan("waits"))
     return History(seed, 0.5, plans, injection)
 
 
@@ -200,7 +198,7 @@ def make_interrupted_restarts(seed: int, fault: Fault, longest: float) -> Histor
     rng = random.Random(seed)
     injection = Injection(fault, at=rng.uniform(0.2, longest), gap=0.0)
     failing = [RankPlan(rng.choice(("raises", "is_killed", "exits")), True, number=3) for _ in range(rng.choice((1, 1, 2)))]
-    plans = (RankPlan("starts_helpers_and_waits", at_once=True), *failing, RankPlan("waits"))
+    plans = (RankPlan("starts_helpers and waits", at_once=True), *failing, RankPlan("waits"))
     return History(seed, 0.5, plans, injection, rng.choice(("group", "worker")), rng.choice((0.0, 0.0, 0.05)))
 
 

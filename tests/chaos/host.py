@@ -5,7 +5,6 @@
 The report also has each part of the process state that the run has changed. There should be none.
 """
 
-import copyreg
 import faulthandler
 import json
 import multiprocessing
@@ -15,14 +14,13 @@ import resource
 import signal
 import sys
 import threading
-from contextlib import suppress
 from multiprocessing import resource_tracker
-from pathlib import Path
 
 import mpwatch
 from chaos.acts import run_rank
 from chaos.board import CALLED, ENDED, TIMER_FIRED, EventTimes
 from chaos.histories import Fault
+from support import process_state
 
 mpwatch.run  # imported before the state is read: in Python 3.12 the import of `typing` adds to copyreg
 
@@ -42,6 +40,7 @@ def main(folder, ready):
     if history.fault is Fault.TIMER:
         signal.signal(signal.SIGALRM, lambda *_: raise_timer_error(times))
     call = call_in_thread if history.fault is Fault.IN_A_THREAD else call_run
+    resource_tracker.ensure_running()  # it lives until the program ends
     before = read_process_state()
     os.write(ready, b"x")
     try:
@@ -143,44 +142,10 @@ def print_report(before, report):
 
 
 def read_process_state():
-    """Return the process state that a run must not change. The resource tracker of multiprocessing may stay."""
+    """Return the process state that a run must not change."""
     wakeup_fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup_fd)
-    tracker = resource_tracker._resource_tracker
-    return {
-        "children": read_children() - {tracker._pid},
-        "descriptors": read_descriptors(without=tracker._fd),
-        "threads": [thread.name for thread in threading.enumerate()],
-        "shared memory": {name for name in os.listdir("/dev/shm") if "mpwatch" in name and not name.startswith("sem.mp")},
-        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        "wake-up descriptor": wakeup_fd,
-        "environment": dict(os.environ),
-        "start method": multiprocessing.get_start_method(allow_none=True),
-        "active children": multiprocessing.active_children(),
-        "copyreg": dict(copyreg.dispatch_table),
-        "folder": os.getcwd(),
-    }
-
-
-def read_children():
-    """Return the pids of all children, zombies included, from the kernel."""
-    pids = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
-            pids |= set(map(int, (task / "children").read_text().split()))
-    return pids
-
-
-def read_descriptors(without):
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
-    found.pop(without, None)
-    return found
+    return {**process_state.state(), "wake-up descriptor": wakeup_fd, "active children": multiprocessing.active_children()}
 
 
 if __name__ == "__main__":

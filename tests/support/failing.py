@@ -117,7 +117,3 @@ def interrupts_its_watcher():
     if rank() == 0:
         os.kill(os.getppid(), signal.SIGINT)
     wait_to_be_stopped()
-
-
-def returns_1_mib():
-    return bytes(1 << 20)

@@ -43,10 +43,6 @@ def list_modules():
     return sorted(sys.modules)
 
 
-def count_arguments():
-    return len(sys.argv)
-
-
 def write_rank(array, barrier):
     """Return the array's values, the inodes of its memory, and the descriptors that are open for that memory."""
     array[:] = rank()

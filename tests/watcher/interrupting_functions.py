@@ -3,7 +3,7 @@
 import os
 import signal
 
-from support.failing import is_killed, rank, wait_to_be_stopped
+from support.failing import rank, wait_to_be_stopped
 
 
 def waits_at_barrier(barrier):
@@ -26,8 +26,3 @@ def waits_at_barrier_twice(barrier):
     barrier.wait()
     barrier.wait()
     return rank()
-
-
-def waits_at_barrier_twice_and_is_killed(barrier):
-    waits_at_barrier_twice(barrier)
-    is_killed()

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 
 import mpwatch
 
@@ -19,32 +18,11 @@ def spin(gate):
     return mpwatch.current_worker().rank, mpwatch.current_worker().restart_count
 
 
-def fail_once_then_spin(gate):
-    if not mpwatch.current_worker().restart_count:
-        raise ConnectionError
-    return spin(gate)
-
-
 # What follows runs in the host program.
 
 
 def run(gate, options):
     print(*mpwatch.run(spin, 2, args=(gate,), **options), flush=True)
-
-
-def run_with_a_restart(gate):
-    def announce(event):
-        if event.name == "restarting":
-            os.write(1, b"restarting\n")
-
-    policy = mpwatch.RestartPolicy(1, delay=1.0)
-    print(*mpwatch.run(fail_once_then_spin, 2, args=(gate,), max_restarts=policy, on_event=announce), flush=True)
-
-
-def run_in_a_thread(gate):
-    thread = threading.Thread(target=run, args=(gate, {}))
-    thread.start()
-    thread.join()
 
 
 def run_with_own_handler(gate):

@@ -11,7 +11,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -258,30 +257,3 @@ def test_a_fork_during_a_run_works():
     done = python("-W", "ignore::DeprecationWarning", *command(fork_during_a_run))
     assert done.stdout == "the child is done\n[0, 1]\n", done
     assert done.stderr == ""
-
-
-def test_a_fork_of_the_host_does_not_delay_the_failure():
-    """The child is forked during a run, and keeps every descriptor of the run open."""
-    barrier = SPAWN.Barrier(3)
-    children = []
-
-    def fork():
-        barrier.wait()
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(60)
-            signal.pause()
-            os._exit(0)
-        children.append(pid)
-        barrier.wait()
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    start = time.monotonic()
-    with pytest.raises(mpwatch.RunFailedError, match="was killed by SIGKILL"):
-        mpwatch.run(interrupting_functions.waits_at_barrier_twice_and_is_killed, 2, args=(barrier,), grace_period=30)
-    seconds = time.monotonic() - start
-    thread.join()
-    os.kill(children[0], signal.SIGKILL)
-    os.waitpid(children[0], 0)
-    assert seconds < 10

@@ -1,31 +1,12 @@
 """Modules that start ranks at their import, which the ranks would repeat."""
 
-import importlib
 import os
-import sys
 
 import pytest
 
-import mpwatch
-from support import functions
 from support.programs import ENV, python
 
 REMEDY = 'put the call into a function, or under `if __name__ == "__main__":`'
-IN_RANK = "import os, mpwatch\nfrom support import functions\nif 'RANK' in os.environ:\n    "
-
-
-@pytest.fixture
-def make_module(tmp_path, monkeypatch):
-    """Return a function that writes a module, and imports it in this process."""
-
-    def make(name, text):
-        (tmp_path / f"{name}.py").write_text(text)
-        importlib.invalidate_caches()
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
-
-    monkeypatch.syspath_prepend(tmp_path)
-    return make
 
 
 @pytest.mark.parametrize(
@@ -49,29 +30,3 @@ def test_a_module_that_starts_ranks_at_its_import_is_refused_in_the_rank(tmp_pat
     assert f"RunFailedError: rank 0 could not load the call: {text}" in done.stderr
     assert f'  File "{module}", line 5, in <module>\n    {statement}\n' in done.stderr
     assert "importlib" not in done.stderr
-
-
-def list_ranks():
-    return list(mpwatch.run(functions.rank, 1))
-
-
-def test_a_module_of_a_later_call_of_a_group_is_refused(make_module):
-    """Also a module that only an argument needs. The rank may start ranks again when it has loaded its call."""
-    module = make_module("late", f"class Argument: pass\n{IN_RANK}mpwatch.run(functions.rank, 1)")
-    with mpwatch.WorkerGroup(1) as group:
-        group.run(functions.rank)
-        with pytest.raises(mpwatch.RunFailedError, match="could not load the call") as caught:
-            group.run(functions.double, (module.Argument(),))
-        assert type(caught.value.__cause__) is RuntimeError
-        assert "at the import of module late, line 5 (" in str(caught.value.__cause__)
-        assert list(group.run(list_ranks)) == [[0]]
-
-
-def test_a_module_that_the_function_imports_starts_ranks_once(make_module):
-    """The rank has loaded its call, so it may start ranks. These ranks are refused, since they load the module."""
-    make_module("lazy", f"import os, mpwatch\ndef fn(): pass\n{IN_RANK}mpwatch.run(fn, 1)")
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(importlib.import_module, 1, args=("lazy",))
-    error = caught.value.__cause__
-    assert type(error) is mpwatch.RunFailedError
-    assert "at the import of module lazy, line 6 (" in str(error.__cause__)

@@ -10,22 +10,15 @@ import re
 import resource
 import signal
 import subprocess
-import tempfile
 import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-import mpwatch
 from support import failing
-from support.functions import rank
 from support.one_run import attempt, leave_descriptors, limit
-from support.process_state import SPAWN
-from support.programs import ENV, call, in_own_process, python
-from watcher import shortage_functions
-
-PIDS = Path("/sys/fs/cgroup/pids")
+from support.programs import call, in_own_process
 
 
 def leave_memory(mib):
@@ -39,23 +32,14 @@ def limit_file_size(size):
     return limit(resource.RLIMIT_FSIZE, size)
 
 
-MEMORY_FOR_VALUE = "OSError: the watcher could not receive its return value: OSError: [Errno 12] Cannot allocate memory"
 SHORTAGES = {
     "no memory for the payload": (
         (len, 2, lambda: ("x" * (100 << 20),), leave_memory, 40),
         "LaunchError the call could not be packed: there is not enough memory; free some",
     ),
-    "no memory for the file of a value": (
-        (bytes, 1, lambda: (150 << 20,), leave_memory, 180),
-        f"EXCEPTION rank 0 failed first: {MEMORY_FOR_VALUE}",
-    ),
     "no memory for a value": (
         (bytes, 1, lambda: (150 << 20,), leave_memory, 250),
         "EXCEPTION rank 0 failed first: MemoryError",
-    ),
-    "no memory for the pickle of a value": (
-        ("x".ljust, 1, lambda: (150 << 20,), leave_memory, 250),
-        "EXCEPTION rank 0 failed first: MemoryError: there is not enough memory to pack the return value",
     ),
     "payload is too large for a file": (
         (len, 2, lambda: (bytes(500_000),), limit_file_size, 100_000),
@@ -65,10 +49,6 @@ SHORTAGES = {
         (len, 2, lambda: (bytes(500_000),), limit_file_size, 1_000_000),
         "LaunchError rank 0 could not be started: OSError: [Errno 27] File too large; raise the limit of file sizes",
     ),
-    "value is too large for a file": (
-        (shortage_functions.returns_1_mib_under_a_file_size_limit, 1, tuple, None, 0),
-        "EXCEPTION rank 0 failed first: OSError: the return value could not be packed: OSError: [Errno 27] File too large",
-    ),
 }
 
 
@@ -76,22 +56,10 @@ SHORTAGES = {
 @in_own_process
 def test_the_error_names_the_resource_and_blames_no_argument(name):
     (fn, nprocs, args, shorten, size), expected = SHORTAGES[name]
-    short = {"short": partial(shorten, size)} if shorten else {}
-    line = attempt(fn, nprocs, args=args(), **short)
+    line = attempt(fn, nprocs, args=args(), short=partial(shorten, size))
     assert line.startswith(expected), line
     assert "args[" not in line
     assert "is of type" not in line
-
-
-@in_own_process
-def test_no_memory_for_the_call_in_a_rank():
-    """The caller has enough memory, then lowers its limit. Its ranks inherit the limit."""
-    data = bytes(100 << 20)
-    leave_memory(600)
-    with pytest.raises(mpwatch.RunFailedError, match=r"^rank .* could not load the call: MemoryError") as caught:
-        mpwatch.run(len, 2, args=(data,), env=lambda _: leave_memory(40) and {})
-    assert caught.value.root_cause.kind is mpwatch.FailureKind.START
-    assert type(caught.value.__cause__) is MemoryError
 
 
 def test_every_step_of_a_launch_without_descriptors_raises_launch_error():
@@ -107,86 +75,6 @@ def test_every_step_of_a_launch_without_descriptors_raises_launch_error():
 def test_descriptors_run_out_after_some_ranks_have_been_started():
     line = attempt(nprocs=32, short=partial(leave_descriptors, 60))
     assert re.match(r"LaunchError rank \d+ could not be started: .*Too many open files", line), line
-
-
-def attempt_with_lower_limit(end, soft):
-    """Lower the limit of descriptors while three ranks run. Then each rank calls `end`, or waits."""
-    at_work, go, restore = SPAWN.Semaphore(0), SPAWN.Semaphore(0), []
-
-    def lower():
-        for _ in range(3):
-            at_work.acquire()
-        restore.append(limit(resource.RLIMIT_NOFILE, soft))
-        for _ in range(3):
-            go.release()
-
-    def begin():
-        thread.start()
-        return lambda: (thread.join(), restore.pop()())
-
-    thread = threading.Thread(target=lower)
-    args = (at_work, go, end)
-    return attempt(shortage_functions.ends_after_the_host_acted, 3, args=args, grace_period=1, short=begin)
-
-
-@in_own_process
-def test_a_running_run_needs_descriptors_only_for_large_values():
-    """Neither for answers, nor for a diagnosis, nor to wait for the end of helpers."""
-    too_large = (
-        r"EXCEPTION rank \d failed first: OSError: .*return value: .*Too many open files; raise the limit of open files"
-    )
-    for end, expected in (
-        (failing.rank, r"values \[0, 1, 2\]"),
-        (
-            failing.raises_keyword_only_error,
-            r"EXCEPTION rank 1 failed first: KeywordOnlyError: code 7: two arg.* \(failing.py:",
-        ),
-        (shortage_functions.is_killed_beside_a_helper, "SIGNAL rank 1 was killed by SIGKILL"),
-        (failing.returns_1_mib, too_large),
-    ):
-        line = attempt_with_lower_limit(end, 5)
-        assert re.match(expected, line), line
-
-
-@pytest.fixture
-def pids_group(eventually):
-    folder = PIDS / f"mpwatch-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no group for the number of processes can be made in {PIDS}: {error}")
-    (folder / "pids.max").write_text("max")
-    yield folder
-
-    def is_removed():
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return not folder.exists()
-
-    eventually(is_removed)  # multiprocessing's resource tracker ends after its program
-
-
-def run_with_room_in_group(group):
-    def leave_room(room):
-        while len(os.listdir("/proc/self/task")) > 1:  # the kernel counts a thread for a moment after Python has joined it
-            os.sched_yield()
-        used = int(Path(f"{group}/pids.current").read_text())
-        Path(f"{group}/pids.max").write_text(str(used + room))
-        return lambda: None
-
-    Path(f"{group}/cgroup.procs").write_text(str(os.getpid()))
-    for room in range(6):
-        print(attempt(short=partial(leave_room, room)))
-
-
-def test_a_container_with_room_for_some_processes(pids_group):
-    lines = call(run_with_room_in_group, str(pids_group)).stdout.splitlines()
-    failed = [line for line in lines if line != "values [0, 1]"]
-    assert len(failed) == 4, lines
-    assert lines[4:] == ["values [0, 1]"] * 2
-    for line in failed:
-        assert re.match("LaunchError .*Resource temporarily unavailable.*raise the limit of processes", line), line
-    assert failed[3].startswith("LaunchError rank 1 could not be started: ")
 
 
 FULL = "mount -t tmpfs -o size=4k mpwatch-test /dev/shm && echo x > /dev/shm/full && "
@@ -210,21 +98,6 @@ def test_runs_need_neither_dev_shm_nor_a_temporary_folder():
     assert failed.startswith("EXCEPTION rank 0 failed first: ValueError: the batch is bad")
 
 
-def test_runs_do_not_depend_on_the_temporary_folder():
-    env = {name: value for name, value in ENV.items() if name not in ("TEMP", "TMP", "HOME")} | {"TMPDIR": "/nowhere/at/all"}
-    program = "from support.one_run import attempt; print(attempt())"
-    assert python("-c", program, env=env).stdout == "values [0, 1]\n"
-
-
-@in_own_process
-def test_the_error_names_a_removed_working_directory():
-    os.chdir(tempfile.mkdtemp())
-    os.rmdir(os.getcwd())
-    with pytest.raises(mpwatch.LaunchError, match=r"^rank 0 could not be started: FileNotFoundError") as caught:
-        mpwatch.run(rank, 1)
-    assert "check that the current folder of this program" in str(caught.value)
-
-
 def reap_all_children():
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -244,13 +117,18 @@ VERDICTS = {  # the first one: if every exit code is lost. The others: if other 
 @pytest.mark.parametrize("how", ["SIGCHLD ignored", "reaped by others"])
 @in_own_process
 def test_a_host_that_loses_the_exit_codes_of_its_children(how):
+    def call_on_rank_0(action):
+        if failing.rank() == 0 or action is failing.rank:
+            return action()
+        return failing.wait_to_be_stopped()
+
     if how == "SIGCHLD ignored":
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     else:
         threading.Thread(target=reap_all_children, daemon=True).start()
     for action, verdicts in VERDICTS.items():
         options = {"timeout": 0.7} if action is failing.wait_to_be_stopped else {}
-        line = attempt(shortage_functions.call_on_rank_0, args=(action,), **options)
+        line = attempt(call_on_rank_0, args=(action,), **options)
         assert line.startswith(verdicts if how == "reaped by others" else verdicts[:1]), line
     with pytest.raises(KeyboardInterrupt):
         attempt(failing.interrupts_its_watcher, grace_period=5)

@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import mpwatch
-from support import functions
-from support.continuer import continued
 from support.process_state import is_alive
-from support.programs import ENV, TESTS, command, in_own_process
-from support.thoroughness import choose
+from support.programs import ENV, TESTS, command
 from watcher import suspended_functions
 
 CPU_SECONDS = 0.2  # that a process may use from SIGTSTP to its stop
@@ -169,27 +165,6 @@ def test_no_limit_counts_the_suspension(start):
     assert program.finish() == (0, RESULT, "")
 
 
-def list_descendants(pid):
-    """Return the ranks of a program, and the processes that they have started."""
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    children = {int(word) for task in tasks for word in (task / "children").read_text().split()}
-    ranks = {child for child in children if b"\0rank=" in Path(f"/proc/{child}/cmdline").read_bytes()}
-    return ranks.union(*map(list_descendants, children))
-
-
-def test_no_rank_is_started_during_a_suspension(start):
-    program = start(suspended_functions.run_with_a_restart, ranks=0)
-    assert program.read_line() == "restarting\n"
-    program.send(signal.SIGTSTP)
-    program.wait_for_stop()
-    processes = list_descendants(program.process.pid)
-    stay_suspended(1.5)
-    assert list_descendants(program.process.pid) == processes
-    program.resume()
-    program.read_pids(2)
-    assert program.finish()[:2] == (0, "(0, 1) (1, 1)\n")
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_suspension_is_delivered_afterwards(start, signum):
     program = start(suspended_functions.run, {"grace_period": 30})
@@ -208,21 +183,6 @@ def test_no_rank_outlives_a_suspended_program_that_is_killed(start):
     wait_until(lambda: not [pid for pid in program.pids if is_alive(pid)])
 
 
-def test_processes_that_were_stopped_before_stay_stopped(start):
-    program = start(suspended_functions.run, {})
-    rank_0, helper_0, rank_1, helper_1 = program.pids
-    stopped, others = [rank_0, helper_1], [helper_0, rank_1]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: have_all_stopped(stopped))
-    program.suspend()
-    program.resume()
-    wait_until(lambda: are_all_running(others))
-    assert have_all_stopped(stopped)
-    os.kill(rank_0, signal.SIGCONT)
-    assert program.finish() == (0, RESULT, "")
-
-
 @pytest.mark.parametrize(
     ("function", "output"),
     [(suspended_functions.run_with_own_handler, "own handler\n"), (suspended_functions.run_that_ignores_ctrl_z, "")],
@@ -234,53 +194,6 @@ def test_a_host_with_its_own_way_is_left_alone(start, function, output):
         assert program.read_line() == output
     assert are_all_running([program.process.pid, *program.pids])
     assert program.finish() == (0, RESULT, "")
-
-
-def test_the_run_of_another_thread_is_left_alone(start):
-    program = start(suspended_functions.run_in_a_thread)
-    program.send(signal.SIGTSTP)
-    program.wait_for_stop()
-    assert are_all_running(program.pids)
-    program.resume()
-    assert program.finish() == (0, RESULT, "")
-
-
-class SuspensionAtLine:
-    """In a `with` block: suspend this process at the n-th line of mpwatch that this thread executes, if there are so many."""
-
-    def __init__(self, n):
-        self.lines_left = n
-
-    def __enter__(self):
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _trace(self, frame, event, _):
-        if not frame.f_code.co_filename.startswith(os.path.dirname(mpwatch.__file__)):
-            return None
-        self.lines_left -= event == "line"
-        if self.lines_left == 0:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGTSTP)
-        return self._trace
-
-
-@in_own_process
-def test_a_suspension_may_come_at_any_line():
-    n, stride = 1, choose(97, 7)
-    with continued():
-        mpwatch.run(functions.rank, 1)
-        while True:
-            with SuspensionAtLine(n) as suspension:
-                assert list(mpwatch.run(functions.rank, 1)) == [0]
-            assert signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
-            if suspension.lines_left > 0:
-                break
-            n += stride
-    assert n > 5 * stride
 
 
 def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate):

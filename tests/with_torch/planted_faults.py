@@ -2,14 +2,11 @@
 
 import random
 import sys
-import threading
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-import mpwatch
 
 ODD_RANK = 1
 
@@ -120,29 +117,6 @@ def load_slowly(seconds):
             time.sleep(seconds)
         dist.all_reduce(torch.ones(16))
     return dist.get_rank()
-
-
-def use_threads(seconds):
-    """Reduce in the main threads with another operation in each pair of ranks, while threads wait in a group of all ranks."""
-    rank = mpwatch.current_worker().rank
-    pairs, everyone = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.new_group([0, 1, 2, 3])
-    is_waiting = threading.Event()
-
-    def reduce_in_thread():
-        is_waiting.set()
-        dist.all_reduce(torch.ones(4), group=everyone)
-
-    thread = threading.Thread(target=reduce_in_thread)
-    if rank < 2:
-        thread.start()
-        is_waiting.wait()
-    else:
-        time.sleep(seconds)
-    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if rank % 2 else dist.ReduceOp.MIN, group=pairs[rank % 2])
-    if rank >= 2:
-        thread.start()
-    thread.join()
-    return rank
 
 
 def train_with_delays(seed, longest):

@@ -37,13 +37,6 @@ def test_thread_pools_follow_the_cpus_of_the_rank():
 
 
 @pytest.mark.slow
-def test_the_user_has_the_last_word():
-    env = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
-    found = mpwatch.run(lambda: (get_thread_counts()[0], get_compile_threads()), 1, placement="cores", env=env)
-    assert list(found) == [(2, 3)]
-
-
-@pytest.mark.slow
 def test_torch_compiles_with_the_cpus_of_the_rank():
     share = max(1, len(ALLOWED) // 2)
     assert list(mpwatch.run(get_compile_threads, 2)) == [min(32, share)] * 2

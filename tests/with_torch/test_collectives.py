@@ -1,6 +1,5 @@
 """Ranks hang or crash in real collectives. The rank that is missing from the collective is the root cause."""
 
-import ctypes
 import datetime
 import os
 import re
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import mpwatch
 from mpwatch import CollectiveState, FailureKind
@@ -67,23 +65,6 @@ def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion,
     assert re.fullmatch(others, "\n".join(failed.value.result.fates))
 
 
-def train_in_parallel():
-    """Let rank 0 wait for gradients or buffers of rank 1, in C++ that autograd or DistributedDataParallel calls."""
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    for step in range(10):
-        mpwatch.report(step=step)
-        if dist.get_rank() == 1 and step == 3:
-            wait_without_end()
-        model(torch.ones(2, 4)).sum().backward()
-
-
-@pytest.mark.slow
-def test_the_rank_that_sends_no_gradients_is_the_root_cause():
-    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in wait_without_end") as failed:
-        mpwatch.run(train_in_parallel, 2, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
-    assert [failure.is_secondary for _, failure in sorted(failed.value.result.failures.items())] == [True, False]
-
-
 def limit_collectives(seconds, group=None):
     """Set the timeout of later collectives. All ranks have joined by then, which may take long on a busy machine."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
@@ -119,30 +100,6 @@ def test_the_rank_that_keeps_its_peers_waiting_until_gloo_gives_up_is_the_root_c
     assert (root.rank, root.kind, root.is_secondary) == (1, FailureKind.HANG, False)
     _, other = str(caught.value).splitlines()
     assert " of rank 1: RuntimeError" in other or "stopped by the watcher" in other
-
-
-@pytest.mark.slow
-def test_ranks_that_wait_for_one_another_have_no_root_cause():
-    """Each rank waits in a collective of another group, so neither is to blame."""
-
-    def deadlock():
-        dist.init_process_group("gloo")
-        groups = [dist.new_group([0, 1]) for _ in range(2)]
-        dist.barrier()
-        for n, group in enumerate(groups):
-            limit_collectives(1.5 + 60 * n, group)
-        dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
-
-    with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(deadlock, 2)
-    place = r"at test_collectives\.py:\d+ in deadlock"
-    assert re.match(
-        rf"rank 0 waits in all_reduce #1 \(float32\[1\], group 1\) {place}, rank 1 waits in all_reduce #1 "
-        rf"\(float32\[1\], group 2\) {place}: they wait for one another\n",
-        str(caught.value),
-    )
-    assert caught.value.root_cause is None
-    assert "  rank 1: stopped by the watcher in all_reduce (test_collectives.py:" in str(caught.value)
 
 
 # ---- What is known of the collectives
@@ -189,45 +146,3 @@ def test_the_result_and_stacks_have_the_collectives():
     assert FIRST_VERDICT in str(failed.value)
     assert stacks.result().collectives[0] == first
     assert str(stacks.result()).splitlines()[-1] == stacks.result().verdict
-
-
-@pytest.mark.slow
-def test_a_recorder_that_the_user_has_switched_off_records_nothing_and_the_stacks_remain():
-    with pytest.raises(mpwatch.RunTimeoutError) as failed:
-        mpwatch.run(wait_in_calls, 3, backend="gloo", env={"TORCH_FR_BUFFER_SIZE": "0"}, timeout=15.0, grace_period=0.5)
-    assert failed.value.result.collectives == {}
-    assert "in wait_in_calls" in failed.value.result.stacks[0]
-
-
-@pytest.mark.slow
-def test_a_rank_that_holds_the_gil_does_not_answer():
-    def hold_the_gil():
-        dist.barrier()
-        if dist.get_rank() == 1:
-            libc = ctypes.PyDLL(None)
-            mutex = ctypes.create_string_buffer(64)
-            libc.pthread_mutex_init(mutex, None)
-            libc.pthread_mutex_lock(mutex)
-            libc.pthread_mutex_lock(mutex)
-        dist.barrier()
-
-    with pytest.raises(mpwatch.RunTimeoutError) as failed:
-        mpwatch.run(hold_the_gil, 2, backend="gloo", timeout=15.0, grace_period=0.5)
-    assert set(failed.value.result.collectives) == {0}
-
-
-@pytest.mark.parametrize("signum", [signal.SIGABRT, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
-def test_a_crash_with_a_process_group_is_reported_as_any_other(signum):
-    def crash():
-        dist.barrier()
-        if dist.get_rank() == 1:
-            if signum == signal.SIGSEGV:
-                ctypes.pythonapi.PyLong_AsLong(ctypes.c_void_p(1))  # with the GIL held
-            os.abort()
-        dist.barrier()
-
-    with pytest.raises(mpwatch.RunFailedError) as failed:
-        mpwatch.run(crash, 2, backend="gloo", grace_period=0.5)
-    root = failed.value.root_cause
-    assert (root.rank, root.kind, root.signal) == (1, FailureKind.SIGNAL, signum)
-    assert re.search(r'test_collectives.py", line \d+ in crash', root.stack)

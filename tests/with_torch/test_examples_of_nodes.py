@@ -54,13 +54,6 @@ def test_the_batch_file_starts_a_task_on_each_node_and_queues_a_stopped_job_agai
     assert ("requeue 4711" in done.stderr.splitlines()) is (status == "75")
 
 
-def test_the_options_of_the_batch_file_come_before_its_first_command():
-    """SLURM ignores options after it."""
-    lines = (EXAMPLES / "slurm.sbatch").read_text().splitlines()
-    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    assert options[-1] < lines.index("set -euo pipefail")
-
-
 def test_the_parts_of_the_manifest_match():
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]

@@ -70,29 +70,3 @@ def test_some_ranks_have_the_process_group_of_all():
         with pytest.raises(mpwatch.RunFailedError, match="SIGKILL"):
             group.run(lambda: os.kill(os.getpid(), signal.SIGKILL), ranks=1)
         assert dict(group.run(get_size_and_rank, ranks=0).return_values) == {0: (2, 0)}
-
-
-@pytest.mark.slow
-def test_collectives_of_different_ranks_at_the_same_time():
-    def make_pairs():
-        mpwatch.current_worker().state["pairs"] = {pair: dist.new_group(pair) for pair in ((0, 1), (2, 3))}
-
-    def sum_over_two(ranks):
-        tensor = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(tensor, group=mpwatch.current_worker().state["pairs"][ranks])
-        return int(tensor.item())
-
-    with WorkerGroup(4, backend="gloo") as group:
-        group.run(make_pairs)
-        handles = [group.submit(sum_over_two, (pair,), ranks=pair) for _ in range(10) for pair in ((0, 1), (2, 3))]
-        assert [list(handle.result(60).values()) for handle in handles] == [[1, 1], [5, 5]] * 10
-
-
-@pytest.mark.slow
-def test_a_call_that_lacks_a_rank_in_a_collective_names_it(caplog, eventually):
-    with WorkerGroup(2, backend=mpwatch.Backend("gloo", stall_after=0.5)) as group:
-        group.run(sum_over_ranks)
-        waiting = group.submit(sum_over_ranks, ranks=0)
-        eventually(lambda: "rank 1 has not joined all_reduce #2" in caplog.text, 60)
-        group.run(sum_over_ranks, ranks=1)  # late, but it comes
-        assert [value for value, _ in waiting.result(60).values()] == [3]

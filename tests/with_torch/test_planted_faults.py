@@ -111,21 +111,6 @@ def test_a_late_rank_is_named_in_a_warning(caplog):
 
 
 @pytest.mark.slow
-def test_the_late_ranks_of_a_sound_program_with_threads_are_named(caplog):
-    assert list(mpwatch.run(faults.use_threads, 4, args=(3.0,), backend=gloo(1.0))) == [0, 1, 2, 3]
-    texts = [record.getMessage() for record in caplog.records]
-    assert {rank for text in texts for rank in re.findall(r"rank (\d) has not joined all_reduce #", text)} == {"2", "3"}
-    assert len(texts) <= 2, texts
-
-
-@pytest.mark.slow
-def test_no_warning_without_the_option(caplog):
-    with mpwatch.WorkerGroup(2, backend=gloo(None)) as group:
-        assert list(group.run(faults.load_slowly, (1.5,))) == [0, 1]
-    assert not caplog.records
-
-
-@pytest.mark.slow
 def test_a_group_ends_a_call_that_cannot_end():
     with mpwatch.WorkerGroup(3, backend=gloo(2.0), grace_period=0.5) as group:
         for _ in range(2):

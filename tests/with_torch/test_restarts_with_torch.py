@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpwatch
-from mpwatch import FailureKind, RestartPolicy
+from mpwatch import FailureKind
 
 
 def fails_twice(folder, *, makes_group):
@@ -58,8 +58,3 @@ def test_a_rank_that_is_killed_before_it_joins_is_the_root_cause_in_each_attempt
     with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
         mpwatch.run(join_without_rank_1, 2, max_restarts=1)
     assert [attempt.root_cause.rank for attempt in caught.value.result.attempts] == [1, 1]
-
-
-def test_scope_worker_is_refused_with_a_process_group():
-    with pytest.raises(ValueError, match=r"backend='gloo' makes a process group.* a restarted rank cannot join"):
-        mpwatch.run(print, 2, backend="gloo", max_restarts=RestartPolicy(2, scope="worker"))

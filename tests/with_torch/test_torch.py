@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 import mpwatch
-from mpwatch import WorkerSpec
 from support.programs import python
 from support.thoroughness import THOROUGH
 
@@ -49,51 +46,6 @@ def test_the_process_group_is_made_and_its_store_listens_on_the_loopback_interfa
 
     assert list(gloo_ranks.run(all_reduce)) == [("gloo", 2, 3.0)] * 2
     assert gloo_ranks.run(find_listening_addresses)[0] == ["0100007F"]  # 127.0.0.1
-
-
-@pytest.mark.slow
-def test_backend_auto_is_nccl_with_gpus_and_gloo_without():
-    expected = "nccl" if torch.cuda.is_available() else "gloo"
-    assert list(mpwatch.run(all_reduce, 2, backend="auto")) == [(expected, 2, 3.0)] * 2
-
-
-@pytest.mark.slow
-def test_a_rank_sends_its_value_before_it_destroys_the_group():
-    """Otherwise ranks that lose the connection could fail before the watcher knows that this rank has returned."""
-
-    def fail():
-        raise RuntimeError("the group cannot be destroyed")
-
-    def break_destruction():
-        dist.destroy_process_group = fail
-        return "sent"
-
-    assert mpwatch.run(break_destruction, 1, backend="gloo").return_values == {0: "sent"}
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_rank_that_hangs_while_it_destroys_the_group(caplog):
-    """NCCL may wait for other ranks there. A deferred SIGTERM would have no effect until the grace period has passed."""
-
-    def hang():
-        dist.destroy_process_group = threading.Event().wait  # unlike signal.pause(), this goes on after a signal
-
-    events = []
-    mpwatch.run(hang, 1, backend="gloo", grace_period=0, on_event=events.append)
-    (exit_code,) = [event.exit_code for event in events if isinstance(event, mpwatch.events.WorkerExited)]
-    assert exit_code == -signal.SIGTERM
-    assert "had returned but was still running 1 s later" in caplog.text
-
-
-def test_the_store_serves_other_ranks_after_rank_0_has_returned():
-    def use():
-        store = dist.distributed_c10d._get_default_store()
-        if dist.get_rank():
-            return store.get("rank 0 is about to return")
-        store.set("rank 0 is about to return", "yes")
-        return None
-
-    assert list(mpwatch.run(use, 2, backend="gloo")) == [None, b"yes"]
 
 
 class StepError(Exception):
@@ -149,26 +101,6 @@ def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(
     assert all(failure.is_secondary for rank, failure in error.result.failures.items() if rank != 1), str(error)
     if order == "peers first":
         assert " of rank 1: StepError" in str(error)
-
-
-@pytest.mark.slow
-def test_a_rank_that_exits_with_0_leaves_the_process_group():
-    def leave():
-        dist.barrier()  # both ranks have joined
-        if dist.get_rank() == 0:
-            sys.exit(0)
-        try:
-            dist.all_reduce(torch.ones(1))
-        except RuntimeError as error:
-            return "gloo" in str(error)
-
-    assert list(mpwatch.run(leave, 2, backend="gloo", timeout=60)) == [None, True]
-
-
-def test_an_unknown_backend_is_a_failure_of_the_ranks():
-    with pytest.raises(mpwatch.RunFailedError, match=r"(?i)backend") as caught:
-        mpwatch.run(all_reduce, 1, backend="no-such-backend")
-    assert caught.value.root_cause.kind is mpwatch.FailureKind.EXCEPTION
 
 
 # ---- Tensors as arguments and return values
@@ -289,15 +221,6 @@ def test_tensors_in_shared_memory_stay_shared(gloo_ranks):
     assert not any(tensor.is_shared() for value in values for tensor in value)
 
 
-def test_a_tensor_from_a_rank_that_can_import_nothing_more():
-    def forget_all_modules():
-        sys.path.clear()
-        sys.meta_path.clear()
-        return torch.ones(1 << 20)
-
-    assert mpwatch.run(forget_all_modules, 1)[0].sum() == 1 << 20
-
-
 # ---- What training scripts do
 
 
@@ -310,23 +233,6 @@ def test_report_accepts_numbers_of_numpy_and_torch(gloo_ranks):
 
     progress = gloo_ranks.run(work).progress[0]
     assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
-
-
-def test_options_may_be_numpy_numbers():
-    assert WorkerSpec(fn=print, nprocs=numpy.int64(3), timeout=numpy.float32(2.5)).nprocs == 3
-    with pytest.raises(TypeError, match="nprocs must be an int"):
-        WorkerSpec(fn=print, nprocs=numpy.array([1, 2]))
-
-
-def test_a_function_sets_flags_of_torch(gloo_ranks):
-    def set_seed(seed):
-        torch.manual_seed(seed)
-        torch.backends.cudnn.deterministic = True
-        return add(torch.backends.cudnn.deterministic, seed)
-
-    add = torch.ops.aten.add
-    assert list(gloo_ranks.run(set_seed, (1,))) == [2, 2]
-    assert not torch.backends.cudnn.deterministic
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 """Stacks that are asked of a rank while it computes: they are whole, and they do not change what the function sees."""
 
-import gc
 import os
-import weakref
-from pathlib import Path
 
 import mpwatch
 
@@ -33,29 +30,3 @@ def test_stacks_are_whole_while_functions_begin_and_end(tmp_path, eventually):
         assert all(text.splitlines()[-2].endswith(" in work_until") for text in whole), whole
         (tmp_path / "gate").touch()
         assert list(handle.result()) == ["done"]
-
-
-def forget_a_variable(gate):
-    """Return whether an object is gone with the function whose variable referred to it."""
-    gc.disable()
-
-    class Item:
-        pass
-
-    def call():
-        item = Item()
-        Path(f"{gate} is near").touch()
-        while not os.path.exists(gate):
-            pass
-        return weakref.ref(item)
-
-    return call()() is None
-
-
-def test_stacks_keep_no_variables_alive(tmp_path, eventually):
-    """Otherwise the tensors of a function would stay in memory until Python's next garbage collection."""
-    with mpwatch.submit(forget_a_variable, 1, args=(str(tmp_path / "gate"),)) as handle:
-        eventually((tmp_path / "gate is near").exists)
-        assert " in call" in handle.stacks()[0]
-        (tmp_path / "gate").touch()
-        assert list(handle.result()) == [True]

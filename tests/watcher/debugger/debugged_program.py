@@ -3,10 +3,8 @@
 import json
 import multiprocessing
 import os
-import pdb
 import signal
 import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,23 +36,13 @@ def print_lines(ranks):
     return number
 
 
-def call_set_trace(_):
-    pdb.set_trace()
-    return 1
-
-
 def stop_elsewhere(_):
-    """Come to a breakpoint in a thread of rank 0 and in a fork of rank 1. Rank 2 reads the terminal."""
+    """Come to a breakpoint in a thread of rank 0 and in a fork of rank 1."""
     if rank() == 0:
         thread = threading.Thread(target=loop, args=([0],), name="worker")
         thread.start()
         thread.join()
         return "joined"
-    if rank() == 2:
-        try:
-            return open("/dev/tty")
-        except OSError as error:
-            return str(error)
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
@@ -90,18 +78,6 @@ def raise_in_one(ranks):
 def wait_for_peer(text):
     threading.Event().wait()
     return text
-
-
-def raise_one_after_another(ranks):
-    mark = Path(tempfile.gettempdir(), os.environ["TORCHELASTIC_RUN_ID"])
-    if rank() in ranks:
-        mark.touch()
-        raise ValueError("the cause")
-    while not mark.exists():
-        os.sched_yield()
-    mark.unlink()
-    threading.Event().wait(0.2)  # so that the order is certain
-    raise KeyError("the consequence")
 
 
 def stop_once(_=None):

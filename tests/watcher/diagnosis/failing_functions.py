@@ -1,20 +1,15 @@
 """Functions for ranks that fail in every way. A rank imports this module, so it imports little."""
 
-import dataclasses
-import importlib
 import mmap
 import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
 from support.failing import (
-    ExitsInStrError,
-    call_on_rank_1,
     is_killed,
     rank,
     state_of,
@@ -85,26 +80,6 @@ def raises_exception_that_hangs_when_unpickled():
     raise HangsWhenUnpickledError("the batch is bad")
 
 
-# --- ranks that each fail in another way
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
-
-
-class RaisesInStrError(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-STRANGE_ERRORS = [FrozenError(3), RaisesInStrError(), ExitsInStrError()]
-
-
-def raises_strange_error():
-    raise STRANGE_ERRORS[rank()]
-
-
 EXIT_CODES = ["", 0.0, "text", 256]
 
 
@@ -112,77 +87,23 @@ def exits_with_strange_code():
     sys.exit(EXIT_CODES[rank()])
 
 
-class CallsWhenRebuilt:
-    def __init__(self, *call):
-        self.call = call
+class RaisesWhenRebuilt:
+    def __init__(self, error):
+        self.error = error
 
     def __reduce__(self):
-        return self.call[0], self.call[1:]
-
-
-class NeedsState:
-    def __getstate__(self):
-        return {"x": 1}
-
-    def __setstate__(self, _):
-        raise LookupError("not here\nbut there")
-
-
-def returns_what_cannot_be_rebuilt():
-    values = [
-        [NeedsState()],
-        CallsWhenRebuilt(importlib.import_module, "a.b"),
-        CallsWhenRebuilt(raise_error, OSError(24, "Too many open files")),
-    ]
-    return values[rank()]
+        return raise_error, (self.error,)
 
 
 def raise_error(error):
     raise error
 
 
-def returns_what_interrupts_the_caller():
-    return CallsWhenRebuilt(raise_error, KeyboardInterrupt("while it is rebuilt"))
+def returns_what_raises_when_rebuilt(error):
+    return RaisesWhenRebuilt(error)
 
 
 # --- ranks and what is around them
-
-
-def starts_a_helper(barrier, pids):
-    """Start a helper process in the process group of each rank. Then rank 1 is killed."""
-    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-    pids[rank()] = helper.pid
-    barrier.wait()
-    if rank() == 1:
-        is_killed()
-    wait_to_be_stopped()
-
-
-def forks_a_child_that_waits(pid_of_child, barrier):
-    """Fork a child on rank 1 that keeps every descriptor of the rank open, the channel included. Then rank 1 is killed."""
-    if rank() == 1:
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            signal.alarm(60)
-            signal.pause()
-            os._exit(0)
-        pid_of_child.value = pid
-        while os.getsid(pid) != pid:  # else the watcher may kill the child with the group of the rank
-            os.sched_yield()
-    return call_on_rank_1(is_killed, barrier)
-
-
-def forks_a_child_that_raises():
-    pid = os.fork()
-    if pid == 0:
-        raise ValueError("the batch is bad")
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def closes_descriptors_and_raises():
-    os.closerange(3, 4096)
-    raise ValueError("the batch is bad")
 
 
 def ends_at_sigterm(pids, failing):

@@ -20,17 +20,6 @@ def report_steps(has_reported):
     is_killed()
 
 
-def report_wrong_values():
-    errors = []
-    too_many = {f"metric {n}": 0.5 for n in range(300)}
-    for wrong in ({"loss": "low"}, {"loss": None}, {"loss": "3"}, {"step": 1.5}, {"total": "many"}, too_many):
-        try:
-            mpwatch.report(**wrong)
-        except (TypeError, ValueError) as error:
-            errors.append(str(error))
-    return errors
-
-
 def beat_until(condition):
     while not condition():
         mpwatch.heartbeat()
@@ -85,12 +74,6 @@ def beat_until_sigusr1():
     os.write(1, f"{os.getpid()}\n".encode())
     beat_until(lambda: received)
     return True
-
-
-def beat_once(barrier):
-    mpwatch.heartbeat()
-    barrier.wait()
-    wait_to_be_stopped()
 
 
 def run_until_sigusr1():

@@ -4,12 +4,10 @@ import ctypes
 import faulthandler
 import os
 import resource
-import signal
-import sys
 import threading
 import time
 
-from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
+from support.failing import rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 
 def fails_while_rank_0_sleeps(wait, pid):
@@ -32,32 +30,9 @@ def waits_with_many_threads(pid):
     shares_its_pid_and_waits(pid)
 
 
-def pauses_once(pid):
-    pid.value = os.getpid()
-    signal.pause()
-
-
 def holds_the_gil(pid):
     pid.value = os.getpid()
     ctypes.PyDLL(None).usleep(60_000_000)
-
-
-def forks_a_child_that_crashes():
-    pid = os.fork()
-    if pid == 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        ctypes.string_at(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
-
-
-def forks_a_child_that_crashes_and_waits(pid):
-    forks_a_child_that_crashes()
-    shares_its_pid_and_waits(pid)
-
-
-def forks_a_child_that_crashes_and_is_killed():
-    forks_a_child_that_crashes()
-    is_killed()
 
 
 def crashes_with_faulthandler_enabled(path=None):
@@ -78,25 +53,4 @@ def fails_beside_a_deep_stack(barrier, failed_at):
         recurses_then_waits(200, barrier)
     barrier.wait()
     failed_at.value = time.monotonic()
-    raise ValueError("the batch is bad")
-
-
-PROGRAM_THAT_EXITS_AT_SIGTERM = """
-import signal, sys
-def end(*_):
-    with open(sys.argv[1], "w") as file:
-        file.write("by SIGTERM")
-    sys.exit()
-signal.signal(signal.SIGTERM, end)
-open(sys.argv[1], "w").close()
-while True:
-    signal.pause()
-"""
-
-
-def execs_a_program_that_exits_at_sigterm(path):
-    if rank() == 0:
-        os.execv(sys.executable, [sys.executable, "-S", "-c", PROGRAM_THAT_EXITS_AT_SIGTERM, path])
-    while not os.path.exists(path):
-        os.sched_yield()
     raise ValueError("the batch is bad")

@@ -1,10 +1,8 @@
 """The stacks in reports, and what interpreters print: real ranks whose stacks the watcher reads before it stops them."""
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -47,25 +45,6 @@ def test_a_deep_stack_is_cut_and_is_no_reason_to_wait():
     assert 80 <= error.result.stacks[0].count("in recurses_then_waits") <= 100
 
 
-def test_what_a_request_for_stacks_makes_a_rank_do_is_no_failure():
-    """It interrupts code that waits for a signal, or for a system call in C."""
-    result = error_beside(stack_functions.pauses_once).result
-    assert (result.worker_states[0], set(result.failures)) == (mpwatch.WorkerState.STOPPED, {1})
-
-
-def test_a_rank_that_executed_another_program_is_not_asked(tmp_path):
-    error = error_of(stack_functions.execs_a_program_that_exits_at_sigterm, str(tmp_path / "ended"))
-    assert error.root_cause.rank == 1
-    assert (tmp_path / "ended").read_text() == "by SIGTERM"
-
-
-def test_a_crash_of_a_forked_child_is_not_the_rank_s():
-    error = error_beside(stack_functions.forks_a_child_that_crashes_and_waits)
-    assert "in forks_a_child_that_crashes_and_waits" in error.result.stacks[0]
-    killed = error_of(stack_functions.forks_a_child_that_crashes_and_is_killed, nprocs=1)
-    assert (killed.root_cause.kind, killed.root_cause.stack) == (mpwatch.FailureKind.SIGNAL, "")
-
-
 def test_the_stack_of_a_crash_is_in_the_report_unless_the_function_has_faulthandler_write_it_to_a_file(tmp_path, capfd):
     error = error_of(stack_functions.crashes_with_faulthandler_enabled, nprocs=1)
     assert "in crashes_with_faulthandler_enabled" in error.root_cause.stack
@@ -106,43 +85,6 @@ def test_startup_output_of_an_interpreter(tmp_path):
     assert "    SystemExit: no licence" in rest
     # two ranks, multiprocessing's resource tracker, and the other rank if it was called before it was stopped
     assert done.stderr in ("output of the site\n" * 3, "output of the site\n" * 4)
-
-
-def run_with_unread_stderr(site):
-    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ["PYTHONPATH"]])
-    unread = os.pipe()
-    os.dup2(unread[1], 2)
-    with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(os.getpid, 2, timeout=2, grace_period=0.5)
-    print(str(caught.value).splitlines()[0])
-
-
-@pytest.mark.slow
-def test_much_startup_output_if_the_caller_s_stderr_is_not_read(tmp_path):
-    """The rank blocks. The watcher does not, and the timeout holds."""
-    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os.write(2, b'x' * 400_000)\n")
-    out = call(run_with_unread_stderr, str(tmp_path)).stdout
-    assert out == "the run did not end within timeout=2 s: ranks 0-1 had not returned\n"
-
-
-def close_descriptors_and_run(closed, path):
-    def read_links():
-        return [os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)]
-
-    for fd in closed:
-        os.close(fd)
-    (found,) = mpwatch.run(read_links, 1)
-    left = [fd for fd in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{fd}")]
-    Path(path).write_text(json.dumps([found, left]))
-
-
-@pytest.mark.parametrize("closed", [(2,), (0, 1, 2)], ids=str)
-def test_a_program_without_standard_descriptors(closed, tmp_path):
-    """No descriptor of mpwatch takes their numbers, and they are closed again afterwards."""
-    call(close_descriptors_and_run, closed, str(tmp_path / "found"))
-    found, left = json.loads((tmp_path / "found").read_text())
-    assert [found[fd] for fd in closed] == ["/dev/null"] * len(closed)
-    assert left == sorted({0, 1, 2} - set(closed))
 
 
 def write_to_stderr():

@@ -45,18 +45,6 @@ def wait_in_c(path):
     return rank()
 
 
-def raise_after_gate(path):
-    if rank() == 0:
-        wait_at_gate(path)
-        raise ValueError("after the gate")
-    threading.Thread(target=wait_at_gate, args=(path,), daemon=True).start()
-    return wait_elsewhere()
-
-
-def wait_elsewhere():
-    threading.Event().wait()
-
-
 def wait_and_say(path):
     print(f"rank {rank()} waits", flush=True)
     return wait_at_gate(path)

@@ -49,14 +49,6 @@ def test_the_last_report_of_a_short_call_is_not_lost():
     assert seen[0].to_dict()["event"] == "progressed"
 
 
-def test_no_report_of_short_calls_on_idle_ranks_is_lost():
-    seen = []
-    with mpwatch.WorkerGroup(1, on_progress=seen.append) as group:
-        for step in range(5):
-            group.run(mpwatch.report, kwargs={"step": step})
-    assert [event.step for event in seen] == [0, 1, 2, 3, 4]
-
-
 def test_the_example_shows_one_bar_for_all_ranks():
     done = python(str(TESTS.parent / "examples" / "progress_observers.py"))
     assert "100%" in done.stderr

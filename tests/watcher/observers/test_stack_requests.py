@@ -1,8 +1,6 @@
 """`WorkerGroup.stacks()` and Ctrl-\\: where the ranks are while they go on."""
 
 import os
-import signal
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -12,8 +10,7 @@ import pytest
 
 import mpwatch
 from support.functions import rank
-from support.process_state import SPAWN
-from support.programs import ENV, call
+from support.programs import ENV
 from support.screens import Program
 from watcher.observers import stack_request_functions as fn
 
@@ -85,55 +82,6 @@ def test_a_rank_in_c_code_is_shown_too(group, gate):
     stacks_during(group, fn.wait_in_c, gate, condition)
 
 
-def test_a_stopped_rank_is_called_stopped(group):
-    pid = group.run(os.getpid)[1]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-        thread = threading.Thread(target=group.run, args=(rank,))
-        thread.start()
-        while "SIGSTOP" not in (text := group.stacks()[1]):
-            assert thread.is_alive()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    thread.join()
-    assert text == "suspended, by SIGSTOP or SIGTSTP"
-
-
-def test_an_observer_gets_stacks():
-    seen = []
-
-    def observe(event):
-        if isinstance(event, mpwatch.events.WorkerReady):
-            seen.append(sorted(group.stacks()))
-
-    with mpwatch.WorkerGroup(2, on_event=observe) as group:
-        group.run(rank)
-    assert seen[-1] == [0, 1]
-
-
-@pytest.mark.usefixtures("_wait_for_all_stacks")
-def test_a_failure_after_a_request_has_its_own_stacks(gate):
-    """What a request has brought is not shown as the stack at the end."""
-
-    def condition(stacks):
-        return "in raise_after_gate" in stacks[0] and "in wait_at_gate" in stacks[1]
-
-    with mpwatch.WorkerGroup(2, check=False) as group:
-        _, result = stacks_during(group, fn.raise_after_gate, gate, condition)
-    assert result.root_cause.rank == 0
-    assert "in wait_elsewhere" in result.stacks[1]
-    assert "in wait_at_gate" not in result.stacks[1]
-
-
-def test_stacks_of_lost_ranks_and_of_a_closed_group():
-    with mpwatch.WorkerGroup(1, check=False) as group:
-        group.run(os._exit, args=(3,))
-        assert group.stacks() == {}
-    with pytest.raises(RuntimeError, match="this WorkerGroup is closed"):
-        group.stacks()
-
-
 # --- SIGQUIT
 
 
@@ -169,35 +117,3 @@ def test_a_handler_of_the_user_for_sigquit_wins(gate):
         open_gate(gate, lambda: program.process.poll() is None)
         assert program.end() == 0
     assert "where the ranks are" not in "\n".join(program.emulator.all_rows())
-
-
-def ask_for_stacks(event):
-    os.kill(os.getppid(), signal.SIGQUIT)
-    event.wait()
-
-
-def run_until_stacks_come():
-    """Run a rank that asks for stacks, and ends when this program prints them."""
-    come, stderr = SPAWN.Event(), sys.stderr
-
-    class Stderr:
-        def write(self, text):
-            stderr.write(text)
-            come.set()
-
-        def flush(self):
-            stderr.flush()
-
-    sys.stderr = Stderr()
-    before = signal.getsignal(signal.SIGQUIT)
-    mpwatch.run(ask_for_stacks, 1, args=(come,))
-    print(before.name, signal.getsignal(signal.SIGQUIT).name)
-
-
-@pytest.mark.slow
-def test_sigquit_asks_for_stacks_in_the_background_of_a_script():
-    """A shell without job control ignores SIGQUIT and SIGINT for a program that it starts in the background."""
-    done = call(run_until_stacks_come, within=("sh", "-c", '"$@" & wait $!', "sh"))
-    assert "where the ranks are now" in done.stderr
-    assert "in ask_for_stacks" in done.stderr
-    assert done.stdout == "SIG_IGN SIG_IGN\n"

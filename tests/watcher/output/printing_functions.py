@@ -1,13 +1,10 @@
 """Functions for ranks that print: by Python, by C, from other processes, and shortly before they end."""
 
-import atexit
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import mpwatch
 
@@ -31,13 +28,6 @@ def write_in_portions(data, size):
         os.write(1, data[start : start + size])
 
 
-def print_half_a_line(barrier, event):
-    print("one ", end="", flush=True)
-    barrier.wait()
-    event.wait()
-    print("line")
-
-
 def print_in_every_way():
     """Print by Python, by C, by a program that it starts, and by the descriptor."""
     print("python")
@@ -48,11 +38,6 @@ def print_in_every_way():
     subprocess.run(["echo", "program"], check=True)
     os.write(1, b"\xff descriptor\n")
     libc.printf(b"not flushed")
-
-
-def print_lines_at_exit(lines):
-    """Print lines when the interpreter exits."""
-    atexit.register(print_lines, lines)
 
 
 def print_lines(lines, width=100):
@@ -120,38 +105,8 @@ def fail_in_first_attempt():
         raise ValueError("bad")
 
 
-def print_later(event, text):
-    """Print from a thread, after the call has returned."""
-
-    def wait_and_print():
-        event.wait()
-        print(text)
-
-    threading.Thread(target=wait_and_print, daemon=True).start()
-
-
 def show_progress_bar(steps):
     from tqdm import tqdm
 
     for _ in tqdm(range(steps), desc=f"bar {rank()}", mininterval=0):
         pass
-
-
-def update_line_until(event):
-    for text in ("\r10%", "\r20%"):
-        print(text, end="", flush=True)
-    event.wait()
-    print("\r100%")
-
-
-def link_to_passwords(path):
-    os.symlink(Path(path).parents[3] / "passwords", path)
-
-
-def plant_log_file(logs, plant):
-    """Call `plant` with the path of the log file of the next attempt, and fail."""
-    (path,) = logs.glob("*/attempt_0/0/stdout.log")
-    path = str(path).replace("attempt_0", "attempt_1")
-    os.makedirs(os.path.dirname(path))
-    plant(path)
-    raise ValueError("bad")

@@ -7,13 +7,12 @@ import os
 import re
 import resource
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 import mpwatch
-from mpwatch import FailureKind, LogSpec, RestartPolicy
+from mpwatch import LogSpec, RestartPolicy
 from support import failing
 from support.process_state import SPAWN
 from watcher.output import printing_functions
@@ -64,11 +63,6 @@ def test_output_goes_where_the_caller_has_chosen(logs, shown, files, tmp_path, c
     assert files_of(tmp_path) == files
 
 
-def test_output_of_one_shown_rank_is_unchanged(capfd):
-    mpwatch.run(printing_functions.print_text, 2, args=("\r10%\r{}0%", "no end"), logs=LogSpec(show=1))
-    assert capfd.readouterr() == ("\r10%\r10%", "no end")
-
-
 def test_a_custom_prefix(capfd):
     logs = LogSpec(show=1, prefix="{time:%Y}/{role}/{rank}/{local_rank}: ")
     mpwatch.run(printing_functions.print_text, 2, args=("a\n\nb",), logs=logs)
@@ -104,13 +98,6 @@ def test_output_of_c_and_of_other_programs(tmp_path, capfdbinary):
     assert capfdbinary.readouterr().out == expected
 
 
-def test_output_of_an_interpreter_that_cannot_start(tmp_path, capfd):
-    error = run_and_fail(printing_functions.rank, 1, logs=LogSpec(tmp_path), env={"PYTHONHOME": "/nowhere"})
-    assert error.root_cause.kind is FailureKind.START
-    assert "No module named 'encodings'" in files_of(tmp_path)[0, 0, "stderr"].decode()
-    assert "No module named 'encodings'" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("what", "out"),
     [
@@ -143,12 +130,6 @@ def test_a_failure_has_the_last_stderr_lines_of_its_call_and_the_log_paths(logs,
     assert errors[2].root_cause.stderr.splitlines() == [f"line {n}" for n in range(50, 100)]
 
 
-def test_a_failure_in_a_group_with_an_observer_has_the_stderr_of_its_own_call():
-    with mpwatch.WorkerGroup(1, logs=LogSpec(), on_event=lambda event: None, check=False) as group:
-        results = [group.run(fails) for fails in (printing_functions.warn_and_raise, failing.raises_value_error)]
-    assert [result.root_cause.stderr for result in results] == ["a warning\na warning\na warning\n20%", ""]
-
-
 def test_a_rank_aborted_by_its_nccl_watchdog_is_a_victim():
     args = (SPAWN.Barrier(2),)
     error = run_and_fail(printing_functions.abort_as_nccl_does, 2, args=args, logs=LogSpec(show="none"))
@@ -156,11 +137,6 @@ def test_a_rank_aborted_by_its_nccl_watchdog_is_a_victim():
     assert error.result.failures[0].is_secondary
     expected = "a victim of rank 1: killed by SIGABRT (NCCL's watchdog: a peer did not come to a collective in time)"
     assert f"  rank 0: {expected}" in str(error).splitlines()
-
-
-def test_a_timeout_error_names_the_log_folder(tmp_path):
-    error = run_and_fail(failing.wait_to_be_stopped, 1, timeout=0.5, logs=LogSpec(tmp_path))
-    assert f"  logs: {error.result.log_dir}" in str(error).splitlines()
 
 
 @pytest.mark.parametrize(("scope", "restarted"), [("group", [0, 1]), ("worker", [1])])
@@ -177,34 +153,12 @@ def test_each_attempt_has_its_own_files(scope, restarted, tmp_path, capfd):
     assert result.attempts[0].root_cause.log_files["stdout"].endswith("/attempt_0/1/stdout.log")
 
 
-def test_the_line_of_one_call_is_not_torn_by_another(capfd):
-    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
-    with mpwatch.WorkerGroup(2, logs=LogSpec()) as group:
-        printing = group.submit(printing_functions.print_half_a_line, (barrier, event), ranks=1)
-        barrier.wait()
-        for _ in range(3):
-            group.run(printing_functions.rank, ranks=0)
-        event.set()
-        printing.result(60)
-    assert capfd.readouterr().out == "[1] one line\n"
-
-
 def test_output_of_a_call_has_arrived_when_it_returns(tmp_path, capfd):
     with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:
         for n in range(3):
             group.run(printing_functions.print_text, (f"call {n} of {{}}, no end",))
             assert shown_lines(capfd)[0] == [f"[{rank}] call {n} of {rank}, no end" for rank in range(2)]
         assert files_of(tmp_path)[0, 0, "stdout"].endswith(b"call 2 of 0, no end")
-
-
-def test_output_between_two_calls_is_not_lost(tmp_path, capfd, eventually):
-    event = SPAWN.Event()
-    with mpwatch.WorkerGroup(1, logs=LogSpec(tmp_path)) as group:
-        group.run(printing_functions.print_later, (event, "between"))
-        event.set()
-        eventually(lambda: files_of(tmp_path)[0, 0, "stdout"])
-        group.run(printing_functions.rank)
-        assert shown_lines(capfd)[0] == ["between"]
 
 
 def test_the_callers_streams_are_those_at_the_time_of_the_call(tmp_path):
@@ -231,30 +185,12 @@ def test_a_stream_that_raises_does_not_stop_the_ranks(tmp_path, caplog):
     assert len(files_of(tmp_path)[0, 0, "stdout"]) == 100_000
 
 
-def test_a_caller_without_stdout(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdout", None)
-    mpwatch.run(printing_functions.print_hello, 1, logs=LogSpec(tmp_path))
-    assert files_of(tmp_path)[0, 0, "stdout"] == b"out 0\n"
-
-
 @pytest.mark.parametrize("show", ["all", "none"])
 def test_a_log_file_that_cannot_be_created(tmp_path, show):
     (tmp_path / "logs").write_text("a file")
     expected = r"stdout of rank 0 cannot be written to '.*/logs/.*/attempt_0/0/stdout.log'"
     with pytest.raises(mpwatch.LaunchError, match=expected):
         mpwatch.run(printing_functions.print_hello, 2, logs=LogSpec(tmp_path / "logs", show=show))
-
-
-@pytest.mark.parametrize("plant", [os.mkfifo, printing_functions.link_to_passwords])
-@pytest.mark.parametrize("show", ["all", "none"])
-def test_a_log_file_is_no_fifo_and_no_symbolic_link(tmp_path, plant, show):
-    """Both could be there in a folder that others may write to: the watcher would wait, or write to another's file."""
-    logs = tmp_path / "link"
-    logs.symlink_to(tmp_path)
-    expected = r"stdout of rank 0 .*attempt_1/0/stdout.log.*; remove (the symbolic link|it)"
-    with pytest.raises(mpwatch.LaunchError, match=expected):
-        mpwatch.run(printing_functions.plant_log_file, 1, args=(logs, plant), max_restarts=1, logs=LogSpec(logs, show=show))
-    assert not (tmp_path / "passwords").exists()
 
 
 def test_a_log_file_that_can_no_longer_be_written(tmp_path, caplog):
@@ -300,17 +236,3 @@ def test_progress_bars_of_several_ranks_are_shown_as_lines(tmp_path, capfd):
         assert re.match(rf"\[{rank}\] bar {rank}: 100%\|.*\| 50/50 \[", line)
     assert rank == 1
     assert files_of(tmp_path)[0, 0, "stderr"].count(b"\r") > 10
-
-
-@pytest.mark.slow
-def test_a_progress_bar_is_shown_every_two_seconds_and_at_its_end():
-    event = SPAWN.Event()
-
-    class Shown(io.StringIO):
-        def write(self, text):
-            event.set()
-            return super().write(text)
-
-    shown = Shown()
-    mpwatch.run(printing_functions.update_line_until, 1, args=(event,), logs=LogSpec(prefix="> ", stdout=shown))
-    assert shown.getvalue() == "> 20%\n> 100%\n"

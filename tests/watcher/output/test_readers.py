@@ -1,16 +1,11 @@
 """Readers of a program's stdout that are slow, do not read, or close the pipe; and other writers to the same pipe."""
 
-import fcntl
-import os
-import select
 import signal
 import subprocess
 import sys
-import termios
 
 import pytest
 
-from support.process_state import is_alive
 from support.programs import ENV
 
 IMPORTS = """
@@ -84,44 +79,3 @@ print(list(result), file=sys.stderr)
     assert "the output of the ranks can no longer be written to stdout: its rest is dropped (BrokenPipeError" in stderr
     assert "[20000, 20000]" in stderr
     assert {path.stat().st_size for path in tmp_path.rglob("stdout.log")} == {20000 * 100}
-
-
-def test_a_group_that_is_not_closed_loses_no_line_at_exit(eventually):
-    """The reader reads late. The output is larger than the caller's pipe, and fits into the pipe of the rank."""
-    program = """
-group = mpwatch.WorkerGroup(1, logs=mpwatch.LogSpec())
-group.run(printing_functions.print_lines_at_exit, (1200,))
-print(group.run(os.getpid)[0], file=sys.stderr)
-"""
-    with start(program) as process:
-        pid = int(process.stderr.readline())
-        eventually(lambda: not is_alive(pid))
-        assert len(process.stdout.read()) == 120_000
-    assert process.returncode == 0
-
-
-def test_lines_of_other_writers_come_between_lines():
-    program = """
-is_over = threading.Event()
-def write_lines():
-    while not is_over.is_set():
-        os.write(1, b"program".ljust(4000, b".") + b"\\n")
-thread = threading.Thread(target=write_lines)
-thread.start()
-mpwatch.run(printing_functions.print_lines, 2, args=(60, 1000), logs=mpwatch.LogSpec())
-is_over.set()
-print("over", file=sys.stderr, flush=True)
-thread.join()
-"""
-    with start(program) as process:
-        out, data = process.stdout.fileno(), b""
-        while not select.select([process.stderr], [], [], 0)[0]:  # both writers always wait for room
-            if count_unread_bytes(out) > 20_000:
-                data += os.read(out, select.PIPE_BUF)
-        lines = (data.decode() + process.stdout.read()).splitlines()
-    assert {(line[:3], len(line)) for line in lines} == {("[0]", 1003), ("[1]", 1003), ("pro", 4000)}
-    assert sum(line.startswith("[") for line in lines) == 120
-
-
-def count_unread_bytes(fd):
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import stat
-import sys
 import threading
 import time
 
@@ -53,16 +52,6 @@ def starts_a_thread_that_never_ends():
     threading.Thread(target=wait_in_a_thread, name="endless").start()
 
 
-def closes_all_descriptors():
-    os.closerange(0, 4096)
-
-
-def closes_its_stderr():
-    sys.stderr.close()
-    with contextlib.suppress(OSError):
-        os.close(2)
-
-
 def joins_the_watchers_process_group():
     os.setpgid(0, os.getpgid(os.getppid()))
 
@@ -93,14 +82,6 @@ def hangs_in_c_and_handles_sigterm():
     hangs_in_c()
 
 
-def lets_another_thread_take_the_signals():
-    """Wait in a system call that no signal to the process ends, since the kernel gives each signal to the other thread."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    time.sleep(600)
-
-
 def execs_a_program_that_ignores_sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.execv("/bin/sleep", ["sleep", "600"])
@@ -112,11 +93,6 @@ def execs_a_program_that_ignores_sigterm():
 def raises(ended_at):
     ended_at.value = time.monotonic()
     raise ValueError("the batch is bad")
-
-
-def dies(ended_at):
-    ended_at.value = time.monotonic()
-    is_killed()
 
 
 def returns(ended_at):
@@ -149,13 +125,12 @@ def is_waiting(pid, wait):
 # ---- ranks whose end the watcher sees late, or not at all
 
 
-def sends_a_part_of_a_message_and_ends(barrier, pid, leaves_process_group, end):
-    """Write a byte to each socket to the watcher, then call `end`. A forked child keeps the sockets open."""
+def sends_a_part_of_a_message_and_is_killed(barrier, pid):
+    """Write a byte to each socket to the watcher, and die. A child in a session of its own keeps the sockets open."""
     if rank() == 1:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
-            if leaves_process_group:
-                os.setsid()
+            os.setsid()
             os.write(write, b"x")
             signal.alarm(60)
             signal.pause()
@@ -168,7 +143,7 @@ def sends_a_part_of_a_message_and_ends(barrier, pid, leaves_process_group, end):
             with contextlib.suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(fd).st_mode):
                     os.write(fd, b"m")
-        end()
+        is_killed()
     wait_to_be_stopped()
 
 
@@ -181,30 +156,5 @@ def fails_beside_a_frozen_rank(cgroup, pid, failed_at):
                 opened.write(text)
         wait_to_be_stopped()
     while open(state).read() != "FROZEN\n":
-        os.sched_yield()
-    raises(failed_at)
-
-
-def start_debugger():
-    """Let a process of another group trace this rank, as a debugger that is at its prompt. Return its pid."""
-    pid = os.getpid()
-    read, write = os.pipe()
-    if (debugger := os.fork()) == 0:
-        os.setsid()
-        libc = ctypes.CDLL(None)
-        libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-        libc.ptrace(0x4206, pid, None, None)  # PTRACE_SEIZE
-        os.write(write, b"x")
-        signal.alarm(60)
-        signal.pause()
-    os.read(read, 1)
-    return debugger
-
-
-def fails_beside_a_traced_rank(debugger, pid, failed_at):
-    if rank() == 0:
-        pid.value, debugger.value = os.getpid(), start_debugger()
-        wait_to_be_stopped()
-    while not debugger.value:
         os.sched_yield()
     raises(failed_at)

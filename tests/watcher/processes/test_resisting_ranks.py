@@ -34,8 +34,6 @@ BLOCKED_AT_EXIT = (
 )
 RESISTING = (
     *dict.fromkeys(WITHOUT_SIGTERM + BLOCKED_AT_EXIT),
-    f.closes_all_descriptors,
-    f.closes_its_stderr,
     f.joins_the_watchers_process_group,
     f.starts_a_helper_that_ignores_all_signals,
 )
@@ -44,7 +42,6 @@ WAITING = {  # whether SIGKILL is needed
     f.hangs_in_c: False,
     f.hangs_in_c_and_handles_sigterm: True,
     f.execs_a_program_that_ignores_sigterm: True,
-    f.lets_another_thread_take_the_signals: False,
 }
 
 
@@ -110,22 +107,6 @@ def test_a_resisting_rank_raises(prepare):
     assert outcome.seconds < (GRACE + BOUND if needs_sigkill else SOON)
 
 
-HARD_TO_CLEAN_UP = (
-    f.closes_all_descriptors,
-    f.joins_the_watchers_process_group,
-    f.starts_a_helper_that_ignores_all_signals,
-)
-
-
-@pytest.mark.parametrize(
-    "prepare", [p if p in HARD_TO_CLEAN_UP else pytest.param(p, marks=pytest.mark.slow) for p in RESISTING], ids=name
-)
-def test_a_resisting_rank_is_killed(prepare):
-    outcome = resist(LONG, prepare, f.dies)
-    assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
-    assert outcome.seconds < SOON
-
-
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)
 def test_a_resisting_rank_returns(prepare, caplog):
     """Its value is kept. If it does not exit within `grace_period`, at least a second, the log names it."""
@@ -138,20 +119,14 @@ def test_a_resisting_rank_returns(prepare, caplog):
     assert ("a slow exit: an exit hook, a finaliser or " in caplog.text) == has_hook
 
 
-@pytest.mark.parametrize("leaves_group", [False, True], ids=["in its group", "in a session of its own"])
-@pytest.mark.parametrize(("end", "kind"), [(failing.is_killed, "SIGNAL"), (failing.calls_os_exit_with_7, "EXIT")])
-def test_a_part_of_a_message_and_a_helper_that_holds_the_channel(end, kind, leaves_group):
+def test_a_part_of_a_message_and_a_helper_that_holds_the_channel():
     pid, barrier = SPAWN.RawValue("i", 0), SPAWN.Barrier(2)
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        args = (barrier, pid, leaves_group, end)
-        mpwatch.run(f.sends_a_part_of_a_message_and_ends, 2, args=args, grace_period=LONG)
+        mpwatch.run(f.sends_a_part_of_a_message_and_is_killed, 2, args=(barrier, pid), grace_period=LONG)
     seconds = time.monotonic() - start
-    is_left = is_alive(pid.value)
-    if leaves_group:
-        os.kill(pid.value, signal.SIGKILL)  # it had left the rank's group on purpose
-    assert (caught.value.root_cause.rank, caught.value.root_cause.kind.name) == (1, kind)
-    assert is_left == leaves_group
+    os.kill(pid.value, signal.SIGKILL)  # it had left the rank's group on purpose
+    assert (caught.value.root_cause.rank, caught.value.root_cause.signal) == (1, signal.SIGKILL)
     assert seconds < SOON
 
 
@@ -179,14 +154,3 @@ def test_a_rank_that_not_even_sigkill_ends(freezer, caplog):
     assert is_alive(pid)
     (freezer / "freezer.state").write_text("THAWED")
     assert os.waitpid(pid, 0) == (pid, signal.SIGKILL)
-
-
-def test_a_rank_whose_debugger_does_not_wait_for_it(caplog):
-    """The kernel reports a death to the debugger first, and to the watcher when the debugger has read the report."""
-    debugger = SPAWN.RawValue("i", 0)
-    outcome = Outcome(GRACE, f.fails_beside_a_traced_rank, debugger)
-    os.kill(debugger.value, signal.SIGKILL)
-    outcome.assert_value_error_of(1)
-    assert outcome.seconds < GRACE + BOUND + SLACK
-    assert "is dead, but a debugger holds it" in caplog.text
-    assert os.waitpid(outcome.pid.value, 0)[0] == outcome.pid.value

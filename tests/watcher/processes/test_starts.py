@@ -1,13 +1,11 @@
 """Ranks start, and end, whatever else the program does: it forks, is PID 1, mocks the start, or is in an odd folder."""
 
 import ctypes
-import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
-from multiprocessing import resource_tracker
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +13,6 @@ import pytest
 
 import mpwatch
 from support import functions
-from support.process_state import children
 from support.programs import call, in_own_process, python
 
 IN_NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
@@ -105,37 +102,6 @@ def test_modules_in_the_current_folder_do_not_replace_those_of_python(tmp_path):
     assert done.stdout == f"[{str(folder)!r}]\n", done.stderr
 
 
-def test_a_relative_entry_of_sys_path_means_the_same_folder_as_in_the_caller(tmp_path, monkeypatch):
-    for place in ("old", "new"):
-        folder = tmp_path / place / "modules_of_a_test"
-        folder.mkdir(parents=True)
-        (folder / "tells_its_place.py").write_text(f"place = {place!r}")
-    monkeypatch.setattr(sys, "path", ["modules_of_a_test", *sys.path])
-    monkeypatch.chdir(tmp_path / "old")
-    assert importlib.util.find_spec("tells_its_place") is not None  # Python notes the folder at the first search
-    monkeypatch.chdir(tmp_path / "new")
-
-    def fn():
-        import tells_its_place
-
-        return tells_its_place.place, os.getcwd()
-
-    assert list(mpwatch.run(fn, 1)) == [("old", str(tmp_path / "new"))]
-    assert importlib.util.find_spec("tells_its_place").origin == str(tmp_path / "old/modules_of_a_test/tells_its_place.py")
-
-
-def test_a_rank_is_never_in_inspect_mode(monkeypatch, capfd, caplog):
-    monkeypatch.setenv("PYTHONINSPECT", "1")
-    assert list(mpwatch.run(os.getenv, 1, args=("PYTHONINSPECT",))) == [None]
-    assert (capfd.readouterr().err, caplog.messages) == ("", [])
-
-
-def test_a_rank_gets_a_long_command_line(monkeypatch):
-    """It is longer than a pipe's default size. The watcher must not wait for the child to read it."""
-    monkeypatch.setattr(sys, "argv", ["x" * 100] * 3000)
-    assert mpwatch.run(functions.count_arguments, 2)[1] == 3000
-
-
 def test_the_kernel_gives_the_master_port_to_no_program_that_asks_for_any_port():
     def fn():
         port = mpwatch.current_worker().master_port
@@ -152,10 +118,6 @@ def test_the_kernel_gives_the_master_port_to_no_program_that_asks_for_any_port()
     assert list(mpwatch.run(fn, 1)) == ["listened"]
 
 
-def read_command_line(pid="self"):
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
-
-
 def test_ps_shows_which_rank_of_which_run_a_process_is():
     def fn():
         return Path("/proc/self/cmdline").read_bytes().decode().split("\0")[:-1]
@@ -164,13 +126,3 @@ def test_ps_shows_which_rank_of_which_run_a_process_is():
     result = mpwatch.run(fn, 2)
     name, run = "fn=tr???in?[2J" + "x" * 69, f"run={result.workers[0].run_id[:8]}"
     assert [command[-4:] for command in result] == [["mpwatch", f"rank={rank}/2", name, run] for rank in (0, 1)]
-
-
-def test_ps_shows_the_ranks_and_the_guardian_of_a_group():
-    resource_tracker.ensure_running()
-    with mpwatch.WorkerGroup(1) as group:
-        group.run(os.getpid)
-        commands = [command for pid in children() if "mpwatch" in (command := read_command_line(pid))]
-    ends = sorted(command[command.index("mpwatch") :] for command in commands)
-    run = f"run={group.workers[0].run_id[:8]}"
-    assert ends == [["mpwatch", "guardian", f"of={os.getpid()}"], ["mpwatch", "rank=0/1", run]]

@@ -50,12 +50,6 @@ def raises_once_then_waits():
     wait_to_be_stopped()
 
 
-def raises_once_then_sets(event):
-    if attempt() == 0:
-        raise ValueError("the first time")
-    event.set()
-
-
 def raises_type_error_after_a_report_in_the_first_attempt():
     if attempt() == 0:
         mpwatch.report(step=1)
@@ -112,41 +106,9 @@ def runs_until_one_was_restarted(barrier, end):
     return describe_self()
 
 
-def raises_when_stopped(barrier):
-    """Raise on rank 1 in the first attempt, and then on rank 0 when it is stopped."""
-
-    def stop(*_):
-        raise KeyError("when stopped")
-
-    if attempt() == 0:
-        signal.signal(signal.SIGTERM, stop)
-        barrier.wait()
-        if rank() == 1:
-            raise ValueError("the first")
-        wait_to_be_stopped()
-    return attempt()
-
-
-def ignores_sigterm_in_the_first_attempt(barrier):
-    if attempt() == 0:
-        if rank() == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        barrier.wait()
-        if rank() == 1:
-            raise ValueError("the first time")
-        wait_to_be_stopped()
-    return attempt()
-
-
 def reports(*steps):
     mpwatch.report(step=steps[attempt()])
     raise ValueError(f"after step {steps[attempt()]}")
-
-
-def returns_what_cannot_be_unpickled_in_the_second_attempt():
-    if attempt() == 0:
-        raise ValueError("the first time")
-    return CannotBeUnpickled()
 
 
 def changes_its_arguments(text, array):
@@ -192,16 +154,6 @@ def fails_on_odd_ranks(end):
         os.kill(os.getpid(), signal.SIGKILL)
     assert end.wait(60)
     return 10 * rank()
-
-
-def fails_for_good_or_once(event):
-    """Raise ValueError on rank 0. Raise OSError once on rank 1, when `event` is set, and return the attempt."""
-    if rank() == 0:
-        raise ValueError("bad shard")
-    assert event.wait(60)
-    if attempt() == 0:
-        raise OSError("the disk is full")
-    return attempt()
 
 
 def fails_when_the_others_have_returned(end):

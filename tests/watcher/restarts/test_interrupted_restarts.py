@@ -1,6 +1,5 @@
 """Restarts that signals, exceptions or shortages interrupt, and the end of a program whose ranks were restarted."""
 
-import resource
 import signal
 import subprocess
 import sys
@@ -10,9 +9,8 @@ import pytest
 
 import mpwatch
 from mpwatch import LaunchError, RestartPolicy, WorkerState
-from mpwatch.events import Restarting, RunEnded, WorkerStarted
-from support import one_run
-from support.process_state import SPAWN, is_alive
+from mpwatch.events import Restarting, WorkerStarted
+from support.process_state import is_alive
 from support.programs import ENV, python
 from watcher.restarts import attempt_functions
 
@@ -36,14 +34,6 @@ def at_event(kind, do, attempt=0):
 
 def interrupt():
     signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture
-def handle_sigusr1():
-    """Return a function that sets the handler of the program for SIGUSR1."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield lambda handler: signal.signal(signal.SIGUSR1, handler)
-    signal.signal(signal.SIGUSR1, before)
 
 
 # --- signals
@@ -70,24 +60,6 @@ def test_ctrl_c_after_the_restart_ends_the_run(scope):
         mpwatch.run(attempt_functions.raises_once_then_waits, 2, max_restarts=policy, on_event=observe)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_raises_in_retry_if_only_the_second_time(times):
-    """`retry_if` may wait for an answer that never comes. Until then the handler does not raise in code of the user."""
-    steps = []
-
-    def retry_if(failure):
-        interrupt()
-        steps.append("first")
-        if times == 2:
-            interrupt()
-        steps.append("second")
-        return True
-
-    with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(attempt_functions.raises_by_itself, 2, args=(9,), max_restarts=RestartPolicy(retry_if=retry_if))
-    assert steps == ["first", "second"][: 3 - times]
-
-
 @pytest.mark.parametrize("kind", [WorkerStarted, Restarting])
 def test_a_second_ctrl_c_ends_an_observer(kind):
     steps = []
@@ -101,41 +73,6 @@ def test_a_second_ctrl_c_ends_an_observer(kind):
     with pytest.raises(KeyboardInterrupt):
         mpwatch.run(attempt_functions.raises_by_itself, 1, args=(9,), max_restarts=3, on_event=at_event(kind, observe))
     assert steps == ["first"]
-
-
-def test_a_host_that_ignores_the_signal_gets_the_failure():
-    before = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        with pytest.raises(mpwatch.RunFailedError, match="this process received a signal"):
-            mpwatch.run(
-                attempt_functions.raises_by_itself,
-                1,
-                args=(9,),
-                max_restarts=in_a_year(),
-                on_event=at_event(Restarting, interrupt),
-            )
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_what_a_handler_of_the_host_raises_during_a_delay_is_raised(handle_sigusr1):
-    events = []
-
-    def handle(*_):
-        raise LookupError("of the host's")
-
-    handle_sigusr1(handle)
-    observe = at_event(Restarting, lambda: signal.raise_signal(signal.SIGUSR1), attempt=1)
-    with pytest.raises(LookupError, match="of the host's"):
-        mpwatch.run(
-            attempt_functions.raises_by_itself,
-            1,
-            args=(9,),
-            max_restarts=RestartPolicy(9, delay=0.01, jitter=0),
-            on_event=[events.append, observe],
-        )
-    assert isinstance(events[-1], RunEnded)
-    assert events[-1].restarts == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -181,15 +118,6 @@ def test_no_restarted_rank_outlives_its_program(scope, number, eventually):
 # --- observers
 
 
-def test_a_slow_observer_does_not_hold_up_a_restart():
-    """The restart is due while the caller's thread is in the observer."""
-    has_restarted, waits = SPAWN.Event(), []
-    observe = at_event(Restarting, lambda: waits.append(has_restarted.wait(60)))
-    policy = RestartPolicy(1, delay=0.05, jitter=0)
-    mpwatch.run(attempt_functions.raises_once_then_sets, 1, args=(has_restarted,), max_restarts=policy, on_event=observe)
-    assert waits == [True]
-
-
 # --- ranks that fail or cannot be started at a restart
 
 
@@ -212,18 +140,6 @@ def raise_lookup_error():
     raise LookupError("no room")
 
 
-def leave_no_descriptors():
-    one_run.leave_descriptors(0)
-    return {}
-
-
-@pytest.fixture
-def _same_limit_of_descriptors():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 @pytest.mark.parametrize(
     ("scope", "make_env", "error", "text"),
     [
@@ -231,11 +147,8 @@ def _same_limit_of_descriptors():
         ("worker", raise_lookup_error, LookupError, "no room"),
         ("group", lambda: {"RANK": "3"}, ValueError, r"what env\(\) returned may not set RANK: it"),
         ("group", lambda: {"LARGE": "x" * (1 << 20)}, LaunchError, "rank 1 could not be started: .*Argument list too long"),
-        ("group", leave_no_descriptors, LaunchError, "Too many open files"),
-        ("worker", lambda: {"LARGE": "x" * (1 << 20)}, LaunchError, "rank 1 could not be started: .*Argument list too long"),
     ],
 )
-@pytest.mark.usefixtures("_same_limit_of_descriptors")
 def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope, make_env, error, text):
     events, policy = [], RestartPolicy(scope=scope)
     with pytest.raises(error, match=text) as caught:
@@ -254,22 +167,3 @@ def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope,
 
 
 # --- exceptions at any bytecode
-
-ANYWHERE = """
-import mpwatch
-from watcher import exception_at_any_bytecode
-from watcher.restarts import attempt_functions
-def restarted():
-    policy = mpwatch.RestartPolicy(1, scope={scope!r}, retry_if=lambda failure: True)
-    mpwatch.run(attempt_functions.raises_by_itself, 1, args=(1,), max_restarts=policy, env=lambda worker: {{}}, on_event=id)
-exception_at_any_bytecode.main(restarted, 1, 401)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["group", "worker"])
-def test_an_exception_at_any_bytecode_leaves_nothing_of_any_attempt(scope):
-    done = python("-W", "ignore", "-c", ANYWHERE.format(scope=scope), timeout=None)
-    (line,) = done.stdout.splitlines()
-    thrown, of = (int(word) for word in line.split() if word.isdigit())
-    assert thrown > 0.5 * (of // 401), line  # a run that is done sooner than the first one has fewer bytecodes

@@ -7,7 +7,7 @@ import pytest
 
 import mpwatch
 from mpwatch import WorkerState
-from mpwatch.events import Restarting, WorkerExited, WorkerFailed, WorkerSucceeded
+from mpwatch.events import Restarting, WorkerFailed, WorkerSucceeded
 from support import failing
 from support.functions import rank as get_rank
 from support.process_state import SPAWN
@@ -62,27 +62,12 @@ def test_each_rank_is_restarted_before_it_has_failed_for_good():
     assert dict(result.return_values) == {0: 0, 2: 20}
 
 
-def test_a_rank_is_restarted_after_another_one_has_failed_for_good():
-    event = SPAWN.Event()
-    policy = mpwatch.RestartPolicy(1, scope="worker", retry_if=OSError)
-    options = {"max_restarts": policy, "keep_going": True, "on_event": set_after(1, WorkerExited, event), "check": False}
-    result = mpwatch.run(attempt_functions.fails_for_good_or_once, 2, args=(event,), **options)
-    assert dict(result.return_values) == {1: 1}
-    assert set(result.failures) == {0}
-    assert result.restarts == 1
-
-
 def test_all_ranks_or_none_may_fail():
     with pytest.raises(mpwatch.RunFailedError, match="2 of 2 ranks failed; ") as caught:
         mpwatch.run(failing.raises_value_error, 2, keep_going=True)
     assert (len(caught.value.result), dict(caught.value.result.items())) == (2, {})
     result = mpwatch.run(get_rank, 2, keep_going=True)
     assert (list(result), result.state) == ([0, 1], WorkerState.SUCCEEDED)
-
-
-def test_ctrl_c_stops_all_ranks():
-    with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(failing.interrupts_its_watcher, 2, keep_going=True)
 
 
 def test_a_timeout_keeps_what_was_returned_by_then():
@@ -107,15 +92,3 @@ def test_a_failure_without_keep_going_keeps_the_values_that_were_returned_before
             LookupError, match="rank 1 has no value: it had returned, but its value could not be pickled or rebuilt"
         ):
             result[1]
-
-
-def test_a_call_of_a_group_keeps_the_values_too():
-    end = SPAWN.Event()
-    with mpwatch.WorkerGroup(4, on_event=set_after(3, WorkerSucceeded, end), check=False) as group:
-        result = group.run(attempt_functions.fails_when_the_others_have_returned, [end])
-    assert (result[0], result[2](), list(result.return_values)) == (None, 1, [0, 2])
-
-
-def test_keep_going_does_not_fit_ranks_that_communicate():
-    with pytest.raises(ValueError, match="backend='gloo' makes a process group, in which ranks wait"):
-        mpwatch.run(get_rank, 2, keep_going=True, backend="gloo")

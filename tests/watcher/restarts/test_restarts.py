@@ -4,7 +4,6 @@ import logging
 import os
 import pickle
 import re
-import signal
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 import mpwatch
 from mpwatch import FailureKind, RestartPolicy, WorkerState
-from mpwatch.events import HeartbeatLate, Restarting, StateChanged, WorkerExited, WorkerStarted
+from mpwatch.events import HeartbeatLate, Restarting, StateChanged, WorkerStarted
 from support import process_state
 from support.process_state import SPAWN
 from watcher.restarts import attempt_functions
@@ -89,36 +88,12 @@ def test_arguments_are_pickled_once_and_are_as_they_were_at_each_attempt():
     assert argument.times == 1
 
 
-def test_ranks_that_ignore_sigterm_are_killed_before_they_are_restarted():
-    fn = attempt_functions.ignores_sigterm_in_the_first_attempt
-    result = mpwatch.run(fn, 2, args=(SPAWN.Barrier(2),), max_restarts=1, grace_period=0.2)
-    assert list(result) == [1, 1]
-    codes = {event.ranks: event.exit_code for event in of_kind(WorkerExited, result.events) if event.attempt == 0}
-    assert codes[0,] == -signal.SIGKILL
-
-
 def test_restarts_come_after_their_delays():
     events = mpwatch.run(attempt_functions.fails, 1, args=(2, 0), max_restarts=RestartPolicy(2, delay=0.02, jitter=0)).events
     restartings, starts = of_kind(Restarting, events), of_kind(WorkerStarted, events)
     assert [(event.delay, event.restarts_left) for event in restartings] == [(0.02, 1), (0.04, 0)]
     for restarting, start in zip(restartings, starts[1:], strict=True):
         assert start.monotonic >= restarting.monotonic + restarting.delay
-
-
-def test_a_second_failure_while_others_are_stopped_causes_no_second_restart():
-    result = mpwatch.run(attempt_functions.raises_when_stopped, 2, args=(SPAWN.Barrier(2),), max_restarts=9)
-    assert (list(result), result.restarts) == ([1, 1], 1)
-    root = result.attempts[0].root_cause
-    assert (root.rank, repr(root.exception)) == (1, "ValueError('the first')")
-
-
-def test_reset_after_resets_the_restarts_of_ranks_that_were_healthy():
-    policy = RestartPolicy(1, reset_after=1e-9)
-    result = mpwatch.run(attempt_functions.fails, 2, args=(2, 1, make_barriers(3)), max_restarts=policy)
-    assert [event.restarts_left for event in of_kind(Restarting, result.events)] == [0] * 2
-    policy = RestartPolicy(1, reset_after=1e-9, retry_if=FailureKind.START)
-    error = failed(attempt_functions.attempt, 1, max_restarts=policy, env=BROKEN)  # which never becomes healthy
-    assert error.result.notes == ("not restarted again: all restarts are used up (max_restarts=1)",)
 
 
 # --- ranks that are late or silent
@@ -187,30 +162,6 @@ def test_the_error_names_what_happened_each_time():
     assert again.root_cause is again.result.attempts[-1].root_cause
 
 
-def test_a_program_exits_with_the_status_of_the_last_attempt(capfd):
-    with pytest.raises(SystemExit) as caught:
-        mpwatch.main(attempt_functions.ends, 1, args=("raise", "exit", "kill"), max_restarts=2)
-    assert caught.value.code == 128 + signal.SIGKILL
-    assert "restarted 2 times" in capfd.readouterr().err
-
-
-def test_a_value_that_cannot_be_unpickled_is_no_reason_for_a_restart():
-    """The watcher finds that out when all ranks have exited."""
-    error = failed(attempt_functions.returns_what_cannot_be_unpickled_in_the_second_attempt, 1, max_restarts=3)
-    assert "LookupError: not here" in str(error)
-    assert [attempt.state for attempt in error.result.attempts] == [WorkerState.FAILED] * 2
-    assert error.result.notes == ("not restarted again: all ranks had returned, but a return value cannot be unpickled",)
-
-
-def test_check_false_returns_the_attempts():
-    result = mpwatch.run(attempt_functions.raises_by_itself, 1, args=(9,), max_restarts=1, check=False)
-    assert (result.state, result.restarts, len(result.attempts)) == (WorkerState.FAILED, 1, 2)
-    table = result._repr_html_()
-    assert "restarted once" in table
-    assert result.notes[0] in table
-    assert [table.count(f'left">{attempt}, ') for attempt in ("first start", "restart 1", "restart 2")] == [1, 1, 0]
-
-
 def test_without_max_restarts_the_error_does_not_mention_restarts():
     error = failed(attempt_functions.raises_by_itself, 1, args=(9,))
     assert "restart" not in str(error)
@@ -247,17 +198,6 @@ def test_failed_starts_are_restarted_only_with_retry_if():
     ]
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_suspended_at_its_restart_never_starts(tmp_path, monkeypatch):
-    monkeypatch.setenv("MPWATCH_START_TIMEOUT", "2")
-    (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
-    path = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    env = lambda worker: path if (worker.restart_count, worker.rank) == (1, 0) else {}  # noqa: E731
-    error = failed(attempt_functions.fails, 2, args=(1, 1), max_restarts=3, env=env)
-    assert str(error).startswith("rank 0 never started: its interpreter was not ready after 2 s")
-    assert (error.root_cause.kind, error.result.restarts) == (FailureKind.START, 1)
-
-
 # --- the timeout
 
 
@@ -269,13 +209,6 @@ def test_the_timeout_is_for_all_attempts_together(scope):
     assert str(error).startswith("the run did not end within timeout=1.5 s: rank 0 had not returned")
     assert (error.result.restarts, error.exit_code, error.root_cause) == (1, 124, None)
     assert "  restarted once" in str(error)
-
-
-def test_there_is_no_restart_if_the_timeout_ends_during_the_delay():
-    policy = RestartPolicy(delay=30, jitter=0)
-    error = failed(attempt_functions.raises_by_itself, 1, args=(9,), timeout=30, max_restarts=policy)
-    assert not isinstance(error, mpwatch.RunTimeoutError)
-    assert (error.result.restarts, "`timeout` leaves " in error.result.notes[0]) == (0, True)
 
 
 # --- many restarts
