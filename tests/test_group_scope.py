@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
