@@ -666,9 +666,6 @@ class EventLoop:
         rank.stack_parser.feed(rank.collective_sockets.read_crash())
         self._death_clock.record_death(observed)
         observed.exit_code = rank.process.read_exit_code()
-        if observed.answer is None:
-            for message in self._pool.read_black_box(rank):
-                events += self._handle_message(rank, message)
         self._finish_observations(rank)
         self._stack_requests.add_stacks(rank)
         self._stack_requests.add_collectives(rank, None)

@@ -4,13 +4,10 @@ Each rank has its own part of the shared memory, which is called the rank's slot
 rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:            [ black box ][ stop memory ][ heartbeat memory ][ number of the interrupted call ]
-    black box:         [ frame ][ frame ][ zeros ]
+    a slot:            [ stop memory ][ heartbeat memory ][ number of the interrupted call ]
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
-- A rank that has lost its channel writes its messages into the black box. The rank writes the header of a message
-  (messages.py) last, so that the watcher ignores an incomplete message.
 - A heartbeat is one write of eight bytes to memory, so a rank can send heartbeats in its innermost loop, from any thread.
   While the rank writes a report, the report's checksum is wrong. If the watcher finds a wrong checksum, it reads the report
   again.
@@ -32,16 +29,14 @@ from binascii import crc32
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.wire import stop_step
-from mpwatch.wire.messages import HEADER, Message, parse_header
 
 TYPE_CHECKING = False
 
 # All sizes are in bytes.
-SLOT_SIZE = 1 << 20  # only pages that are written take memory
+SLOT_SIZE = 1 << 16  # a multiple of each page size, for mmap; only pages that are written take memory
 HEARTBEAT_SIZE = 4096
 CALL_NUMBER = struct.Struct("Q")
-BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - 2 * HEARTBEAT_SIZE  # the last page is for the call's number
-STOP_AT = BLACK_BOX_SIZE  # where the stop memory begins in a slot
+STOP_AT = 0  # where the stop memory begins in a slot
 HEARTBEAT_AT = STOP_AT + len(stop_step.CLEARED)
 
 # A time of CLOCK_MONOTONIC. It is 0 before the first heartbeat, and infinity if no heartbeat will follow. In native byte
@@ -69,14 +64,9 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    """In the watcher: clear the slot of a dead rank for the next rank.
-
-    `clear_slot` leaves an empty black box as it is, because each page that is written takes memory.
-    """
-    zeros = bytes(BLACK_BOX_SIZE)
-    if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
-        os.pwrite(fd, zeros, slot * SLOT_SIZE)
-    os.pwrite(fd, CLEARED + bytes(SLOT_SIZE - STOP_AT - len(CLEARED)), slot * SLOT_SIZE + STOP_AT)
+    """In the watcher: clear the slot of a dead rank for the next rank."""
+    os.pwrite(fd, CLEARED + bytes(HEARTBEAT_SIZE), slot * SLOT_SIZE + STOP_AT)
+    record_interrupt(fd, slot, 0)
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
@@ -91,49 +81,6 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
     """In the rank: return the number of the last call that the watcher has interrupted, or 0 if there was none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
-
-
-# --- The black box ---
-
-
-class BlackBox:
-    """In the rank: writes messages into the rank's black box.
-
-    Args:
-        memory: the rank's slot.
-    """
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._used = 0
-
-    def append(self, frame: bytes) -> bool:
-        """Append the frame of a message to the black box. Return False if the black box has no room for the frame."""
-        start, end = self._used, self._used + len(frame)
-        if end > BLACK_BOX_SIZE:
-            return False
-        body = start + HEADER.size
-        self._memory[body:end] = frame[HEADER.size :]
-        self._memory[start:body] = frame[: HEADER.size]
-        self._used = end
-        return True
-
-
-def read_black_box(fd: int, slot: int) -> list[Message]:
-    """In the watcher: read the messages in the black box of a dead rank.
-
-    Raises ValueError if code in the rank has overwritten the messages.
-    """
-    messages = []
-    at, end = slot * SLOT_SIZE, slot * SLOT_SIZE + BLACK_BOX_SIZE
-    while len(head := os.pread(fd, min(HEADER.size, end - at), at)) == HEADER.size and any(head):
-        kind, stamp, length = parse_header(head)
-        at += HEADER.size
-        messages.append(Message(kind, stamp, os.pread(fd, min(length, end - at), at)))
-        at += length
-        if at > end:
-            raise ValueError(f"a message of {length} bytes in a slot of {SLOT_SIZE}")
-    return messages
 
 
 # --- Heartbeats and reports ---

@@ -1,10 +1,6 @@
-"""The rank's end of the channel to the watcher. This module runs in a rank.
+"""The rank's end of the channel to the watcher. This module runs in a rank."""
 
-User code can close the channel's descriptor, and another file can then get the same descriptor number. So before each use,
-the channel checks that its descriptor still refers to the channel's socket. If user code has closed the channel, the rank
-writes its answers into shared memory, the "black box" (wire/shared_memory.py).
-"""
-
+import errno
 import os
 import select
 import socket
@@ -14,68 +10,52 @@ from io import FileIO
 
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
 from mpwatch.wire.messages import CALL_NUMBER, HEADER, MAX_DESCRIPTORS, MessageKind, encode_frame, parse_header
-from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, BlackBox
 
 READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """The channel to the watcher, for the rank's main thread. Other threads may call only `send_socket` and `request_stop`.
+    """The channel, for the rank's main thread. Other threads may call only `send_socket` and `request_stop`.
 
-    Args:
-        fd: the descriptor of a connected Unix socket.
-        black_box: the shared memory for messages that can no longer be sent.
+    A method that sends returns False if the channel is gone: the watcher is dead, or the function has closed it.
     """
 
-    def __init__(self, fd: int, black_box: BlackBox) -> None:
-        self._fd = fd
-        self._identity = _read_identity(self._fd)
+    def __init__(self, fd: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
-        os.set_inheritable(self._fd, False)  # a program that the rank executes must not keep it open
+        os.set_inheritable(fd, False)  # a program that the rank executes must not keep it open
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
-        self._black_box = black_box
         self._received = b""  # bytes that no method has returned yet
-        self._reserved_fd = -1
         self._lock = threading.Lock()  # one message at a time
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message, or write it into the black box if user code has closed the channel. Return False on failure."""
-        data = encode_frame(kind, body, stamp)
-        if self._is_open():
-            try:
-                with self._lock:
-                    write_all(self._fd, data)
-            except OSError:  # the watcher is dead, or has closed the channel
-                return False
-            self._send_stop_request()
-            return True
-        return self._black_box.append(data)
+        try:
+            with self._lock:
+                self._socket.sendall(encode_frame(kind, body, stamp), MSG_NOSIGNAL)
+        except OSError:
+            return False
+        self._send_stop_request()
+        return True
 
     def send_file(self, kind: MessageKind, file: FileIO, stamp: float) -> bool:
-        """Like `send`, but send a file instead of a body. Raises OSError if the file's descriptor cannot be sent."""
-        fd = file.fileno()
-        if not self._is_open():
-            content = os.pread(fd, BLACK_BOX_SIZE, 0)  # if the file is longer, `append` refuses this content
-            return self._black_box.append(encode_frame(kind, content, stamp))
-        return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
+        """Like `send`, but send a file instead of a body. Raises OSError if too many descriptors are on their way."""
+        return self._send_with_fd(encode_frame(kind, stamp=stamp), file.fileno())
 
     def send_socket(self, kind: MessageKind, fd: int, body: bytes) -> bool:
-        """Send this descriptor in a message of the kind DEBUGGER or COLLECTIVES. Return False on failure.
-
-        Any thread may call this method.
-        """
+        """Send this descriptor in a message of the kind DEBUGGER or COLLECTIVES. Any thread may call this."""
         try:
-            return self._is_open() and self._send_with_fd(encode_frame(kind, body), fd)
-        except OSError:  # the main thread has just detached the channel's descriptor
+            return self._send_with_fd(encode_frame(kind, body), fd)
+        except OSError:
             return False
 
     def _send_with_fd(self, data: bytes, fd: int) -> bool:
         try:
             with self._lock:
                 socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                raise
             return False
         self._send_stop_request()
         return True
@@ -92,16 +72,13 @@ class Channel:
         while self._is_stop_unsent and not self._lock.locked():  # the code that has the lock comes here, too
             with self._lock, suppress(OSError):  # the watcher is dead, or has closed the channel
                 self._is_stop_unsent = False
-                if self._is_open():
-                    write_all(self._fd, encode_frame(MessageKind.STOP_REQUESTED))
+                self._socket.sendall(encode_frame(MessageKind.STOP_REQUESTED), MSG_NOSIGNAL)
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
         """Wait for a call, and return the call's number and the arguments for `call_payload.unpack`.
 
         Return None if no call will follow.
         """
-        if not self._is_open():
-            return None
         try:
             return self._read_call()
         except OSError:
@@ -154,36 +131,6 @@ class Channel:
         close that file.
         """
         self._socket.detach()
-
-    def reserve_fd(self) -> None:
-        """Open a spare descriptor for the next answer, in case the user's function uses up all descriptors."""
-        if self._reserved_fd == -1:
-            with suppress(OSError):  # the previous call has left none
-                self._reserved_fd = os.dup(self._fd)
-
-    def release_reserved_fd(self) -> None:
-        """Close the spare descriptor.
-
-        If user code has already closed the spare descriptor, do nothing: another file might now have the same number.
-        """
-        if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
-            os.close(self._reserved_fd)
-        self._reserved_fd = -1
-
-    def _is_open(self) -> bool:
-        return _has_identity(self._fd, self._identity)
-
-
-def _has_identity(fd: int, identity: tuple[int, int]) -> bool:
-    try:
-        return _read_identity(fd) == identity
-    except OSError:
-        return False
-
-
-def _read_identity(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_dev, status.st_ino
 
 
 def _write_startup_output(fds: list[int]) -> None:

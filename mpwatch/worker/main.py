@@ -39,16 +39,19 @@ from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
-from mpwatch.wire.shared_memory import STOP_AT, BlackBox, HeartbeatWriter, open_slot
+from mpwatch.wire.shared_memory import STOP_AT, HeartbeatWriter, open_slot
 from mpwatch.wire.stop_step import StopReader
 from mpwatch.worker import context, debugger_hook, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
 
+CLOSED_CHANNEL = "its function has closed descriptors that it did not open"
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType, TracebackType
+    from typing import NoReturn
 
     from mpwatch.wire.pickling.call_payload import Call
     from mpwatch.wire.pickling.pickle_buffers import PickleBundle
@@ -68,7 +71,7 @@ def main(launch_info: LaunchInfo) -> None:
     ready_body = stdio.move_stderr(launch_info.stderr_fd)
     if launch_info.is_captured:
         stdio.flush_at_newline()
-    channel = Channel(launch_info.channel_fd, BlackBox(memory))
+    channel = Channel(launch_info.channel_fd)
     context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
@@ -165,8 +168,7 @@ def _serve(
         received = channel.receive_call()
         if received is None:
             return
-        channel.reserve_fd()
-        outcome = _run_call(channel, received, deferred_signals, preload_error)
+        outcome = _run_call(received, deferred_signals, preload_error)
         preload_error = None
         if os.getpid() != pid:
             _exit_forked_process(outcome)
@@ -183,7 +185,7 @@ def _serve(
 
 
 def _run_call(
-    channel: Channel, received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
+    received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
 ) -> _Failure | Returned:
     """Run a call, and pickle its return value. The user's signal handlers run only during `_load_and_call`."""
     try:
@@ -192,7 +194,6 @@ def _run_call(
         finally:
             deferred_signals.defer()
         returned_at = monotonic()
-        channel.release_reserved_fd()  # for the file of a large value
         return _pack_value(value, returned_at)
     except _LoadError as error:
         return _Failure(MessageKind.LOAD_FAILED, error.error, monotonic())
@@ -293,14 +294,14 @@ def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> No
             is_sent = channel.send(MessageKind.RETURNED, value.body, returned_at)
         else:
             is_sent = channel.send_file(MessageKind.RETURNED, value.file, returned_at)
-        if not is_sent:
-            error = _make_size_error(value.size)
     except OSError as refused:
-        error = OSError(with_remedy("the return value could not be sent back", refused))
+        is_sent, error = True, OSError(with_remedy("the return value could not be sent back", refused))
     finally:
         value.close()
     if error is not None:
         _send_failure(channel, _Failure(MessageKind.RAISED, error, returned_at))
+    elif not is_sent:
+        _exit_without_channel()
 
 
 def _send_failure(channel: Channel, failure: _Failure) -> None:
@@ -314,17 +315,23 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     stdio.flush_before_answer()
     if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
         collectives.send_before_failure(channel)
-    channel.release_reserved_fd()  # with it, the traceback can be printed even if the function has used up all others
     try:
         encoder = failure.make_encoder()
         plain = encoder.plain()
     except BaseException as error:  # noqa: BLE001  memory has run out, or mpwatch has a bug
         encoder = failure.make_encoder_of(RuntimeError(f"{failure.name} was raised, and could not be encoded: {error!r}"))
         plain = encoder.plain()
-    if channel.send(failure.kind, plain, failure.at):
-        channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
-    else:
-        channel.send(failure.kind, failure.make_encoder_of(_make_size_error(len(plain))).plain(), failure.at)
+    if not channel.send(failure.kind, plain, failure.at):
+        _exit_without_channel(read_traceback_text(plain))
+    channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
+
+
+def _exit_without_channel(traceback_text: str = "") -> NoReturn:
+    """Exit as a lost rank, since the answer cannot reach the watcher."""
+    with suppress(OSError):  # stderr is closed, too
+        sys.stderr.write(f"{traceback_text}mpwatch: the answer of this rank could not be sent: {CLOSED_CHANNEL}\n")
+    stdio.flush()
+    os._exit(1)
 
 
 def _send_locals(channel: Channel, failure: _Failure) -> None:
@@ -336,13 +343,6 @@ def _send_locals(channel: Channel, failure: _Failure) -> None:
     with suppress(BaseException):  # memory or threads have run out
         texts = failure.make_encoder().locals()
     channel.send(MessageKind.LOCALS, texts, failure.at)
-
-
-def _make_size_error(size: int) -> OSError:
-    return OSError(
-        f"an answer of {size} bytes could not be sent: the function closed or replaced descriptors that it did not open; "
-        "without them only small answers arrive; leave these descriptors alone"
-    )
 
 
 class _Failure:

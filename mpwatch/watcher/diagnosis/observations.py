@@ -59,7 +59,7 @@ class RankObservations:
     """Whether the watcher sent a signal that asks for stacks. If the rank executes another program at that moment, the
     signal kills that program."""
     is_dump_for_report: bool = False
-    """Whether the watcher asked for stacks because it stops the rank. It is False if only `stacks()` or Ctrl-Backslash has asked."""
+    """Whether the watcher asked for stacks because it stops the rank, not only for `stacks()` or Ctrl-Backslash."""
     collectives: RankCollectives | None = None
     """The rank's latest collectives at the first sign of a failure, or when the rank raised. None if the rank was not asked
     or did not answer."""

@@ -4,7 +4,7 @@ This module runs in the watcher thread.
 
     ProcessPool --- Selector: the one place where the event loop waits
                 --- Guardian: kills the ranks if the calling program is killed
-                --- memory file: a slot for each rank, for heartbeats and the black box (wire/shared_memory.py)
+                --- memory file: a slot for each rank, for heartbeats (wire/shared_memory.py)
                 --- Rank for each rank --- RankPopen: its process
                                              --- channel: messages in both directions
                                              --- stack pipe: stderr until the rank is ready, then stack dumps
@@ -47,7 +47,7 @@ from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import Message, MessageKind, encode_call
+from mpwatch.wire.messages import MessageKind, encode_call
 from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import (
@@ -56,7 +56,6 @@ from mpwatch.wire.shared_memory import (
     clear_slot,
     get_stop_memory,
     prepare_slot,
-    read_black_box,
     read_heartbeat,
     read_heartbeat_time,
     record_interrupt,
@@ -188,14 +187,6 @@ class ProcessPool:
             rank.send_frame(encode_call(number, payload.body), payload.fds)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {rank.number}", error)) from error
-
-    def read_black_box(self, rank: Rank) -> list[Message]:
-        """Return the messages that a dead rank has written into shared memory, because its channel was closed."""
-        try:
-            return read_black_box(self._slots_fd, self._slots[rank.number])
-        except ValueError as error:  # the rank has overwritten its own memory
-            self.deferred_log.debug("the black box of rank %d: %s", rank.number, error)
-            return []
 
     def interrupt_call(self, rank: Rank, number: int) -> None:
         """Send SIGINT to the rank, to interrupt the call whose number is `number`.
