@@ -10,7 +10,6 @@
 The methods in the first part of EventLoop are posted to its Inbox by other threads. No user code runs here. Guarantees:
 
 - When `run` ends, every rank is dead and reaped. A rank that SIGKILL cannot end is left with a warning (process_pool.py).
-- The last message of a rank is handled before its exit: `_on_exit` reads the rest of its channel first.
 - In each wake-up the loop reads everything, then lets the machines decide, and then acts. So every death that could be seen
   is recorded before the loop sends a signal that could kill a rank.
 - It waits in one place, `Selector.wait`, until the next deadline of a machine or of a timer. All other waits have a limit: a
@@ -23,57 +22,41 @@ import math
 import platform
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerReady, WorkerStarted
 from mpwatch.options.spec import GroupSpec
-from mpwatch.os_support.clock import monotonic, wall_time
-from mpwatch.os_support.processes import is_ending
-from mpwatch.results.clean_text import clean_line
+from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.call import Call, publish_exited
-from mpwatch.watcher.diagnosis.death_order import DeathClock
-from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
-from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.call import Call, DebuggerSocket, publish_exited
+from mpwatch.watcher.diagnosis.failures import may_be_oom_kill
+from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
-from mpwatch.watcher.diagnosis.peer_errors import classify_exception
-from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.call_machine import CallMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.stack_requests import StackRequests
 from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank import Rank
 from mpwatch.watcher.processes.rank_environment import RankSetup
+from mpwatch.watcher.rank_reader import RankReader
 from mpwatch.watcher.stop_agreements import StopAgreements
 from mpwatch.watcher.suspension import Suspension, suspend_processes
-from mpwatch.wire.messages import Message, MessageKind
+from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
-CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
-NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
 WAKE_SECONDS = 0.5  # later than the signal that stops a rank; most ranks have ended by then
-
-
-class DebuggerSocket(NamedTuple):
-    """A socket between a rank and the debugger's console. See worker/debugger.py."""
-
-    rank: int
-    fd: int
-    purpose: str
 
 
 class Node(Protocol):
@@ -125,7 +108,6 @@ class EventLoop:
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
         self._inbox, self._outbox = inbox, event_bus.outbox
         self._deferred_log, self._event_bus = deferred_log, event_bus
-        self._offer_debugger_socket = offer_debugger_socket
         self._ranks: dict[int, Rank] = {}  # the latest of each number. A WorkerGroup has only those that are alive
         self._calls: list[Call] = []  # that are not over
         self._answered_calls: list[Call] = []  # whose threads do not know it yet
@@ -145,9 +127,14 @@ class EventLoop:
         self._timer_count = 0
         self._pool = ProcessPool(deferred_log, output, spec)
         self._oom = OomDetector()
-        self._death_clock = DeathClock()
-        self._stack_requests = StackRequests(
-            self._request_stacks_of_running_rank, self._format_stacks, self._call_at, self._outbox.wake
+        self._reader = RankReader(
+            self._pool,
+            spec,
+            call_at=self._call_at,
+            wake=self._outbox.wake,
+            on_stop_request=self._on_stop_request_of_rank,
+            offer_debugger_socket=offer_debugger_socket,
+            list_monitors=lambda: dict.fromkeys(call.monitor for call in self._calls),
         )
         self._stop_agreements = StopAgreements(
             self._pool,
@@ -159,7 +146,6 @@ class EventLoop:
         )
         self._run_monitor = None if keep_ranks else self._make_monitor(None)
         self._hostname = platform.node()
-        self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
 
     @property
     def has_lost_ranks(self) -> bool:
@@ -175,7 +161,7 @@ class EventLoop:
                 raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
             self._settle()
             while not self._is_ending or self._pool.alive or self._calls:
-                self._death_clock.start_wakeup()
+                self._reader.start_wakeup()
                 for read in self._pool.selector.wait(self._seconds_to_wait()):
                     self._events += read()
                 self._settle()
@@ -266,6 +252,10 @@ class EventLoop:
             self._refuse_delayed()
             self._outbox.wake()
 
+    def _on_stop_request_of_rank(self, rank: Rank) -> None:
+        event = m.StopRequested(f"request_stop() in rank {rank.number}")
+        self._inbox.post(partial(self.request_stop, event, rank.call if self._keep_ranks else None))
+
     def abort(self) -> None:
         """Stop the ranks of all calls, because one call of the run has failed for good."""
         self._refuse_delayed()
@@ -311,7 +301,7 @@ class EventLoop:
         self._outbox.wake()
 
     def send_stacks(self, receive: Callable[[Stacks], object]) -> None:
-        self._stack_requests.begin(receive, self._ranks.values())
+        self._reader.send_stacks(receive, self._ranks.values())
 
     def call_at(self, due_at: float, action: Callable[[], object]) -> None:
         """Call a function that runs no user code and does not block, at a time of CLOCK_MONOTONIC."""
@@ -325,12 +315,7 @@ class EventLoop:
         count, pid = setup.worker.restart_count, rank.observations.pid
         self._event_bus.publish(WorkerStarted, [rank.number], attempt=count, pid=pid)
         try:
-            rank.register(
-                self._pool.selector,
-                partial(self._on_message, rank),
-                partial(self._on_stack_data, rank),
-                partial(self._on_exit, rank),
-            )
+            self._reader.register(rank)
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
@@ -526,198 +511,6 @@ class EventLoop:
                 self._handle(call, m.Resumed(suspended_at))
                 call.update_deadline()
 
-    # ---- what ranks send, as events
-
-    def _on_message(self, rank: Rank) -> list[m.RankEvent]:
-        events: list[m.RankEvent] = []
-        for message in rank.read_messages():
-            events += self._handle_message(rank, message)
-            if message.kind is MessageKind.FAILING:
-                self._find_dying_ranks(rank)
-                self._death_clock.record_message(message.stamp)
-        if rank.channel.fileno() == -1 and is_ending(rank.process.pid):
-            self._death_clock.record_dying(rank.observations)
-        return events
-
-    def _find_dying_ranks(self, failing: Rank) -> None:
-        """Find the ranks whose death may have caused the failure of another rank, although they have not exited yet."""
-        for rank in self._pool.alive.values():
-            is_unanswered = rank.observations.answer is None and rank.observations.raised_at is None
-            if is_unanswered and rank is not failing and rank.is_dying():
-                self._death_clock.record_dying(rank.observations)
-
-    def _handle_message(self, rank: Rank, message: Message) -> Sequence[m.RankEvent]:
-        number, observed, now = rank.number, rank.observations, monotonic()
-        if not rank.started_at <= message.stamp <= now:  # by the clock of another time namespace
-            message.stamp = observed.raised_at or now
-        if message.kind is MessageKind.READY:
-            rank.on_ready(message.body)
-            return [m.Ready(number)]
-        if message.kind is MessageKind.DEBUGGER:
-            self._offer_debugger_socket(DebuggerSocket(number, message.fd, message.body.decode()))
-        elif message.kind is MessageKind.STOP_REQUESTED:
-            if rank.call is not None:
-                event = m.StopRequested(f"request_stop() in rank {number}")
-                self._inbox.post(partial(self.request_stop, event, rank.call if self._keep_ranks else None))
-        elif message.kind is MessageKind.COLLECTIVES:
-            self._open_collectives_socket(rank, message)
-        elif message.kind is MessageKind.CALLED_COLLECTIVES:
-            with suppress(ValueError, LookupError, TypeError):  # the rank has overwritten its own memory
-                observed.add_collectives(RankCollectives.from_json(message.body))
-        elif message.kind is MessageKind.EXIT_BLOCKED:
-            if rank.call is not None:
-                rank.call.exit_blockers[number] = clean_line(message.body.decode(errors="replace"))
-        elif message.kind is MessageKind.DETAILS:
-            observed.details = message.body
-            return [] if self._spec.debug == "locals" else [m.DetailsReceived(number)]
-        elif message.kind is MessageKind.LOCALS:
-            observed.local_variables = message.body
-            return [m.DetailsReceived(number)]
-        elif message.kind is MessageKind.FAILING:
-            observed.raised_at = message.stamp
-            return [m.Failing(number)]
-        else:
-            return [self._read_answer(rank, message)]
-        return []
-
-    def _read_answer(self, rank: Rank, message: Message) -> m.RankEvent:
-        rank.observations.answer, rank.observations.answer_received_at = message, monotonic()
-        if message.kind is MessageKind.RETURNED:
-            if self._node is not None:  # it exits when all ranks of this node have returned; others may wait for it
-                self._request_collectives_of(rank)
-            return m.Returned(rank.number)
-        peer_error = classify_exception(message.body)
-        return m.Failed(rank.number, is_secondary=peer_error is not None and peer_error.should_wait_for_cause)
-
-    def _on_stack_data(self, rank: Rank) -> list[m.RankEvent]:
-        was_complete = rank.stack_parser.is_complete()
-        rank.read_stack_pipe()
-        if was_complete or not rank.stack_parser.is_complete():
-            return []
-        self._stack_requests.add_stacks(rank)
-        return self._end_dump(rank)
-
-    def _end_dump(self, rank: Rank) -> list[m.RankEvent]:
-        """Return StackDumped if a machine waits for it, and all has come. A rank that has answered sends no stacks."""
-        lacks_stacks = rank.observations.answer is None and rank.stack_parser.is_dump_pending()
-        is_pending = rank.collective_sockets.is_pending or lacks_stacks
-        if is_pending or not rank.awaits_dump or rank.observations.has_exited:
-            return []
-        rank.awaits_dump = False
-        return [m.StackDumped(rank.number)]
-
-    def _open_collectives_socket(self, rank: Rank, message: Message) -> None:
-        if message.fd == -1:  # it was lost, for want of descriptors
-            return
-        read = partial(self._on_crash_data if message.body else self._on_collectives, rank)
-        rank.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
-        if not message.body and rank.call is not None:
-            rank.call.monitor.start()
-
-    def _on_collectives(self, rank: Rank) -> list[m.RankEvent]:
-        """Read the collectives that a rank has sent. A crashing rank then goes on when `read_crash` is called."""
-        sockets, observed = rank.collective_sockets, rank.observations
-        was_pending = sockets.is_pending
-        answer = sockets.read_answer()
-        if answer is not None and observed.wants_collectives:
-            observed.add_collectives(answer)
-            observed.wants_collectives = False
-            observed.collectives_at = monotonic()
-        if not was_pending or sockets.is_pending:
-            return []
-        for monitor in dict.fromkeys(call.monitor for call in self._calls):
-            monitor.add(rank, answer)
-        self._stack_requests.add_collectives(rank, answer)
-        if sockets.is_crashing:
-            rank.stack_parser.feed(sockets.read_crash())
-        return self._end_dump(rank)
-
-    def _on_crash_data(self, rank: Rank) -> list[m.RankEvent]:
-        """Before a crashing rank dies, ask the ranks of its call for their collectives."""
-        sockets = rank.collective_sockets
-        if sockets.hold_crash():
-            if rank.call is not None:
-                self._request_collectives(rank.call)
-            self._call_at(monotonic() + CRASH_HOLD_SECONDS, lambda: rank.stack_parser.feed(sockets.read_crash()))
-        else:
-            rank.stack_parser.feed(sockets.read_crash())
-        return []
-
-    def _request_collectives(self, call: Call) -> None:
-        """Ask the ranks of a call which collectives they have called, for the report."""
-        for rank in call.members.values():
-            if not rank.observations.has_exited:
-                self._request_collectives_of(rank)
-
-    def _request_collectives_of(self, rank: Rank, *, again: bool = False) -> None:
-        observed = rank.observations
-        if (again or observed.collectives is None) and not observed.wants_collectives:
-            observed.wants_collectives = rank.collective_sockets.ask()
-
-    def _on_exit(self, rank: Rank) -> list[m.RankEvent]:
-        """Read everything that a dead rank has sent, and then the exit code of its process."""
-        observed = rank.observations
-        if observed.has_exited:
-            return []
-        events = self._on_message(rank)
-        rank.read_stack_pipe()
-        if rank.collective_sockets.is_pending:
-            self._on_collectives(rank)
-        rank.stack_parser.feed(rank.collective_sockets.read_crash())
-        self._death_clock.record_death(observed)
-        observed.exit_code = rank.process.read_exit_code()
-        self._finish_observations(rank)
-        self._stack_requests.add_stacks(rank)
-        self._stack_requests.add_collectives(rank, None)
-        return [*events, m.Exited(rank.number)]
-
-    def _finish_observations(self, rank: Rank) -> None:
-        observed, parser = rank.observations, rank.stack_parser
-        self._read_slot(rank)
-        self._take_stacks(rank)
-        if is_crash(observed.exit_code):  # otherwise a forked child has written the stack
-            observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
-        observed.startup_output = parser.failed_startup_output
-
-    def _read_slot(self, rank: Rank) -> None:
-        rank.observations.heartbeat = self._pool.read_heartbeat(rank)
-        rank.observations.stopped_step = self._pool.get_stop_memory(rank.number).read_stopped_step()
-
-    def _take_stacks(self, rank: Rank) -> None:
-        """Store the rank's stacks, if they were dumped for the report."""
-        if rank.observations.is_dump_for_report:
-            rank.observations.stacks = self._format_stacks(rank)
-
-    def _format_stacks(self, rank: Rank) -> str:
-        return add_source_lines(cut_frames_of_mpwatch(rank.stack_parser.dump), self._wall_started_at)
-
-    def _request_stacks(self, rank: Rank) -> bool:
-        """Ask a rank for its stacks, unless it is writing them already. Return False if it cannot write stacks."""
-        if rank.stack_parser.is_dump_pending():
-            return True
-        if not rank.request_stack_dump():
-            return False
-        ask_natively = partial(rank.request_native_stack_dump, rank.stack_parser.dump_count)
-        self._call_at(monotonic() + NATIVE_DUMP_SECONDS, ask_natively)
-        return True
-
-    def _request_stacks_of_running_rank(self, rank: Rank) -> bool:
-        """Ask a rank for its stacks. If it has already sent stacks for the report, store these first."""
-        if rank.stack_parser.is_complete():
-            self._take_stacks(rank)
-            rank.observations.is_dump_for_report = False
-        return self._request_stacks(rank)
-
-    def _wake_rank(self, rank: Rank, observed: RankObservations) -> None:
-        """Interrupt the system call in which the main thread of a rank waits that has got SIGINT or SIGTERM, but still runs.
-
-        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt the call if
-        it came just before it, or if another thread received it. The request for stacks is a second signal, and does.
-        """
-        is_same_call = not rank.is_reaped and rank.observations is observed
-        if is_same_call and observed.answer is None and not observed.has_exited:
-            self._request_stacks_of_running_rank(rank)
-
     # ---- what the machines want
 
     def _execute(self, call: Call, action: m.Action) -> None:
@@ -734,22 +527,22 @@ class EventLoop:
             if observed.has_exited:  # in this wake-up
                 return
             observed.is_dump_for_report = True
-            if not self._request_stacks(rank):
+            if not self._reader.request_stacks(rank):
                 self._events.append(m.StackDumped(rank.number))
                 return
             rank.awaits_dump = True
-            self._request_collectives_of(rank, again=True)
+            self._reader.request_collectives_of(rank, again=True)
         elif isinstance(action, m.RequestCollectives):
             rank.awaits_dump = True
-            self._request_collectives_of(rank, again=True)
-            self._events += self._end_dump(rank)
+            self._reader.request_collectives_of(rank, again=True)
+            self._events += self._reader.end_dump(rank)
         elif isinstance(action, m.ReadHeartbeat):
             self._events.append(m.HeartbeatRead(rank.number, beat_at=self._pool.read_heartbeat_time(rank)))
         elif isinstance(action, m.SendSignal):
             self._send_signal(call, rank, action.signum)
         else:
             assert isinstance(action, m.AbandonRank)
-            self._finish_observations(rank)
+            self._reader.finish_observations(rank)
             self._pool.abandon(rank)
 
     def _send_signal(self, call: Call, rank: Rank, signum: int) -> None:
@@ -759,7 +552,7 @@ class EventLoop:
             rank.process.send_signal_to_group(signum)
         observed = rank.observations
         if signum in (signal.SIGINT, signal.SIGTERM):
-            self._call_at(monotonic() + WAKE_SECONDS, partial(self._wake_rank, rank, observed))
+            self._call_at(monotonic() + WAKE_SECONDS, partial(self._reader.wake, rank, observed))
         observed.signals_sent.add(signum)
         observed.first_signal_at = observed.first_signal_at or monotonic()
 
@@ -781,7 +574,7 @@ class EventLoop:
         if self._node is not None and (outcome != outcome_before or (is_new_stage and stage is m.CallStage.FINISHED)):
             self._node.on_outcome_change(machine)
         if is_new_stage and stage in (m.CallStage.AWAITING_ROOT_CAUSE, m.CallStage.DUMPING_STACKS):
-            self._request_collectives(call)
+            self._reader.request_collectives(call)
         if self._keep_ranks and stage in (m.CallStage.SHUTTING_DOWN, m.CallStage.TERMINATING, m.CallStage.FINISHED):
             exited = [number for number, observed in call.observed.items() if observed.has_exited]
             self._lose_all(exited or call.ranks, but=call)
@@ -792,8 +585,8 @@ class EventLoop:
         is_kept = call.machine.stage is m.CallStage.KEPT
         if is_kept:
             for rank in call.members.values():
-                self._read_slot(rank)
-                self._take_stacks(rank)
+                self._reader.read_slot(rank)
+                self._reader.take_stacks(rank)
         else:
             call.log_exit_problems(self._deferred_log)
         call.evidence = self._make_evidence(call, "" if is_kept else self._oom.take_other_kills())
@@ -819,7 +612,7 @@ class EventLoop:
         assert timeout is not None
         for rank in call.members.values():
             if not rank.is_reaped:
-                self._take_stacks(rank)
+                self._reader.take_stacks(rank)
         self._stop_agreements.log_overdue_ranks(call, timeout)
 
     def _publish_state(self) -> None:

@@ -27,7 +27,8 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.event_loop import DebuggerSocket, EventLoop, Node
+from mpwatch.watcher.call import DebuggerSocket
+from mpwatch.watcher.event_loop import EventLoop, Node
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.inbox import Inbox
 from mpwatch.watcher.machine.transitions import Interrupted

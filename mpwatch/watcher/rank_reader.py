@@ -1,0 +1,268 @@
+"""Reads what ranks send, and makes events for the machines of it. Runs in the watcher thread.
+
+    channel: messages ----------------------.
+    stack pipe: stacks ---------------------+--> observations of the rank, and events
+    sockets of collectives: what it called -+
+    pidfd: its exit ------------------------'
+
+The last message of a rank is read before its exit: `_on_exit` reads the rest of its channel first.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from mpwatch.options.spec import GroupSpec
+from mpwatch.os_support.clock import monotonic, wall_time
+from mpwatch.os_support.processes import is_ending
+from mpwatch.results.clean_text import clean_line
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.call import Call, DebuggerSocket
+from mpwatch.watcher.diagnosis.death_order import DeathClock
+from mpwatch.watcher.diagnosis.failures import is_crash
+from mpwatch.watcher.diagnosis.observations import RankObservations
+from mpwatch.watcher.diagnosis.peer_errors import classify_exception
+from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
+from mpwatch.watcher.machine import transitions as m
+from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
+from mpwatch.watcher.observers.stack_requests import StackRequests
+from mpwatch.watcher.processes.process_pool import ProcessPool
+from mpwatch.watcher.processes.rank import Rank
+from mpwatch.wire.messages import Message, MessageKind
+
+CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
+NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
+
+
+class RankReader:
+    """The reading half of the event loop.
+
+    Args:
+        pool: the ranks.
+        spec: the options.
+        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
+        wake: wakes the threads of the program.
+        on_stop_request: is called when a rank has called `request_stop`.
+        offer_debugger_socket: gets the socket of a rank that has reached a breakpoint.
+        list_monitors: returns the monitors of the present calls.
+    """
+
+    def __init__(
+        self,
+        pool: ProcessPool,
+        spec: GroupSpec,
+        *,
+        call_at: Callable[[float, Callable[[], object]], object],
+        wake: Callable[[], object],
+        on_stop_request: Callable[[Rank], object],
+        offer_debugger_socket: Callable[[DebuggerSocket], object],
+        list_monitors: Callable[[], Iterable[CollectiveMonitor]],
+    ) -> None:
+        self._pool, self._spec, self._is_multi_node = pool, spec, spec.is_multi_node
+        self._call_at, self._on_stop_request = call_at, on_stop_request
+        self._offer_debugger_socket, self._list_monitors = offer_debugger_socket, list_monitors
+        self._death_clock = DeathClock()
+        self._stack_requests = StackRequests(self._request_stacks_of_running_rank, self._format_stacks, call_at, wake)
+        self._wall_started_at = wall_time()  # source files that are newer are not quoted in stack dumps
+
+    def register(self, rank: Rank) -> None:
+        """Read what a new rank sends. Raises OSError."""
+        handlers = (self._on_message, self._on_stack_data, self._on_exit)
+        rank.register(self._pool.selector, *(partial(handler, rank) for handler in handlers))
+
+    def start_wakeup(self) -> None:
+        """What is read from now on is read in another wake-up, maybe a late one."""
+        self._death_clock.start_wakeup()
+
+    def send_stacks(self, receive: Callable[[Stacks], object], ranks: Iterable[Rank]) -> None:
+        self._stack_requests.begin(receive, ranks)
+
+    def _on_message(self, rank: Rank) -> list[m.RankEvent]:
+        events: list[m.RankEvent] = []
+        for message in rank.read_messages():
+            events += self._handle_message(rank, message)
+            if message.kind is MessageKind.FAILING:
+                self._find_dying_ranks(rank)
+                self._death_clock.record_message(message.stamp)
+        if rank.channel.fileno() == -1 and is_ending(rank.process.pid):
+            self._death_clock.record_dying(rank.observations)
+        return events
+
+    def _find_dying_ranks(self, failing: Rank) -> None:
+        """Find the ranks whose death may have caused the failure of another rank, although they have not exited yet."""
+        for rank in self._pool.alive.values():
+            is_unanswered = rank.observations.answer is None and rank.observations.raised_at is None
+            if is_unanswered and rank is not failing and rank.is_dying():
+                self._death_clock.record_dying(rank.observations)
+
+    def _handle_message(self, rank: Rank, message: Message) -> Sequence[m.RankEvent]:
+        number, observed, now = rank.number, rank.observations, monotonic()
+        if not rank.started_at <= message.stamp <= now:  # by the clock of another time namespace
+            message.stamp = observed.raised_at or now
+        if message.kind is MessageKind.READY:
+            rank.on_ready(message.body)
+            return [m.Ready(number)]
+        if message.kind is MessageKind.DEBUGGER:
+            self._offer_debugger_socket(DebuggerSocket(number, message.fd, message.body.decode()))
+        elif message.kind is MessageKind.STOP_REQUESTED:
+            if rank.call is not None:
+                self._on_stop_request(rank)
+        elif message.kind is MessageKind.COLLECTIVES:
+            self._open_collectives_socket(rank, message)
+        elif message.kind is MessageKind.CALLED_COLLECTIVES:
+            with suppress(ValueError, LookupError, TypeError):  # the rank has overwritten its own memory
+                observed.add_collectives(RankCollectives.from_json(message.body))
+        elif message.kind is MessageKind.EXIT_BLOCKED:
+            if rank.call is not None:
+                rank.call.exit_blockers[number] = clean_line(message.body.decode(errors="replace"))
+        elif message.kind is MessageKind.DETAILS:
+            observed.details = message.body
+            return [] if self._spec.debug == "locals" else [m.DetailsReceived(number)]
+        elif message.kind is MessageKind.LOCALS:
+            observed.local_variables = message.body
+            return [m.DetailsReceived(number)]
+        elif message.kind is MessageKind.FAILING:
+            observed.raised_at = message.stamp
+            return [m.Failing(number)]
+        else:
+            return [self._read_answer(rank, message)]
+        return []
+
+    def _read_answer(self, rank: Rank, message: Message) -> m.RankEvent:
+        rank.observations.answer, rank.observations.answer_received_at = message, monotonic()
+        if message.kind is MessageKind.RETURNED:
+            if self._is_multi_node:  # it exits when all ranks of this node have returned; others may wait for it
+                self.request_collectives_of(rank)
+            return m.Returned(rank.number)
+        peer_error = classify_exception(message.body)
+        return m.Failed(rank.number, is_secondary=peer_error is not None and peer_error.should_wait_for_cause)
+
+    def _on_stack_data(self, rank: Rank) -> list[m.RankEvent]:
+        was_complete = rank.stack_parser.is_complete()
+        rank.read_stack_pipe()
+        if was_complete or not rank.stack_parser.is_complete():
+            return []
+        self._stack_requests.add_stacks(rank)
+        return self.end_dump(rank)
+
+    def end_dump(self, rank: Rank) -> list[m.RankEvent]:
+        """Return StackDumped if a machine waits for it, and all has come. A rank that has answered sends no stacks."""
+        lacks_stacks = rank.observations.answer is None and rank.stack_parser.is_dump_pending()
+        is_pending = rank.collective_sockets.is_pending or lacks_stacks
+        if is_pending or not rank.awaits_dump or rank.observations.has_exited:
+            return []
+        rank.awaits_dump = False
+        return [m.StackDumped(rank.number)]
+
+    def _open_collectives_socket(self, rank: Rank, message: Message) -> None:
+        if message.fd == -1:  # it was lost, for want of descriptors
+            return
+        read = partial(self._on_crash_data if message.body else self._on_collectives, rank)
+        rank.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
+        if not message.body and rank.call is not None:
+            rank.call.monitor.start()
+
+    def _on_collectives(self, rank: Rank) -> list[m.RankEvent]:
+        """Read the collectives that a rank has sent. A crashing rank then goes on when `read_crash` is called."""
+        sockets, observed = rank.collective_sockets, rank.observations
+        was_pending = sockets.is_pending
+        answer = sockets.read_answer()
+        if answer is not None and observed.wants_collectives:
+            observed.add_collectives(answer)
+            observed.wants_collectives = False
+            observed.collectives_at = monotonic()
+        if not was_pending or sockets.is_pending:
+            return []
+        for monitor in self._list_monitors():
+            monitor.add(rank, answer)
+        self._stack_requests.add_collectives(rank, answer)
+        if sockets.is_crashing:
+            rank.stack_parser.feed(sockets.read_crash())
+        return self.end_dump(rank)
+
+    def _on_crash_data(self, rank: Rank) -> list[m.RankEvent]:
+        """Before a crashing rank dies, ask the ranks of its call for their collectives."""
+        sockets = rank.collective_sockets
+        if sockets.hold_crash():
+            if rank.call is not None:
+                self.request_collectives(rank.call)
+            self._call_at(monotonic() + CRASH_HOLD_SECONDS, lambda: rank.stack_parser.feed(sockets.read_crash()))
+        else:
+            rank.stack_parser.feed(sockets.read_crash())
+        return []
+
+    def request_collectives(self, call: Call) -> None:
+        """Ask the ranks of a call which collectives they have called, for the report."""
+        for rank in call.members.values():
+            if not rank.observations.has_exited:
+                self.request_collectives_of(rank)
+
+    def request_collectives_of(self, rank: Rank, *, again: bool = False) -> None:
+        observed = rank.observations
+        if (again or observed.collectives is None) and not observed.wants_collectives:
+            observed.wants_collectives = rank.collective_sockets.ask()
+
+    def _on_exit(self, rank: Rank) -> list[m.RankEvent]:
+        """Read everything that a dead rank has sent, and then the exit code of its process."""
+        observed = rank.observations
+        if observed.has_exited:
+            return []
+        events = self._on_message(rank)
+        rank.read_stack_pipe()
+        if rank.collective_sockets.is_pending:
+            self._on_collectives(rank)
+        rank.stack_parser.feed(rank.collective_sockets.read_crash())
+        self._death_clock.record_death(observed)
+        observed.exit_code = rank.process.read_exit_code()
+        self.finish_observations(rank)
+        self._stack_requests.add_stacks(rank)
+        self._stack_requests.add_collectives(rank, None)
+        return [*events, m.Exited(rank.number)]
+
+    def finish_observations(self, rank: Rank) -> None:
+        observed, parser = rank.observations, rank.stack_parser
+        self.read_slot(rank)
+        self.take_stacks(rank)
+        if is_crash(observed.exit_code):  # otherwise a forked child has written the stack
+            observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
+        observed.startup_output = parser.failed_startup_output
+
+    def read_slot(self, rank: Rank) -> None:
+        rank.observations.heartbeat = self._pool.read_heartbeat(rank)
+        rank.observations.stopped_step = self._pool.get_stop_memory(rank.number).read_stopped_step()
+
+    def take_stacks(self, rank: Rank) -> None:
+        """Store the rank's stacks, if they were dumped for the report."""
+        if rank.observations.is_dump_for_report:
+            rank.observations.stacks = self._format_stacks(rank)
+
+    def _format_stacks(self, rank: Rank) -> str:
+        return add_source_lines(cut_frames_of_mpwatch(rank.stack_parser.dump), self._wall_started_at)
+
+    def request_stacks(self, rank: Rank) -> bool:
+        """Ask a rank for its stacks, unless it is writing them already. Return False if it cannot write stacks."""
+        if rank.stack_parser.is_dump_pending():
+            return True
+        if not rank.request_stack_dump():
+            return False
+        ask_natively = partial(rank.request_native_stack_dump, rank.stack_parser.dump_count)
+        self._call_at(monotonic() + NATIVE_DUMP_SECONDS, ask_natively)
+        return True
+
+    def _request_stacks_of_running_rank(self, rank: Rank) -> bool:
+        """Ask a rank for its stacks. If it has already sent stacks for the report, store these first."""
+        if rank.stack_parser.is_complete():
+            self.take_stacks(rank)
+            rank.observations.is_dump_for_report = False
+        return self.request_stacks(rank)
+
+    def wake(self, rank: Rank, observed: RankObservations) -> None:
+        """Interrupt the system call in which the main thread of a rank waits that has got SIGINT or SIGTERM, but still runs.
+
+        Python runs no signal handler while the main thread waits in a system call. A signal does not interrupt the call if
+        it came just before it, or if another thread received it. The request for stacks is a second signal, and does.
+        """
+        is_same_call = not rank.is_reaped and rank.observations is observed
+        if is_same_call and observed.answer is None and not observed.has_exited:
+            self._request_stacks_of_running_rank(rank)
