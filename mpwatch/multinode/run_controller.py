@@ -201,7 +201,7 @@ class MultiNodeRunController(RunController[T]):
         setups = build_rank_setups(self._spec, workers)
         # The node thread ignores the setups if the attempt has been stopped meanwhile.
         hand_over = partial(self._node_thread.set_rank_setups, start, setups)
-        self._watcher.post(self._watcher.loop.call_at, monotonic() + start.delay, hand_over)
+        self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, hand_over)
 
     def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:  # noqa: ARG002
         return sum(attempt.is_counted for attempt in self._attempts)

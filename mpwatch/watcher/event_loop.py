@@ -17,7 +17,6 @@ The methods in the first part of EventLoop are posted to its Inbox by other thre
   the rank is started again.
 """
 
-import heapq
 import math
 import platform
 import signal
@@ -53,6 +52,7 @@ from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.rank_reader import RankReader
 from mpwatch.watcher.stop_agreements import StopAgreements
 from mpwatch.watcher.suspension import Suspension, suspend_processes
+from mpwatch.watcher.timers import Timers
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -83,6 +83,7 @@ class EventLoop:
         suspended_seconds: how long Ctrl-Z has suspended the ranks.
         starts: how often `start_ranks` was called.
         interrupted: what has ended the run, such as a signal. It stays None in a WorkerGroup.
+        timers: post its method `call_at`.
         stop_request: the first request to stop of the run. It stays None in a WorkerGroup.
     """
 
@@ -100,6 +101,7 @@ class EventLoop:
     ) -> None:
         self.state = WorkerState.UNKNOWN
         self.suspended_seconds = 0.0
+        self.timers = Timers()
         self.starts = 0
         self.interrupted: m.Interrupted | None = None
         self.stop_request: m.StopRequested | None = None
@@ -123,14 +125,12 @@ class EventLoop:
         self._events: list[m.RankEvent] = []  # that no machine has handled yet
         self._actions: list[tuple[Call, m.Action]] = []  # that were not executed yet
         self._touched: dict[Call, None] = {}  # calls whose machines have handled something since `_follow`
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []  # a heap
-        self._timer_count = 0
         self._pool = ProcessPool(deferred_log, output, spec)
         self._oom = OomDetector()
         self._reader = RankReader(
             self._pool,
             spec,
-            call_at=self._call_at,
+            call_at=self.timers.call_at,
             wake=self._outbox.wake,
             on_stop_request=self._on_stop_request_of_rank,
             offer_debugger_socket=offer_debugger_socket,
@@ -140,7 +140,7 @@ class EventLoop:
             self._pool,
             event_bus,
             deferred_log,
-            call_at=self._call_at,
+            call_at=self.timers.call_at,
             is_current=self._is_current,
             on_steps_held=None if node is None else node.on_steps_held,
         )
@@ -174,7 +174,7 @@ class EventLoop:
         if due_at <= monotonic():
             self._start_delayed(call)
         else:
-            self._call_at(due_at, partial(self._start_delayed, call))
+            self.timers.call_at(due_at, partial(self._start_delayed, call))
 
     def _start_delayed(self, call: Call) -> None:
         is_stopping = self.stop_request is not None and call.is_restart and self._node is None
@@ -303,10 +303,6 @@ class EventLoop:
     def send_stacks(self, receive: Callable[[Stacks], object]) -> None:
         self._reader.send_stacks(receive, self._ranks.values())
 
-    def call_at(self, due_at: float, action: Callable[[], object]) -> None:
-        """Call a function that runs no user code and does not block, at a time of CLOCK_MONOTONIC."""
-        self._call_at(due_at, action)
-
     # ---- calls and ranks
 
     def _start_rank(self, setup: RankSetup) -> None:
@@ -349,7 +345,7 @@ class EventLoop:
         if call.stop_after is not None and not call.is_restart:
             event = m.StopRequested(f"StopPolicy(after={call.stop_after:g})")
             target = call if self._keep_ranks else None
-            self._call_at(call.started_at + call.stop_after, partial(self.request_stop, event, target))
+            self.timers.call_at(call.started_at + call.stop_after, partial(self.request_stop, event, target))
         if self.stop_request is not None and self._node is None:
             self._handle(call, self.stop_request)
         while call.before_begin:
@@ -418,7 +414,7 @@ class EventLoop:
             self._deferred_log,
             is_called=lambda number: call is None or number in call.members,
             is_checking=is_checking,
-            call_at=self._call_at,
+            call_at=self.timers.call_at,
             end_call=end_call,
             on_stall=None if self._node is None else self._node.on_stall,
             may_call_again=self._keep_ranks,
@@ -430,8 +426,7 @@ class EventLoop:
         if self._events or self._actions:
             return 0.0
         deadline = min((call.due_at for call in self._calls), default=math.inf)
-        if self._timers:
-            deadline = min(deadline, self._timers[0][0])
+        deadline = min(deadline, self.timers.due_at)
         return None if deadline == math.inf else deadline - monotonic()
 
     def _settle(self) -> None:
@@ -441,7 +436,7 @@ class EventLoop:
         self._oom.add_suspects(rank.observations for rank in dead if may_be_oom_kill(rank.observations))
         for event in events:
             self._handle_rank_event(event)
-        self._run_timers()
+        self.timers.run_due(monotonic())
         self._inbox.run_all()
         now = monotonic()
         for call in self._calls:
@@ -489,15 +484,6 @@ class EventLoop:
         del self._ranks[rank.number]
         self._lose_all([rank.number])
 
-    def _run_timers(self) -> None:
-        now = monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
-
-    def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
-        self._timer_count += 1
-        heapq.heappush(self._timers, (due_at, self._timer_count, action))
-
     def _suspend(self) -> None:
         """If Ctrl-Z was pressed, stop all ranks until the program goes on, and shift all deadlines by that time."""
         while self._suspensions:
@@ -506,7 +492,7 @@ class EventLoop:
             suspended_at, self._resumed_at = max(suspension.requested_at, self._resumed_at), monotonic()
             seconds = self._resumed_at - suspended_at
             self.suspended_seconds += seconds
-            self._timers = [(due_at + seconds, number, action) for due_at, number, action in self._timers]
+            self.timers.shift(seconds)
             for call in self._calls:
                 self._handle(call, m.Resumed(suspended_at))
                 call.update_deadline()
@@ -552,7 +538,7 @@ class EventLoop:
             rank.process.send_signal_to_group(signum)
         observed = rank.observations
         if signum in (signal.SIGINT, signal.SIGTERM):
-            self._call_at(monotonic() + WAKE_SECONDS, partial(self._reader.wake, rank, observed))
+            self.timers.call_at(monotonic() + WAKE_SECONDS, partial(self._reader.wake, rank, observed))
         observed.signals_sent.add(signum)
         observed.first_signal_at = observed.first_signal_at or monotonic()
 

@@ -274,4 +274,4 @@ class Watcher:
 
     def interrupt_after(self, seconds: float, signum: int) -> None:
         """Interrupt the ranks once more, if they have not ended by then."""
-        self.post(self.loop.call_at, monotonic() + seconds, partial(self.loop.interrupt, Interrupted(signum)))
+        self.post(self.loop.timers.call_at, monotonic() + seconds, partial(self.loop.interrupt, Interrupted(signum)))
