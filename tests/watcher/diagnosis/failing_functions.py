@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -104,6 +105,16 @@ def returns_what_raises_when_rebuilt(error):
 
 
 # --- ranks and what is around them
+
+
+def starts_a_helper(barrier, pids):
+    """Start a helper process in the process group of each rank. Then rank 1 is killed."""
+    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    pids[rank()] = helper.pid
+    barrier.wait()
+    if rank() == 1:
+        is_killed()
+    wait_to_be_stopped()
 
 
 def ends_at_sigterm(pids, failing):

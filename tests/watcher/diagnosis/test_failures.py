@@ -10,7 +10,7 @@ import pytest
 import mpwatch
 from mpwatch import FailureKind, WorkerState
 from support import failing
-from support.process_state import SPAWN
+from support.process_state import SPAWN, is_alive
 from support.programs import in_own_process
 from watcher.diagnosis import failing_functions
 
@@ -120,6 +120,14 @@ def test_a_suspended_rank_is_reported_as_such_and_continued_so_that_it_can_end(b
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first") as caught:
         mpwatch.run(failing.fails_beside_a_suspended_rank, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
     assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(caught.value)
+
+
+def test_helpers_are_killed_with_their_ranks(barrier):
+    pids = SPAWN.Array("i", 3)
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
+        mpwatch.run(failing_functions.starts_a_helper, 3, args=(barrier, pids))
+    assert all(pids)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 # --- timeouts and signals

@@ -115,9 +115,6 @@ def test_no_restarted_rank_outlives_its_program(scope, number, eventually):
     eventually(lambda: not any(map(is_alive, pids)), seconds=1.0 if number == signal.SIGKILL else 0.0)
 
 
-# --- observers
-
-
 # --- ranks that fail or cannot be started at a restart
 
 
@@ -164,6 +161,3 @@ def test_an_error_at_a_restart_is_raised_and_names_the_failures_before_it(scope,
     assert note.startswith("raised after ranks had failed:\n    first start, ")
     assert "rank 1 failed first: ValueError: attempt 0" in note
     assert (events[-1].name, events[-1].state) == ("run_ended", WorkerState.FAILED)
-
-
-# --- exceptions at any bytecode
