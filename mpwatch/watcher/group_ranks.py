@@ -102,8 +102,10 @@ class GroupRanks:
     def lacks_process_group(self) -> bool:
         """Whether `backend` is set, and the ranks have no usable process group of torch. A call of all ranks makes it."""
         watcher = self._watcher
-        is_joined = watcher is not None and self._joined == (watcher, self._starts, self._process_group_version)
-        return self._spec.torch_backend.name is not None and not is_joined
+        if self._spec.torch_backend.name is None:
+            return False
+        has_joined = watcher is not None and self._joined == (watcher, self._starts, self._process_group_version)
+        return watcher is None or not has_joined or watcher.loop.has_lost_ranks
 
     def call(
         self,
@@ -270,7 +272,10 @@ class GroupRanks:
             call.is_posted, call.is_refused = True, False
             watcher.post(watcher.loop.begin, call)
             caller.wait(call.has_ended)
-            if call.is_over or give_up:
+            if call.is_over:
+                return
+            if give_up:
+                self._check_start()
                 return
             with open_standard_descriptors(), self._lock:
                 self._check_start()

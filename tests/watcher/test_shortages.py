@@ -46,7 +46,7 @@ SHORTAGES = {
         "LaunchError the call could not be packed: OSError: [Errno 27] File too large; raise the limit of file sizes",
     ),
     "shared memory is too large for a file": (
-        (len, 2, lambda: (bytes(500_000),), limit_file_size, 1_000_000),
+        (len, 2, lambda: (b"",), limit_file_size, 60_000),
         "LaunchError rank 0 could not be started: OSError: [Errno 27] File too large; raise the limit of file sizes",
     ),
 }
