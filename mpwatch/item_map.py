@@ -55,7 +55,7 @@ from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.item_channel import ItemKind, TokenPipe, open_item_channel, receive_message, send_message
 from mpwatch.wire.messages import MAX_DESCRIPTORS
-from mpwatch.wire.pickling.pickle_buffers import map_bundle
+from mpwatch.wire.pickling.packed import map_packed
 from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.worker.item_loop import serve_items
 
@@ -593,7 +593,7 @@ class ItemMap:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
         elif fds:
             try:
-                content = map_bundle(fds[0])
+                content = map_packed(fds[0])
             except OSError as unreadable:
                 content = unreadable
             finally:

@@ -74,8 +74,8 @@ class ProcessFailure:
         exit_code: the exit status that a shell would show: 1 for an exception, the code of SystemExit, or 128 + n for signal
             n. It is never 0.
         signal: number of the signal that killed the rank. It is None if no signal killed the rank.
-        exception: the rank's own exception, with its cause, context, notes and frames. It is None if the rank raised no
-            exception, or could not send it.
+        exception: the rank's own exception, with its cause, context, notes and frames, or a stand-in of the same name, base
+            classes and text if it cannot be pickled. It is None if the rank raised no exception, or could not send it.
         summary: what happened: the type and the text of the exception, as formatted in the rank. Without an exception, it
             says how the rank ended, such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty.
         traceback: the traceback as the rank would have printed it, with source lines. It is empty if there is no exception.

@@ -19,7 +19,7 @@ items, but only the token of the first item. If the first item has the token 7, 
 on.
 
 The socket has the type SOCK_SEQPACKET, which keeps the boundaries between messages. Large pickled data are sent in a file,
-whose descriptor is sent with the message (pickling/pickle_buffers.py).
+whose descriptor is sent with the message (pickling/packed.py).
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 TOKEN = struct.Struct("<Q")
 MAX_TOKENS = 512  # of 8 bytes. Every system's pipe takes this many bytes at once, and in one piece (PIPE_BUF)
-READ_SIZE = 1 << 17  # bytes; a bundle in the message itself has at most half of that
+READ_SIZE = 1 << 17  # bytes; a packed value in the message itself has at most half of that
 
 
 class ItemKind(enum.IntEnum):
     """The kind of a message. The comment beside a kind describes the message's body."""
 
     READY = 1  # empty
-    ITEM = 2  # the bundle of a call whose arguments are a token and the item; empty if the first descriptor is its file
+    ITEM = 2  # the packed call whose arguments are a token and the item; empty if the first descriptor is its file
     ITEMS = 3  # the same for several items
-    VALUE = 4  # the bundle of a value; empty if the descriptor is the bundle's file
+    VALUE = 4  # a packed value; empty if the descriptor is its file
     DIVIDE = 5  # empty
 
 

@@ -1,7 +1,4 @@
-"""`RankProcess` is the process of a rank, and `LaunchInfo` contains the data that the watcher passes to a new rank.
-
-The watcher starts a RankProcess (watcher/processes/process.py). In the new process, multiprocessing calls `RankProcess.run`.
-"""
+"""What the watcher passes to a new rank, whose interpreter calls `RankProcess.run`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LaunchInfo:
-    """The data with which the watcher starts a rank, such as the rank's descriptors and the fields of the rank's Worker."""
+    """The descriptors and the settings of a new rank."""
 
     __slots__ = (
         "capture_locals",
@@ -59,10 +56,7 @@ class LaunchInfo:
 
 
 class RankProcess(SpawnProcess):
-    """The process of a rank.
-
-    In the watcher, the process object is an instance of the subclass `_WatchedProcess` (watcher/processes/process.py). In
-    the rank, the process object is a plain RankProcess.
+    """The process of a rank. In the watcher, a subclass starts and signals it (watcher/processes/process.py).
 
     Args:
         launch_info: the argument of the program's `main`.

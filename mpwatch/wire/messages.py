@@ -16,7 +16,7 @@
 A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
 
 A message is sent as a frame, which is a header and a body. The pickle of a large call or return value is not in the body,
-but in a file, whose descriptor is sent with the frame (see pickling/pickle_buffers.py).
+but in a file, whose descriptor is sent with the frame (see pickling/packed.py).
 
 The header of a frame contains the time of an event, by the clock CLOCK_MONOTONIC. All processes of a machine share this
 clock, so the watcher can sort the events of different ranks by time.
@@ -43,8 +43,8 @@ class MessageKind(enum.IntEnum):
     """
 
     READY = 1  # READY_BODY
-    CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file
-    RETURNED = 3  # a pickle bundle with the return value; if it is empty, a descriptor is the bundle's file
+    CALL = 2  # CALL_NUMBER, then the packed call; if there is only the number, the first descriptor is its file
+    RETURNED = 3  # the packed return value; if it is empty, a descriptor is its file
     RAISED = 4  # an encoded exception: the "plain" message of exceptions/encoder.py
     LOAD_FAILED = 5  # the same for an exception that was raised while the rank unpickled the call
     SHUTDOWN = 6
@@ -84,7 +84,7 @@ def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = Non
 
 
 def encode_call(number: int, body: bytes) -> bytes:
-    """Return the bytes of a CALL message, whose body is the number of the call and the pickle bundle."""
+    """Return the bytes of a CALL message, whose body is the number of the call and the packed call."""
     return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
 
 

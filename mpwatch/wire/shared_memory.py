@@ -9,12 +9,9 @@ rank is dead.
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
 - A heartbeat is one write of eight bytes to memory, so a rank can send heartbeats in its innermost loop, from any thread.
-  While the rank writes a report, the report's checksum is wrong. If the watcher finds a wrong checksum, it reads the report
-  again.
-- Before the watcher interrupts a call with SIGINT, it writes the number of this call (`Call.number`) into the rank's
-  slot. A SIGINT itself carries no call number. If a SIGINT arrives between two calls, the rank compares the number in its
-  slot with the number of its next call. If the number in the slot is not the number of the next call, the rank ignores the
-  SIGINT.
+  While the rank writes a report, the report's checksum is wrong, and the watcher reads it again.
+- Before the watcher interrupts a call with SIGINT, it writes the number of this call into the rank's slot. So a SIGINT that
+  arrives between two calls can be ignored: its number is not that of the next call.
 
 The slot stays mapped into the rank's memory even if user code closes all descriptors, for example to become a daemon.
 """
@@ -70,10 +67,7 @@ def clear_slot(fd: int, slot: int) -> None:
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
-    """In the watcher: write the number of a call into the rank's slot, before SIGINT interrupts this call.
-
-    When the rank receives SIGINT, the rank reads this number. Call `record_interrupt` before you send the signal.
-    """
+    """In the watcher: write the number of the call that SIGINT is about to interrupt."""
     os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 
 
@@ -87,10 +81,7 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
 
 
 class HeartbeatSample:
-    """The content of a rank's heartbeat memory.
-
-    `beat_at` is None if there was no heartbeat, and `report` is None if there was no report.
-    """
+    """The content of a rank's heartbeat memory. What the rank has not written is None."""
 
     __slots__ = ("beat_at", "report")
 
@@ -100,11 +91,7 @@ class HeartbeatSample:
 
 
 class HeartbeatWriter:
-    """In the rank: writes the rank's heartbeats and reports.
-
-    Args:
-        memory: the rank's slot.
-    """
+    """In the rank: writes the rank's heartbeats and reports into its slot."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -113,10 +100,7 @@ class HeartbeatWriter:
         HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, monotonic())
 
     def stop(self) -> None:
-        """Record that no heartbeat will follow, because the function has returned.
-
-        If the rank has sent no heartbeat, do nothing.
-        """
+        """If there were heartbeats, record that none will follow, because the function has returned."""
         if HEARTBEAT_TIME.unpack_from(self._memory, HEARTBEAT_AT)[0]:
             HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, math.inf)
 
@@ -157,15 +141,12 @@ def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
 
 
 def prepare_slot(fd: int, slot: int) -> None:
-    """In the watcher: prepare the slot of an idle rank for a call.
-
-    Clear what the previous call has left: the heartbeat, the report, and the steps of `should_stop`.
-    """
+    """In the watcher: clear what the previous call of an idle rank has left."""
     os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
 
 
 def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
-    """In the watcher: return the object that reads and writes a rank's stop memory (stop_step.py)."""
+    """In the watcher: return the stop memory of a rank."""
     return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
 
 

@@ -12,21 +12,12 @@
        | --------------------------------------------> |   step <= agreed: asked = step; False
        |                                               |   step > agreed: stopped = step; True
 
-A rank passes a step when `should_stop` returns False for this step. In `should_stop`, a rank must write `asked` before it
-reads `state`. While the state is HOLD, `should_stop` does not return, so no rank passes a further step. A value that one
-processor writes to memory becomes visible to the other processors in much less than HOLD_SECONDS. After the watcher has set
-the state to HOLD, the watcher waits for HOLD_SECONDS before it reads each rank's `asked`.
+A rank writes `asked` before it reads `state`, and waits while the state is HOLD, so no rank passes a further step. A write
+becomes visible to the other processors in much less than HOLD_SECONDS. A rank that never asks is ignored; the last step of
+one that has returned still counts. On several nodes, the watchers agree on the highest step (multinode/leader.py).
 
-On several nodes, the watchers agree on the highest step that any rank has passed. The ranks of all nodes wait until the
-watchers have agreed on a step (multinode/leader.py).
-
-If a rank never calls `should_stop`, the watcher ignores this rank when it computes `agreed`. If a rank has returned, the
-watcher still uses the last step of this rank when it computes `agreed`. For example, if rank 0 has returned after step 9,
-the other ranks finish step 9 before they stop.
-
-A step that is lower than the previous step begins a new round of steps, such as an epoch. In `asked` and `agreed`, the first
-step of a new round gets the number that follows the last step of the previous round. For example, if the last step of an
-epoch has the number 99, the first step of the next epoch has the number 100.
+A step below the previous one begins a new round, such as an epoch. In `asked` and `agreed`, its numbers follow on: after
+step 99, the first step of the next epoch is 100.
 """
 
 from __future__ import annotations
@@ -49,12 +40,7 @@ POLL_SECONDS = 0.0005  # a waiting rank reads the state this often
 
 
 class StopReader:
-    """In the rank: computes the result of `should_stop`. Only one thread of the rank may use this object.
-
-    Args:
-        memory: the rank's slot.
-        start: the offset of the stop memory in the slot, in bytes.
-    """
+    """The rank's side. Only one thread may use it. `start` is the offset of the stop memory in the slot, in bytes."""
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._words = memoryview(memory)[start : start + len(CLEARED)].cast("q")  # quicker than `struct`
@@ -66,10 +52,7 @@ class StopReader:
         self._offset = 0  # the number of steps in all previous rounds
 
     def should_stop(self, step: int) -> bool:
-        """Return True if the rank must stop now and must not do this step.
-
-        Raises ValueError if the step has more than 64 bits.
-        """
+        """Return True if the rank must not do this step. Raises ValueError if the step has more than 64 bits."""
         if step < self._last_step:
             self._begin_round(step)
         try:
@@ -100,12 +83,7 @@ class StopReader:
 
 
 class StopMemory:
-    """In the watcher: reads and writes the stop memory of one rank, even if the rank is dead.
-
-    Args:
-        fd: the file of the slots.
-        start: the offset of the rank's stop memory in the file, in bytes.
-    """
+    """The watcher's side, for one rank, even a dead one. `start` is the offset in the file of the slots, in bytes."""
 
     def __init__(self, fd: int, start: int) -> None:
         self._fd = fd
@@ -116,10 +94,7 @@ class StopMemory:
         self._write(STATE, HOLD)
 
     def agree(self, step: int | None) -> None:
-        """Make the rank stop at its first step after `step`.
-
-        If `step` is None, the rank stops at its next call of `should_stop`.
-        """
+        """Make the rank stop at its first step after `step`, or at its next call of `should_stop` if `step` is None."""
         self._write(AGREED_STEP, NO_STEP if step is None else step)
         self._write(STATE, AGREED)
 

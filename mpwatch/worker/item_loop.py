@@ -92,12 +92,12 @@ def _send_value(channel: socket.socket, value: object) -> bool:
 
     The rank stops its heartbeats before it sends a value, because the rank may wait long for the next item.
     """
-    with closing(pickle_value(value)) as bundle:
+    with closing(pickle_value(value)) as packed:
         context.stop_heartbeats()
         while True:
             try:
                 return send_message(
-                    channel, ItemKind.VALUE, bundle.body, [] if bundle.file is None else [bundle.file.fileno()]
+                    channel, ItemKind.VALUE, packed.body, [] if packed.file is None else [packed.file.fileno()]
                 )
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:

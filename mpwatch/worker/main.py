@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from mpwatch.wire.pickling.call_payload import Call
-    from mpwatch.wire.pickling.pickle_buffers import PickleBundle
+    from mpwatch.wire.pickling.packed import Packed
 
     ReceivedCall = tuple[int, bytes, list[int] | None]  # the call's number, and the arguments of call_payload.unpack
-    Returned = tuple[PickleBundle, float]  # the pickled return value, and when the function returned
+    Returned = tuple[Packed, float]  # the pickled return value, and when the function returned
 
 
 def main(launch_info: LaunchInfo) -> None:
@@ -249,7 +249,7 @@ def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
         return _Failure(MessageKind.RAISED, error, returned_at)
 
 
-def pickle_value(value: object) -> PickleBundle:
+def pickle_value(value: object) -> Packed:
     """Pickle a return value.
 
     Raises:
@@ -287,7 +287,7 @@ def _exit_forked_process(outcome: _Failure | Returned) -> None:
 # --- Answers ---
 
 
-def _send_value(channel: Channel, value: PickleBundle, returned_at: float) -> None:
+def _send_value(channel: Channel, value: Packed, returned_at: float) -> None:
     error = None
     try:
         if value.file is None:

@@ -27,7 +27,7 @@ from mpwatch.results.failure import ProcessFailure
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.decoder import ExceptionNode, build_graph
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
-from mpwatch.wire.exceptions.tracebacks import Frame, Span, get_file, is_hidden, make_frame
+from mpwatch.wire.exceptions.tracebacks import Frame, Span
 
 LOCAL_FIELDS: Final[Mapping[str, str]] = {
     "exception": "nodes exchange no pickles, so an ExceptionGraph of the same name is sent instead of the exception",
@@ -51,8 +51,8 @@ BUILTIN_EXCEPTIONS = {
 }
 
 
-# file, name, qualified name, first line of the code, current line, module, is hidden, span (None if it is unknown)
-EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]
+FRAME_KEYS = ("file", "name", "qualname", "first_line", "line", "module", "is_hidden", "span")
+EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]  # the values of these keys of a Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
         encoded = _encode_exception(exception, bytes_left // 2 if exceptions else bytes_left * 2 // 3)
         bytes_left -= _json_size(to_json(encoded)) + 1
         exceptions.append(encoded)
-    files = {get_file(frame) for exception in exception_nodes[: len(exceptions)] for frame in exception["frames"]}
+    files = {frame["file"] for exception in exception_nodes[: len(exceptions)] for frame in exception["frames"]}
     sources: dict[str, str] = {}
     for file, text in source_lines.collect_for_files(files).items():
         entry = {_encode_name(file, MAX_PATH_BYTES): clean_text(text)}
@@ -251,15 +251,14 @@ def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, 
     for number in range(min(len(frames), MAX_FRAMES)):
         index = number // 2 if number % 2 else len(frames) - 1 - number // 2
         frame = frames[index]
-        code, variables = frame["tb_frame"]["f_code"], frame["tb_frame"]["f_globals"]
         encoded = (
-            _encode_name(code["co_filename"], MAX_PATH_BYTES),
-            _encode_name(code["co_name"], MAX_NAME_BYTES),
-            _encode_name(code["co_qualname"], MAX_NAME_BYTES),
-            _clamp(code["co_firstlineno"], 0, MAX_LINE_NUMBER),
-            _clamp(frame["tb_lineno"], 0, MAX_LINE_NUMBER),
-            _encode_name(variables.get("__name__", "?"), MAX_NAME_BYTES),
-            is_hidden(frame),
+            _encode_name(frame["file"], MAX_PATH_BYTES),
+            _encode_name(frame["name"], MAX_NAME_BYTES),
+            _encode_name(frame["qualname"], MAX_NAME_BYTES),
+            _clamp(frame["first_line"], 0, MAX_LINE_NUMBER),
+            _clamp(frame["line"], 0, MAX_LINE_NUMBER),
+            _encode_name(frame["module"], MAX_NAME_BYTES),
+            frame["is_hidden"],
             frame["span"],
         )
         bytes_left -= _json_size(encoded) + 1
@@ -335,17 +334,8 @@ def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
 
 
 def _decode_frame(encoded: EncodedFrame, renamed: Mapping[str, str]) -> Frame:
-    file, name, qualname, first_line, line, module, hides, span = encoded
-    return make_frame(
-        file=renamed.get(file, file),
-        name=name,
-        qualname=qualname,
-        first_line=first_line,
-        line=line,
-        module=module,
-        is_hidden=hides,
-        span=span,
-    )
+    frame = dict(zip(FRAME_KEYS, encoded, strict=True))
+    return {**frame, "file": renamed.get(encoded[0], encoded[0])}
 
 
 def _check_exception(exception: EncodedException, path: str, count: int) -> None:

@@ -1,32 +1,22 @@
-"""Decodes an exception that encoder.py has encoded. This module runs in the watcher.
+"""Rebuilds an exception that encoder.py has encoded, with user code of its classes only where a function says so.
 
-In the rank, encoder.py uses this module to test whether an exception can be rebuilt from its pickles.
+An exception, its causes, contexts and group members are the nodes of a graph. Each becomes an object of its own class if its
+pickle can be loaded. Otherwise it becomes a stand-in, with the name, the builtin base classes and the text of the original:
+`except ValueError` also catches the stand-in of a ValueError.
 
-An exception, its causes and the members of an exception group are the nodes of a graph. `decode_exception` rebuilds each
-node in the best way that works:
-
-    exact      unpickle the exception as a whole
-    rebuilt    unpickle its class, and the arguments and attributes that could be pickled; then create it from them
-    stand-in   create a class of the same name, derived from the same builtin classes, with the same text
-
-The functions `read_cause_chain`, `read_summary` and `read_traceback_text` run no user code. These functions rebuild no
-exception, but read texts from the message "plain".
+`read_cause_chain`, `read_summary` and `read_traceback_text` run no user code.
 """
 
 import builtins
 import marshal
-import pickle
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.tracebacks import add_local_variables, build_traceback, get_file
+from mpwatch.wire.exceptions.tracebacks import build_traceback
 from mpwatch.wire.pickling import return_values
 
 ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
-PickledParts = dict[str, Any]  # the pickles of one exception; for its keys see `_pickle_parts` in encoder.py
-MEMORY_ADDRESS = r"0x[0-9a-f]+"
 
 
 # These exceptions end a run if they are raised while user code runs in the caller's thread. All others are errors of that
@@ -51,118 +41,82 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
-    """Rebuild an exception from the three messages that encoder.py has made from it.
+    """Rebuild an exception from the messages of `ExceptionEncoder`. Without `details`, the result is a stand-in.
 
     This function runs user code, and ignores the exceptions of this code, except KeyboardInterrupt.
-
-    Args:
-        plain: the message "plain" of `ExceptionEncoder`.
-        details: the message "details". If it is empty, a stand-in for the exception is returned.
-        local_variables: the message "locals". If it is empty, the frames have no local variables.
     """
     content = marshal.loads(plain)
     source_lines.add_to_linecache(content["sources"])
     if local_variables:
+        from mpwatch.wire.exceptions.local_variables import LocalText
+
         for node, texts in zip(content["nodes"], marshal.loads(local_variables), strict=True):
-            add_local_variables(node["frames"], texts)
-    return build_graph(content["nodes"], pickle.loads(details) if details else [])
+            for number, variables in texts.items():
+                node["frames"][number]["locals"] = {name: LocalText(text) for name, text in variables.items()}
+    return build_graph(content["nodes"], marshal.loads(details) if details else ())
 
 
-def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
-    """Build all exceptions of a graph, and return the exception of the first node."""
+def build_graph(nodes: list[ExceptionNode], pickles: Sequence[bytes | None] = ()) -> BaseException:
+    """Build all exceptions of a graph, and return the exception of the first node. Runs user code only for pickles."""
+    from graphlib import TopologicalSorter
+
     built: dict[int, BaseException] = {}
-    for number in _order_members_first(nodes):
-        members = [built[member] for member in nodes[number]["members"] if member in built]
-        built[number] = _build_exception(nodes[number], parts[number] if parts else None, members)
+    # the constructor of a group needs its members
+    for number in TopologicalSorter({number: node["members"] for number, node in enumerate(nodes)}).static_order():
+        members = [built[member] for member in nodes[number]["members"]]
+        built[number] = _build_exception(nodes[number], pickles[number] if pickles else None, members)
     for number, error in built.items():
         _set_references(error, nodes[number], built)
     return built[0]
 
 
-def _order_members_first(nodes: list[ExceptionNode]) -> list[int]:
-    """Return the numbers of the nodes in the order in which the exceptions must be created.
-
-    Put the members of an exception group before the group itself, because the group's constructor needs the members.
-    """
-    order: list[int] = []
-    waiting = [(number, False) for number in range(len(nodes))]
-    done = set()
-    while waiting:
-        number, has_members = waiting.pop()
-        if number in done:
-            continue
-        if has_members:
-            done.add(number)
-            order.append(number)
-        else:
-            waiting.append((number, True))
-            waiting += [(member, False) for member in nodes[number]["members"]]
-    return order
-
-
-def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: list[BaseException]) -> BaseException:
-    if parts is not None:
+def _build_exception(node: ExceptionNode, data: bytes | None, members: list[BaseException]) -> BaseException:
+    if data is not None:
         try:
-            return rebuild_from_pickles(node, parts, members)
+            return load_exception(data, node["message"], members)
         except ENDS_RUN:
             raise
         except BaseException:  # noqa: BLE001, S110
-            pass  # rebuilding worked in the rank, but the classes here may differ
+            pass  # it could be loaded in the rank, but the classes here may differ
     return _build_stand_in(node, members)
 
 
-def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
-    """Create the exception from its pickles, as an object of its original class (not as a stand-in).
+def load_exception(data: bytes, message: str, members: list[BaseException]) -> BaseException:
+    """Load the pickle of one exception. Raises whatever the code of its class raises.
 
-    Raises any exception that the code of the original class raises.
+    Args:
+        data: see `_pickle` in encoder.py.
+        message: the message of an exception group.
+        members: the members of an exception group.
     """
-    if parts["exact"] is not None:
-        error = return_values.loads(parts["exact"])
-        if not isinstance(error, BaseException):
-            raise TypeError(f"its pickle contains {error!r}")
-    else:
+    error = return_values.loads(data)
+    if type(error) is tuple:
+        cls, args, attributes = error
         # without __init__, whose arguments are not known
-        args = (node["message"], members) if members else tuple(return_values.loads(arg) for arg in parts["args"])
-        error = _construct(return_values.loads(parts["class"]), args)
-    for name, data in parts["attributes"].items():
-        try:
-            setattr(error, name, return_values.loads(data))
-        except Exception:  # noqa: BLE001, S112  a read-only slot
-            continue
-    return error
+        error = find_builtin_base(cls).__new__(cls, *((message, members) if members else ()))
+        if not members:
+            set_builtin_attribute(error, "args", args)
+        for name, value in attributes.items():
+            BaseException.__setattr__(error, name, value)  # the class may forbid it
+    if not issubclass(type(error), BaseException):
+        raise TypeError(f"its pickle contains {error!r}")
+    loaded: BaseException = error
+    return loaded
 
 
 def is_builtin_class(cls: type) -> bool:
-    """Return whether a class is builtin.
-
-    `is_builtin_class` does not read `cls.__module__`, because `__module__` can be wrong. For example, pytest's class Skipped
-    is not builtin, but its `__module__` is "builtins".
-    """
+    """Return whether a class is builtin, which `cls.__module__` cannot tell: that of pytest's Skipped is "builtins"."""
     return getattr(builtins, cls.__name__, None) is cls
 
 
-def has_same_text(one: str, other: str) -> bool:
-    """Remove memory addresses such as `0x7f3a` from two texts, and return whether the two texts are then equal."""
-    return re.sub(MEMORY_ADDRESS, "", one) == re.sub(MEMORY_ADDRESS, "", other)
-
-
-def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
-    try:
-        error: object = cls.__new__(cls, *args)
-    except Exception:  # noqa: BLE001  the class's own __new__ raised, so call __new__ of the nearest builtin class
-        base = next(base for base in cls.__mro__ if is_builtin_class(base))
-        error = base.__new__(cls, *args)
-    if not isinstance(error, BaseException):
-        raise TypeError(f"{cls!r} does not create exceptions")
-    return error
+def find_builtin_base(cls: Any) -> Any:
+    """Return the builtin class that determines the memory layout of this class."""
+    while not is_builtin_class(cls):
+        cls = cls.__base__
+    return cls
 
 
 def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
-    """Create a stand-in for an exception that cannot be rebuilt from its pickles.
-
-    The stand-in has the text of the original exception. The class of the stand-in has the name of the original class, and is
-    derived from the same builtin classes. For example, `except ValueError` also catches the stand-in of a ValueError.
-    """
     text = node["text"]
     names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}
     bases = tuple(getattr(builtins, name) for name in node["bases"])
@@ -196,11 +150,11 @@ class ExceptionHeader:
     def __init__(self, node: ExceptionNode) -> None:
         self.name: str = node["name"]
         self.text: str = node["text"]
-        self.raised_in: str = get_file(node["frames"][-1]) if node["frames"] else ""
+        self.raised_in: str = node["frames"][-1]["file"] if node["frames"] else ""
 
 
 def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
-    """Return a list of ExceptionHeaders: the first is for the exception, the second is for its cause, and so on."""
+    """Return the headers of the exception, of its cause, of the cause's cause, and so on."""
     nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
     chain: list[ExceptionHeader] = []
     number: int | None = 0

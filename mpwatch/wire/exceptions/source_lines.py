@@ -1,11 +1,8 @@
 """Sends source code that is in no file: notebook cells, a program on stdin, and generated code.
 
-Python prints a traceback with the source lines that the module `linecache` finds. Each call is sent with the sources of its
-functions, because a rank does not have the cells of the caller's notebook. Each exception is sent with the sources of its
-frames, because a rank can generate code, and the caller does not have the generated code. The receiver of a call or an
-exception adds the sources to its `linecache`.
-
-This module runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
+Python prints a traceback with the lines that the module `linecache` finds. A rank lacks the cells of the caller's notebook,
+and the caller lacks the code that a rank has generated. So the sources are sent with each call and with each exception, and
+the receiver adds them to its `linecache` (see os_support/cpython_private.py).
 """
 
 from __future__ import annotations
@@ -86,11 +83,7 @@ def _read_program_on_stdin() -> str:
 
 
 def _contains(text: str, wanted: list[CodeType]) -> bool:
-    """Compile the program in `text`, and return whether the result contains all code objects in `wanted`.
-
-    Return False if `text` contains lines that are not part of the Python program. For example, the first lines of stdin can
-    be shell commands, and the last of these commands starts Python.
-    """
+    """Return whether `text` is the program of this code. Stdin may also hold lines of the shell that has started Python."""
     try:
         found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))
     except (SyntaxError, ValueError, RecursionError):

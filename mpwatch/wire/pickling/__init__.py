@@ -1,1 +1,1 @@
-"""Pickle calls and return values. Large buffers, such as the data of arrays, are stored outside the pickles."""
+"""Pickle calls, return values and exceptions. Large buffers, such as the data of arrays, lie beside the pickles."""

@@ -33,8 +33,4 @@ class PerRank(Generic[T]):
 
 
 def refuse_per_rank(_: PerRank[Any]) -> NoReturn:
-    """Raise TypeError, because this PerRank is inside another argument, for example inside a list.
-
-    If a PerRank is itself an argument, mpwatch takes the values out of the PerRank before pickling the call.
-    """
     raise TypeError("a PerRank must itself be one of args or kwargs, not a part of another value")

@@ -1,8 +1,8 @@
-"""Pickle torch's tensors. The memory of a torch storage is pickled only once, even if many tensors are views of the storage.
+"""Pickle torch's tensors, and the memory of each storage once, even if many tensors are views of it.
 
-Each time torch pickles a tensor, torch creates a new Python object for the tensor's storage. In this module all storage
-objects with the same memory share one `_StorageMemory`, which pickle writes only once. Because pickle writes the memory only
-once, tied weights stay tied, and a slice stays a view of its tensor.
+torch makes a new Python object for the storage each time it pickles a tensor. Here all objects of one storage share one
+`_StorageMemory`. So tied weights stay tied, a slice stays a view of its tensor, and the slices that different ranks get of
+one tensor are written once.
 
 This module imports torch, so other modules import this module only if torch is already loaded.
 """
@@ -44,7 +44,10 @@ def reducers() -> dict[type, Reducer]:
         return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_rebuild_untyped, (get_memory(storage),))
 
     def get_memory(storage: Any) -> _StorageMemory:
-        return memories.setdefault(get_storage_id(storage), _StorageMemory(storage))
+        number = get_storage_id(storage)
+        if number not in memories:
+            memories[number] = _StorageMemory(storage)
+        return memories[number]
 
     return {torch.Tensor: _reduce_tensor, TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
 
@@ -72,11 +75,7 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 
 def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of `rebuild`, with a typed storage instead of an untyped storage.
-
-    For tensors of torch's newer dtypes, such as float8 and uint16, torch returns an untyped storage, which `rebuild` cannot
-    use.
-    """
+    """For the newer dtypes, such as float8 and uint16, torch returns an untyped storage, which `rebuild` cannot use."""
     if rebuild is rebuild_tensor_v3:
         storage, *rest = args
         args = (_rebuild_typed(storage, torch.uint8), *rest)  # torch needs a typed storage here, of any type
@@ -87,21 +86,16 @@ def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _StorageMemory:
-    """The memory of one torch storage. If pickle loads a _StorageMemory, the result is an UntypedStorage.
-
-    A _StorageMemory keeps its storage alive while the pickler exists.
-    """
+    """The memory of one torch storage, which is loaded as an UntypedStorage. Keeps the storage alive."""
 
     def __init__(self, storage: Any) -> None:
-        self._storage = storage
+        self._block: Any = b""
+        if size := storage.nbytes():  # an empty storage has no address
+            self._block = (ctypes.c_ubyte * size).from_address(storage.data_ptr())
+            self._block.owner = storage  # keeps the memory alive, since the buffer is written after the pickle
 
     def __reduce__(self) -> Any:
-        size = self._storage.nbytes()
-        if size == 0:  # an empty storage has no address
-            return _rebuild_storage, (b"",)
-        block: Any = (ctypes.c_ubyte * size).from_address(self._storage.data_ptr())
-        block.owner = self._storage  # keeps the memory alive, since the buffer is written after the pickle
-        return _rebuild_storage, (PickleBuffer(block),)
+        return _rebuild_storage, (PickleBuffer(self._block) if self._block else b"",)
 
 
 def _rebuild_storage(buffer: bytes | bytearray | memoryview) -> Any:

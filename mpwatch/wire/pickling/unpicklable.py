@@ -1,12 +1,7 @@
-"""Find out which part of an object cannot be pickled, and the path to this part, such as "args[0].model.lock".
+"""Find the innermost part of an object that cannot be pickled, with its path, such as "args[0].model.lock".
 
-This module runs in the caller's process or in a rank, after an object could not be pickled. If a part cannot be pickled, the
-search looks inside this part. If an object cannot be pickled although all of its parts can be pickled, the search returns
-this object.
-
-Parts can form a cycle: for example, a trainer refers to a callback, and the callback refers back to the trainer. If one
-object of a cycle cannot be pickled, no object of the cycle can be pickled. So the search prefers a part that does not belong
-to a cycle. For example, the search returns the trainer's lock, and not a callback that refers back to the trainer.
+If a trainer has a lock and a callback, and the callback refers back to the trainer, neither the callback nor the lock can be
+pickled. So the search prefers a part that does not lead back to an object on its path: the lock.
 """
 
 import functools
@@ -21,13 +16,7 @@ Part = tuple[str, Any]  # the text that the part adds to the path, and the part 
 
 
 def find_unpicklable(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, Any]:
-    """Return the path of the innermost part that cannot be pickled, and the part itself.
-
-    Args:
-        path: the name of `thing`, for example "args[0]".
-        thing: an object for which `dumps` raises.
-        dumps: pickles one object, or raises if that is impossible.
-    """
+    """Return the path and the part. `path` is the name of `thing`, such as "args[0]", and `dumps` raises for `thing`."""
     found = _Search(dumps, {id(thing): thing}, iter(range(MAX_PROBES))).find_innermost(path, thing, MAX_DEPTH)
     return found.path, found.thing
 
@@ -105,7 +94,6 @@ def _iterate_function_parts(fn: types.FunctionType) -> Iterator[Part]:
 
 
 def _iterate_global_names(code: types.CodeType) -> Iterator[str]:
-    """Return the global names that a function and its inner functions use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -59,6 +59,15 @@ class Slotted(Exception):
         self.code = code
 
 
+class PicklesItself(Exception):
+    def __init__(self, code, hint):
+        super().__init__(f"{code}: {hint}")
+        self.code, self.lock = code, threading.Lock()
+
+    def __reduce__(self):
+        return PicklesItself, (self.code, "came back")
+
+
 class RefusesToPickle(ValueError):
     def __reduce__(self):
         raise RuntimeError("no")
@@ -110,9 +119,7 @@ def local_error(text):
         failing.KeywordOnlyError(7, detail="two"),
         NeedsNew(7, why="new"),
         Slotted(5),
-        RefusesToPickle("text"),
-        ExitsWhenPickled("text"),
-        RecursesWhenRebuilt("text"),
+        failing.RefusesAttributesError("text"),
         NoText("text"),
         RuntimeError("missing", set(map(str, range(200)))),  # it may come back in another order
     ],
@@ -127,12 +134,35 @@ def test_type_text_and_attributes(error):
         assert getattr(back, name, None) == getattr(error, name, None)
 
 
-def test_an_attribute_that_cannot_be_sent_takes_nothing_along():
-    error = raise_and_catch(failing.KeywordOnlyError(7, detail="x"))
-    error.trouble, error.lock = ExitsWhenLoaded(), threading.Lock()
-    back = round_trip(error)
-    assert type(back) is failing.KeywordOnlyError
-    assert vars(back) == {"code": 7, "detail": "x"}
+def test_a_class_that_pickles_itself_is_asked():
+    back = round_trip(raise_and_catch(PicklesItself(7, "x")))
+    assert (type(back), str(back), back.code) == (PicklesItself, "7: came back", 7)
+
+
+def hold(error, **attributes):
+    vars(error).update(attributes)
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RefusesToPickle("text"),
+        ExitsWhenPickled("text"),
+        RecursesWhenRebuilt("text"),
+        hold(failing.KeywordOnlyError(7, detail="x"), lock=threading.Lock()),
+        hold(failing.KeywordOnlyError(7, detail="x"), trouble=ExitsWhenLoaded()),
+        PicklesItself(threading.Lock(), "x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_cannot_be_pickled_or_loaded_arrives_as_a_stand_in(error):
+    error.__cause__ = KeyError("cause")
+    back = round_trip(raise_and_catch(error))
+    assert type(back) is not type(error)
+    assert type(back).__mro__[1:] == type(error).__mro__[1:]
+    assert (type(back).__qualname__, str(back)) == (type(error).__qualname__, str(error))
+    assert (type(back.__cause__), back.__cause__.args) == (KeyError, ("cause",))
 
 
 @pytest.mark.parametrize(
