@@ -1,7 +1,7 @@
-"""What the watcher observed of an attempt and of each rank in the attempt. Data only.
+"""What the watcher observed of an attempt and of each of its ranks. Data only.
 
-The watcher thread writes the observations in its event loop. When the attempt has ended, the caller's thread runs the
-diagnosis, which reads the observations. All times in this module are seconds of CLOCK_MONOTONIC.
+The watcher thread writes it. When the attempt has ended, the caller's thread reads it. All times are seconds of
+CLOCK_MONOTONIC.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,8 +56,7 @@ class RankObservations:
     stderr: str = ""
     """The last lines of the rank's stderr, if the watcher reads it."""
     was_asked_for_stacks: bool = False
-    """Whether the watcher sent a signal that asks for stacks. If the rank executes another program at that moment, the
-    signal kills that program."""
+    """By a signal, which kills the rank if it executes another program at that moment."""
     is_dump_for_report: bool = False
     """Whether the watcher asked for stacks because it stops the rank, not only for `stacks()` or Ctrl-Backslash."""
     collectives: RankCollectives | None = None
@@ -79,23 +78,21 @@ class RankObservations:
     """When the watcher sent the first signal to the rank."""
 
     def add_collectives(self, answer: RankCollectives) -> None:
-        """Store the rank's collectives.
-
-        If `answer` contains no new call, keep the rank's earlier report. While a rank waits in a collective, its report can
-        name the source line of the call. After a collective has failed, new reports no longer name the source line of the
-        failed call.
-        """
+        """Keep the earlier answer if this one has no new call: once a collective has failed, its source line is lost."""
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
 
     def get_progress(self, run_started_at: float) -> Progress | None:
-        """Return the rank's last `mpwatch.report()`, with the time of the report in seconds since the start of the run."""
-        return make_progress(self.heartbeat, run_started_at)
+        """Return the rank's last `mpwatch.report()`, with its time in seconds since the start of the run."""
+        if self.heartbeat.report is None:
+            return None
+        at, step, total, metrics = self.heartbeat.report
+        return Progress(step=step, total=total, metrics=metrics, elapsed=at - run_started_at)
 
 
 @dataclass(frozen=True)
 class AttemptObservations:
-    """The watcher's observations of one restart group, during one attempt of a run or one call of a WorkerGroup."""
+    """What the watcher observed of one Call."""
 
     ranks: Mapping[int, RankObservations]
     hostname: str
@@ -136,7 +133,6 @@ class AttemptObservations:
 
     @property
     def healthy_seconds(self) -> float:
-        """The time in seconds from `all_ready_at` to `stopped_at`, or 0 if `all_ready_at` or `stopped_at` is None."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
     @property
@@ -146,23 +142,11 @@ class AttemptObservations:
         return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
 
     def collect_stderr(self) -> None:
-        """Read the last lines of stderr of all ranks."""
         for observed in self.ranks.values():
             observed.stderr = observed.stderr_tail.last_lines()
 
     def drop_payloads(self) -> None:
-        """Delete the return values and exceptions in the ranks' answers, because they can be large.
-
-        The kind and the time of each answer are not deleted, because the live view needs them.
-        """
+        """Delete the return values and exceptions, which can be large. The live view needs their kinds and times."""
         for observed in self.ranks.values():
             if observed.answer is not None:
                 observed.answer = Message(observed.answer.kind, observed.answer.stamp, b"")
-
-
-def make_progress(heartbeat: HeartbeatSample, run_started_at: float) -> Progress | None:
-    """Return the last report of a rank, or None. The time of the report is in seconds since the start of the run."""
-    if heartbeat.report is None:
-        return None
-    at, step, total, metrics = heartbeat.report
-    return Progress(step=step, total=total, metrics=metrics, elapsed=at - run_started_at)
