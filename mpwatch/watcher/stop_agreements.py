@@ -1,6 +1,4 @@
-"""Makes all ranks stop at the same step when a stop is requested.
-
-This module runs in the watcher thread.
+"""Makes all ranks stop at the same step when a stop is requested. Runs in the watcher thread.
 
     StopRequested --> begin: hold the ranks --- HOLD_SECONDS later ---> read the steps that they have passed
     one node                   '--> agree on the highest step
@@ -28,16 +26,11 @@ StepsHeldCallback = Callable[[int | None], object]
 
 
 class StopAgreements:
-    """Makes the ranks of one event loop agree on the step at which they stop.
+    """The agreements of one event loop.
 
     Args:
-        pool: the ranks.
-        event_bus: receives an event for each agreement.
-        deferred_log: receives a warning for each agreement.
-        call_at: makes the event loop call a function at a time of CLOCK_MONOTONIC.
         is_current: returns whether the ranks of a call have got no other call.
-        on_steps_held: is called on several nodes. Its argument is the highest step that a rank of this node has passed, or
-            None if no rank has passed a step. On a single node, there is no such function (None).
+        on_steps_held: on several nodes, gets the highest step that a rank of this node has passed, if any. None on one node.
     """
 
     def __init__(
@@ -58,15 +51,10 @@ class StopAgreements:
         self._on_steps_held = on_steps_held
 
     def begin(self, call: Call, cause: str) -> None:
-        """Make each rank of a call wait at its next call of `should_stop`.
-
-        After HOLD_SECONDS, the event loop reads the last step of each rank. On one node, the event loop then calls `agree`
-        with the highest of these steps. On several nodes, it calls `on_steps_held`.
-        """
+        """Make each rank wait at its next call of `should_stop`, and agree, or call `on_steps_held`, HOLD_SECONDS later."""
         for rank in call.ranks:
             self._pool.get_stop_memory(rank).hold()
-        read_steps = partial(self._read_steps, call, cause)
-        self._call_at(monotonic() + HOLD_SECONDS, read_steps)
+        self._call_at(monotonic() + HOLD_SECONDS, partial(self._read_steps, call, cause))
 
     def _read_steps(self, call: Call, cause: str) -> None:
         if not self._is_current(call):  # the ranks have another call meanwhile
@@ -79,14 +67,10 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, call: Call, step: int | None, cause: str) -> None:
-        """Make each rank of a call stop after the step whose number is `step`.
-
-        If `step` is None, the ranks stop at their next call of `should_stop`.
-        """
+        """Make each rank stop after this step, or at its next call of `should_stop` if that is None."""
         for rank in call.ranks:
             self._pool.get_stop_memory(rank).agree(step)
-        attempt = call.attempt
-        self._event_bus.publish(Stopping, call.ranks, attempt=attempt, stop_cause=cause, after_step=step)
+        self._event_bus.publish(Stopping, call.ranks, attempt=call.attempt, stop_cause=cause, after_step=step)
         ranks = format_ranks(call.ranks)
         if step is None:
             text = "a stop was requested (%s); should_stop() has not been called by %s yet, and its first call returns True"
@@ -95,10 +79,7 @@ class StopAgreements:
             self._deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)
 
     def log_overdue_ranks(self, call: Call, stop_timeout: float) -> None:
-        """Log a warning with the step and the code location of each rank that has not returned within `stop_timeout`.
-
-        Ask these ranks for their stacks before you call this method.
-        """
+        """Warn of each rank that has not returned: its step, and where it is. Ask them for their stacks before."""
         places = {}
         for rank, observed in call.observed.items():
             if observed.answer is None and not observed.has_exited:

@@ -50,10 +50,8 @@ class Group(NamedTuple):
 
     name: str
     backend: str
-    ranks: tuple[int, ...]
-    """The global ranks of torch in the world of the process group."""
-    number: int = 1
-    """The number of this process group among those with the same name in its world."""
+    ranks: tuple[int, ...]  # the global ranks of torch in the world of the process group
+    number: int = 1  # the number of this process group among those with the same name in its world
     world: str = ""
 
 

@@ -23,14 +23,12 @@ class RankObservations:
     """What the watcher observed of one rank, during one attempt or one call."""
 
     worker: Worker
-    stderr_tail: StderrTail = field(default_factory=StderrTail)
-    """Keeps the last lines of the rank's stderr."""
+    stderr_tail: StderrTail = field(default_factory=StderrTail)  # keeps the last lines of the rank's stderr
     pid: int | None = None
     was_ready: bool = False
     raised_at: float | None = None
     """When the rank's function raised, from the rank's FAILING message. The exception itself is in `answer`."""
-    answer: Message | None = None
-    """The message RETURNED, RAISED or LOAD_FAILED."""
+    answer: Message | None = None  # the message RETURNED, RAISED or LOAD_FAILED
     answer_received_at: float | None = None
     """When the watcher received `answer`. This time is later than the time stamp of the message."""
     details: bytes = b""
@@ -39,8 +37,7 @@ class RankObservations:
     """The texts of local variables, with debug="locals"."""
     died_at: float | None = None
     """When the rank died. It is set as soon as the watcher sees that the rank is dying (death_order.py)."""
-    has_exited: bool = False
-    """Whether the watcher has noticed the end of the rank's process."""
+    has_exited: bool = False  # whether the watcher has noticed the end of the rank's process
     exit_code: int | None = None
     """The exit code as in multiprocessing: negative after a signal, and None if the exit code is unknown."""
     oom_proof: str = ""
@@ -55,27 +52,21 @@ class RankObservations:
     """What the interpreter printed, if the rank never became ready."""
     stderr: str = ""
     """The last lines of the rank's stderr, if the watcher reads it."""
-    was_asked_for_stacks: bool = False
-    """By a signal, which kills the rank if it executes another program at that moment."""
+    was_asked_for_stacks: bool = False  # by a signal, which kills the rank if it executes another program at that moment
     is_dump_for_report: bool = False
     """Whether the watcher asked for stacks because it stops the rank, not only for `stacks()` or Ctrl-Backslash."""
     collectives: RankCollectives | None = None
     """The rank's latest collectives at the first sign of a failure, or when the rank raised. None if the rank was not asked
     or did not answer."""
-    collectives_at: float = 0.0
-    """When `collectives` was read."""
-    wants_collectives: bool = False
-    """Whether the rank's next answer must be stored in `collectives`."""
+    collectives_at: float = 0.0  # when `collectives` was read
+    wants_collectives: bool = False  # whether the rank's next answer must be stored in `collectives`
     process_state: str = ""
     """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
     """The last heartbeat and the last `mpwatch.report()`."""
-    stopped_step: int | None = None
-    """The step at which `should_stop` has returned True in the rank, or None if it has not."""
-    signals_sent: set[int] = field(default_factory=set)
-    """The signals that the watcher sent to the rank."""
-    first_signal_at: float = 0.0
-    """When the watcher sent the first signal to the rank."""
+    stopped_step: int | None = None  # the step at which `should_stop` has returned True in the rank, or None if it has not
+    signals_sent: set[int] = field(default_factory=set)  # the signals that the watcher sent to the rank
+    first_signal_at: float = 0.0  # when the watcher sent the first signal to the rank
 
     def add_collectives(self, answer: RankCollectives) -> None:
         """Keep the earlier answer if this one has no new call: once a collective has failed, its source line is lost."""
@@ -98,11 +89,9 @@ class AttemptObservations:
     hostname: str
     run_started_at: float
     """When the run began. `attempt_started_at` is when these ranks were started."""
-    stopped_at: float | None
-    """When the watcher began to stop the ranks."""
+    stopped_at: float | None  # when the watcher began to stop the ranks
     stop_reason: StopReason | None
-    never_ready: Iterable[int] = ()
-    """Ranks that were not ready within `start_timeout`."""
+    never_ready: Iterable[int] = ()  # ranks that were not ready within `start_timeout`
     silent_ranks: Mapping[int, float] = field(default_factory=dict)
     """Ranks that sent no heartbeat within `heartbeat_timeout`, each with the time of its last heartbeat."""
     timeout: float | None = None
@@ -110,20 +99,17 @@ class AttemptObservations:
     start_timeout: float = 0.0
     signum: int | None = None
     """The signal that stopped the run. If another cause stopped the run, `signum` is a signal with the same effect."""
-    interrupt_cause: InterruptCause = InterruptCause.SIGNAL
-    """Why the run was stopped, if there is a `signum`."""
+    interrupt_cause: InterruptCause = InterruptCause.SIGNAL  # why the run was stopped, if there is a `signum`
     stop_cause: str = ""
     """What has asked the ranks to save and return. The text is empty if no stop was requested."""
     stop_timeout: float | None = None
     """The time limit for the ranks to return after a stop request, or None if the ranks have not exceeded the limit."""
     log_dir: str = ""
-    collective_verdict: CollectiveVerdict | None = None
-    """The verdict on the ranks' collectives that has ended the attempt."""
+    collective_verdict: CollectiveVerdict | None = None  # the verdict on the ranks' collectives that has ended the attempt
     helpers_oom: str = ""
     """Text that shows that the out-of-memory killer killed processes other than the ranks."""
     attempt_started_at: float = 0.0
-    all_ready_at: float | None = None
-    """When the last rank became ready."""
+    all_ready_at: float | None = None  # when the last rank became ready
     ended_at: float = 0.0
 
     @property

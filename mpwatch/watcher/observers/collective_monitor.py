@@ -5,15 +5,10 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch ends the call only if two checks in a row find the same mismatch. Some collectives succeed even if the ranks use
-different data types.
+A mismatch must be found twice in a row, since some collectives succeed even with different data types. A wait is the sum of
+the times between checks, each at most MAX_GAP_PERIODS long, so that a suspension of the program adds little to it.
 
-The module also measures how long ranks have waited in a collective. Each check adds the time since the previous check to the
-measured time, but at most 1.5 check periods (MAX_GAP_PERIODS). So a long suspension of the program between two checks adds
-little to the measured time.
-
-On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
-leader node compares the collectives of the ranks of all nodes.
+On several nodes, only mismatches among the ranks of this node are found here. The leader compares the ranks of all nodes.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -49,21 +44,16 @@ class CollectiveMonitor:
     """Checks the collectives during the calls of a run or a WorkerGroup.
 
     Attributes:
-        final_verdict: the verdict that has ended the call, or None if no verdict has ended it.
+        final_verdict: the verdict that has ended the call, if any.
 
     Args:
-        list_ranks: returns the ranks that are checked.
         stall_after: the option, in seconds. If it is None, nothing is checked.
-        deferred_log: receives the warnings.
         is_called: returns whether a rank takes part in the call. Other ranks may return later than the call.
         is_checking: returns whether a call is running and its limits are not suspended.
-        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
         end_call: passes an event to the state machines.
-        on_stall: is called on several nodes when the stalled ranks of this node have changed. It gets the collectives of all
-            ranks, which are empty if no rank is stalled, and the ranks that have returned. `on_stall` is None on a single
-            node.
+        on_stall: on several nodes, is called when the stalled ranks of this node have changed, with the collectives of all
+            ranks (none if no rank is stalled) and the ranks that have returned. None on one node.
         may_call_again: whether the ranks stay for further calls.
-        clock: returns the time of CLOCK_MONOTONIC. A test can replace it.
     """
 
     def __init__(
@@ -78,7 +68,6 @@ class CollectiveMonitor:
         end_call: Callable[[CollectivesMismatched], object],
         on_stall: StallCallback | None,
         may_call_again: bool = False,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._list_ranks = list_ranks
         self._stall_after = stall_after
@@ -89,7 +78,6 @@ class CollectiveMonitor:
         self._end_call = end_call
         self._on_stall = on_stall
         self._may_call_again = may_call_again
-        self._clock = clock
         self.final_verdict: CollectiveVerdict | None = None
         self._is_started = self._is_closed = False
         self._asked: set[Rank] = set()  # ranks that have not answered
@@ -102,26 +90,22 @@ class CollectiveMonitor:
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
-        """Begin the checks, because a rank has a torch process group now."""
+        """Begin the checks: a rank has a torch process group now."""
         if not self._is_started and self._stall_after is not None:
             self._is_started = True
             self._check_later()
 
     def begin_call(self) -> None:
-        """Delete the results of all earlier checks, because a new call begins."""
         self.final_verdict = self._last_mismatch = None
         self._asked.clear()
         self._answers.clear()
         self._warned.clear()
         self._waits.clear()
         self._known_stall = None
-        self._called_at = self._clock()
+        self._called_at = monotonic()
 
     def add(self, rank: Rank, answer: RankCollectives | None) -> None:
-        """Record a rank's answer. After the answer of the last rank, compare the collectives of all ranks.
-
-        `answer` contains the collectives of the rank, or is None if the rank has closed its socket.
-        """
+        """Record a rank's answer, or None if it has closed its socket. After the last one, compare them."""
         if rank in self._asked:
             self._asked.discard(rank)
             if answer is not None:
@@ -135,7 +119,7 @@ class CollectiveMonitor:
         return max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self._stall_after / CHECKS_PER_STALL))
 
     def _check_later(self) -> None:
-        self._call_at(self._clock() + self._period, self._check_and_repeat)
+        self._call_at(monotonic() + self._period, self._check_and_repeat)
 
     def _check_and_repeat(self) -> None:
         if not self._is_closed:
@@ -143,7 +127,6 @@ class CollectiveMonitor:
             self._check()
 
     def close(self) -> None:
-        """End the checks."""
         self._is_closed = True
 
     def _check(self) -> None:
@@ -153,7 +136,7 @@ class CollectiveMonitor:
             return
         self._answers.clear()
         self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
-        self._call_at(self._clock() + ANSWER_SECONDS, self._stop_waiting)
+        self._call_at(monotonic() + ANSWER_SECONDS, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         if self._asked:
@@ -182,26 +165,20 @@ class CollectiveMonitor:
             self._finish(verdicts[0])
         else:
             self._last_mismatch = verdicts[0]
-            self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
+            self._call_at(monotonic() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute how long ranks have waited in each collective.
-
-        At the first check that finds ranks waiting in a collective, their waiting time is 0.
-        """
-        now = self._clock()
+        """The first check that finds a wait counts as its begin."""
+        now = monotonic()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
-        known = self._waits
-        self._waits = {
-            verdict.finding: known[verdict.finding] + gap if verdict.finding in known else 0.0 for verdict in verdicts
-        }
+        self._waits = {verdict.finding: self._waits.get(verdict.finding, -gap) + gap for verdict in verdicts}
 
     def _get_wait(self, verdict: CollectiveVerdict) -> float:
         return min(verdict.seconds, self._waits[verdict.finding] + self._period)  # it may have begun just after a check
 
     def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
         assert self._stall_after is not None
-        has_called_long_ago = self._clock() - self._called_at >= self._stall_after
+        has_called_long_ago = monotonic() - self._called_at >= self._stall_after
         stalled = {
             rank
             for rank, answer in self._answers.items()
@@ -228,9 +205,8 @@ class CollectiveMonitor:
             self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return True if ranks have returned without calling the collective, and cannot call it later.
+        """Return whether ranks have returned without the call, and cannot make it later.
 
-        In a WorkerGroup, ranks that have returned can call an asynchronous collective later, during the next call of the
-        WorkerGroup. The next call cannot begin while the main thread of a rank waits in the collective.
+        In a WorkerGroup they can do so in the next call, which cannot begin while a main thread waits in the collective.
         """
         return stall.have_returned and (stall.is_blocking or not self._may_call_again)

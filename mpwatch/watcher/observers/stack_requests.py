@@ -38,7 +38,6 @@ class StackRequests:
     Args:
         ask: asks a rank for its stacks. Returns False if the rank cannot send them.
         format_stacks: returns the stacks that a rank has sent, as text.
-        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
         wake: wakes up the threads that wait for an answer.
     """
 
@@ -86,13 +85,13 @@ class StackRequests:
             self._answer()
 
     def add_stacks(self, rank: Rank) -> None:
-        """Record the stacks of a rank. Call this method when the rank has sent all its stacks, or has exited."""
+        """Take the stacks of a rank that has sent them all, or has exited."""
         if rank in self._asked:
             self._take(rank)
             self._answer_if_complete()
 
     def add_collectives(self, rank: Rank, answer: RankCollectives | None) -> None:
-        """Record the collectives of a rank. `answer` is None if the rank cannot send its collectives."""
+        """Take the collectives of a rank, or None if it cannot send them."""
         if rank in self._asked_for_collectives:
             self._asked_for_collectives.discard(rank)
             if answer is not None:
@@ -110,7 +109,7 @@ class StackRequests:
             rank.stack_parser.end_dump()
 
     def _answer(self) -> None:
-        """Answer all requests with the stacks and collectives that the ranks have sent so far."""
+        """Answer all requests with what has come so far."""
         for rank in list(self._asked):
             self._take(rank)
         self._asked_for_collectives.clear()
