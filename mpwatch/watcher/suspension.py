@@ -12,8 +12,8 @@
 
 In user code and at a debugger's prompt, the handler suspends the program at once. Meanwhile the watcher thread checks no
 deadline, and starts and stops no rank; it goes on even if an exception interrupts the suspension. In an orphaned process
-group, as under `ssh -t host python x.py`, no shell could continue the program, so the kernel ignores SIGTSTP, and the ranks go
-on at once.
+group, as under `ssh -t host python x.py`, no shell could continue the program, so the kernel ignores SIGTSTP, and the ranks
+go on at once.
 """
 
 import signal

@@ -5,6 +5,7 @@ STACK_DUMP_SECONDS later. The machines and the CollectiveMonitor ask the ranks, 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
@@ -32,23 +33,16 @@ WITHOUT_STACK = {
 WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, RankPhase.DETAILS_SENT)
 
 
+@dataclass(eq=False)
 class StackRequests:
-    """The unanswered requests.
+    """The unanswered requests."""
 
-    Args:
-        ask: asks a rank for its stacks. Returns False if the rank cannot send them.
-        format_stacks: returns the stacks that a rank has sent, as text.
-        wake: wakes up the threads that wait for an answer.
-    """
+    ask: Callable[[Rank], bool]  # asks a rank for its stacks; False: the rank cannot send them
+    format_stacks: Callable[[Rank], str]  # returns the stacks that a rank has sent, as text
+    call_at: Callable[[float, Callable[[], object]], object]
+    wake: Callable[[], object]  # wakes up the threads that wait for an answer
 
-    def __init__(
-        self,
-        ask: Callable[[Rank], bool],
-        format_stacks: Callable[[Rank], str],
-        call_at: Callable[[float, Callable[[], object]], object],
-        wake: Callable[[], object],
-    ) -> None:
-        self._ask, self._format_stacks, self._call_at, self._wake = ask, format_stacks, call_at, wake
+    def __post_init__(self) -> None:
         self._receivers: list[Callable[[Stacks], object]] = []
         self._asked: set[Rank] = set()  # ranks whose stacks have not come
         self._asked_for_collectives: set[Rank] = set()  # ranks whose collectives have not come
@@ -75,12 +69,12 @@ class StackRequests:
                 self._asked_for_collectives.add(rank)
             if phase in WITHOUT_FUNCTION:
                 continue
-            if self._ask(rank):
+            if self.ask(rank):
                 self._asked.add(rank)
             elif reason := describe_blocked_process(rank.observations):
                 self._stacks[rank.number] = reason
         if self._asked or self._asked_for_collectives:
-            self._call_at(monotonic() + STACK_DUMP_SECONDS, self._answer)
+            self.call_at(monotonic() + STACK_DUMP_SECONDS, self._answer)
         else:
             self._answer()
 
@@ -104,7 +98,7 @@ class StackRequests:
 
     def _take(self, rank: Rank) -> None:
         self._asked.discard(rank)
-        self._stacks[rank.number] = self._format_stacks(rank) or self._stacks[rank.number]
+        self._stacks[rank.number] = self.format_stacks(rank) or self._stacks[rank.number]
         if not rank.observations.is_dump_for_report:
             rank.stack_parser.end_dump()
 
@@ -119,4 +113,4 @@ class StackRequests:
         for receive in receivers:
             receive(Stacks(self._stacks, current, verdict.sentence if verdict else ""))
         if receivers:
-            self._wake()
+            self.wake()
