@@ -11,6 +11,7 @@ If all failures only report that a peer was late, the late rank is blamed (strag
 and return values, which runs user code. No rank waits for it.
 """
 
+import math
 import signal
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -32,7 +33,6 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
 )
 from mpwatch.watcher.diagnosis.death_order import DEATH_LAG_SECONDS
 from mpwatch.watcher.diagnosis.failures import (
-    TimedFailure,
     build_hang,
     build_mismatch,
     build_unloadable_value,
@@ -40,7 +40,6 @@ from mpwatch.watcher.diagnosis.failures import (
     find_failure,
     get_death_kind,
     has_returned,
-    is_before_stop,
 )
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
@@ -56,7 +55,7 @@ from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling.return_values import open_value, pack_none
 
-Failures = dict[int, TimedFailure]  # by rank
+Failures = dict[int, ProcessFailure]  # by rank
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
 
 
@@ -82,10 +81,10 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         failures = _blame_for_collective(attempt, failures, verdict)
     else:
         failures |= _find_hangs(attempt, failures, verdict)
-    first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=(0.0, None))[1]
+    first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=None)
     blames_nobody = is_explained and verdict is not None and not verdict.blamed
     is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and not blames_nobody
-    by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
+    by_rank = dict(sorted(failures.items()))
     notes = []
     if not have_all_returned:  # an unloadable value is no failure now, as it has not ended the attempt
         loaded_values = _load_values(attempt, without=by_rank)
@@ -202,21 +201,21 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
         if rank not in result.failures and _is_running(attempt, observed)
     }
     missing = sorted(find_ranks_outside_collectives(running))
-    return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
+    return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING) for rank in missing]
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
     """Return the failures that may be secondary and that another failure explains, marked as secondary."""
     peer_errors = {rank: _get_peer_error(attempt.ranks[rank]) for rank in failures}
-    deaths = [at for at, failure in failures.values() if not _has_exact_time(failure)]
+    deaths = [failure.elapsed for failure in failures.values() if not _has_exact_time(failure)]
     has_cause = bool(deaths) or any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
-    victims: Failures = {}
-    for rank, (at, failure) in failures.items():
+    victims = {}
+    for rank, failure in failures.items():
         kind = peer_errors[rank]
         # a later cause counts, too: a rank may close its connections before it raises
-        may_be_hint = kind is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
-        if may_be_hint or (kind is PeerErrorKind.POSSIBLY_PEER and has_cause):
-            victims[rank] = (at, replace(failure, is_secondary=True))
+        has_hint = kind is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= failure.elapsed for death in deaths)
+        if has_hint or (kind is PeerErrorKind.POSSIBLY_PEER and has_cause):
+            victims[rank] = replace(failure, is_secondary=True)
     return victims
 
 
@@ -244,20 +243,19 @@ def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: Col
         return False
     return all(
         failure.is_secondary or (verdict.kind is VerdictKind.MISMATCH and failure.signal == signal.SIGABRT)
-        for _, failure in failures.values()
+        for failure in failures.values()
     )
 
 
 def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
-    blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
-    latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
-    at = latest if attempt.stopped_at is None else attempt.stopped_at
+    blamed = {rank: replace(failure, is_secondary=True) for rank, failure in failures.items()}
+    at = attempt.ended_at if attempt.stopped_at is None else attempt.stopped_at
     for rank in attempt.ranks.keys() & verdict.blamed:  # other ranks have attempts of their own (scope="worker")
         observed, before = attempt.ranks[rank], failures.get(rank)
         if verdict.kind is VerdictKind.ABSENT and before is None and not has_returned(attempt, observed):
             blamed[rank] = build_hang(attempt, observed, at, verdict.evidence[rank])
         else:
-            blamed[rank] = build_mismatch(attempt, observed, at, verdict.evidence[rank], before and before[1])
+            blamed[rank] = build_mismatch(attempt, observed, at, verdict.evidence[rank], before)
     return blamed
 
 
@@ -275,7 +273,7 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
     if attempt.silent_ranks:
         return _find_silent_ranks(attempt, at, running, verdict)
     has_timed_out = not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
-    if has_timed_out and all(failure.is_secondary for _, failure in failures.values()):
+    if has_timed_out and all(failure.is_secondary for failure in failures.values()):
         return {
             rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT)
             for rank in find_ranks_outside_collectives(running)
@@ -317,7 +315,7 @@ def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, 
     return {
         rank: observed
         for rank, observed in attempt.ranks.items()
-        if (rank not in failures or failures[rank][1].kind is FailureKind.TIMEOUT)
+        if (rank not in failures or failures[rank].kind is FailureKind.TIMEOUT)
         and (rank in attempt.silent_ranks or _is_running(attempt, observed))
     }
 
@@ -326,11 +324,13 @@ def _is_running(attempt: AttemptObservations, observed: RankObservations) -> boo
     return observed.was_ready and not has_returned(attempt, observed)
 
 
-def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
+def _get_order_of_blame(attempt: AttemptObservations, failure: ProcessFailure) -> tuple[bool, bool, float]:
     """Return a sort key that is smallest for the root cause, by the rules at the head of this module."""
-    at, failure = timed
+    stopped = math.inf if attempt.stopped_at is None else attempt.stopped_at - attempt.run_started_at
+    if failure.kind is FailureKind.MISMATCH:  # blamed by the verdict, even if the rank has failed after the others
+        return False, failure.is_secondary, stopped
     lag = 0.0 if _has_exact_time(failure) else DEATH_LAG_SECONDS
-    return not is_before_stop(attempt, at - lag), failure.is_secondary, at
+    return failure.elapsed - lag > stopped, failure.is_secondary, failure.elapsed
 
 
 def _get_state(attempt: AttemptObservations, observed: RankObservations, has_failed: bool) -> WorkerState:

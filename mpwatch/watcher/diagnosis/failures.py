@@ -24,7 +24,6 @@ from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
-TimedFailure = tuple[float, ProcessFailure]  # the time in seconds of CLOCK_MONOTONIC
 CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
@@ -55,7 +54,7 @@ def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bo
     return is_before_stop(attempt, max(answer.stamp, received_at or 0.0))
 
 
-def find_failure(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
+def find_failure(attempt: AttemptObservations, observed: RankObservations) -> ProcessFailure | None:
     answer, died_at = observed.answer, observed.died_at
     if has_returned(attempt, observed):
         # the other ranks, which are still running, may need the dead one
@@ -84,22 +83,21 @@ def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
 
 def build_hang(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, *, is_secondary: bool = False
-) -> TimedFailure:
+) -> ProcessFailure:
     stack = get_stacks_or_state(observed)
     return _build(attempt, observed, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
 
 
 def build_mismatch(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, before: ProcessFailure | None
-) -> TimedFailure:
+) -> ProcessFailure:
     """`before` is what the mismatch has caused in this rank, if anything. Its exception, exit code and stack are kept."""
     if before is None:
         return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)
-    failure = replace(before, kind=FailureKind.MISMATCH, evidence=evidence, summary="", is_secondary=False)
-    return at, add_summary(failure)
+    return add_summary(replace(before, kind=FailureKind.MISMATCH, evidence=evidence, summary="", is_secondary=False))
 
 
-def build_unloadable_value(attempt: AttemptObservations, observed: RankObservations, error: BaseException) -> TimedFailure:
+def build_unloadable_value(attempt: AttemptObservations, observed: RankObservations, error: BaseException) -> ProcessFailure:
     assert observed.answer is not None  # it has returned
     plain = ExceptionEncoder(error).plain()
     return _build(
@@ -138,7 +136,7 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     return number > 0 and number not in observed.signals_sent and (number in CRASH_SIGNALS or number == signal.SIGKILL)
 
 
-def _build_reported(attempt: AttemptObservations, observed: RankObservations, answer: Message) -> TimedFailure:
+def _build_reported(attempt: AttemptObservations, observed: RankObservations, answer: Message) -> ProcessFailure:
     try:
         error = decoder.decode_exception(answer.body, observed.details, observed.local_variables)
     except Exception:  # noqa: BLE001  unpickling runs user code; the answer alone can be decoded without the user's classes
@@ -166,14 +164,14 @@ def _get_exit_status(code: object) -> int:
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
-def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
+def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> ProcessFailure:
     """The rank has announced an exception (message FAILING), but not sent it."""
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)
 
 
-def _build_death(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
+def _build_death(attempt: AttemptObservations, observed: RankObservations, at: float) -> ProcessFailure:
     code = observed.exit_code
     number = -code if code is not None and code < 0 else None
     if observed.oom_proof:
@@ -218,7 +216,7 @@ def _build(
     *,
     exit_code: int = 1,
     **fields: Any,
-) -> TimedFailure:
+) -> ProcessFailure:
     failure = ProcessFailure(
         rank=observed.worker.rank,
         local_rank=observed.worker.local_rank,
@@ -232,4 +230,4 @@ def _build(
         collective=None if observed.collectives is None else get_current_collective(observed.collectives),
         **{"stderr": observed.stderr, **fields},
     )
-    return at, add_summary(failure)
+    return add_summary(failure)
