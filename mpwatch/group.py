@@ -308,14 +308,10 @@ class WorkerGroup:
         return result
 
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
-        """Let all ranks make torch's process group before a call that uses only some ranks.
+        """Let all ranks make torch's process group before a call of some ranks, which gives its ranks up meanwhile.
 
-        If several calls need the process group, the first of these calls makes the process group, and the other calls wait.
-        If the call of `do_nothing` fails, return the RunResult of the failure. Return None if `_run` must check again
-        whether the process group exists.
-
-        The argument `ticket` reserves the ranks that the call uses. While all ranks make the process group, `ticket`
-        reserves no ranks. Before `_make_process_group` returns, `ticket` reserves the ranks of the call again.
+        If several calls need it, the first one makes it, and the others wait. Return the result of a failure, or None if
+        `_run` must check again whether there is a process group.
         """
         from concurrent.futures import CancelledError  # its import takes time
 
@@ -331,19 +327,11 @@ class WorkerGroup:
                 result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
         finally:
             if is_first and joining is not None:
-                try:
-                    self._end_joining(joining)
-                finally:
-                    self._end_joining(joining)  # again: an exception may have interrupted the first time
+                joining.has_left, self._joining = True, None  # if an exception prevents the rest, it is in nobody's way
+                self._queue.leave(joining)
         if not ticket.wait():
             raise CancelledError
         return None if result is None or result.state is WorkerState.SUCCEEDED else result
-
-    def _end_joining(self, joining: Ticket) -> None:
-        with self._joining_lock:
-            if self._joining is joining:
-                self._joining = None
-        self._queue.leave(joining)
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
@@ -356,10 +344,7 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Wait until no other call uses the ranks, reserve the ranks, and call `action`.
-
-        The argument of `action` is the Ticket that reserves the ranks.
-        """
+        """Wait until the ranks are free, and call `action` with the Ticket that reserves them."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)
@@ -369,11 +354,8 @@ class WorkerGroup:
                 ticket.wait()
                 return action(ticket)
         finally:
-            try:
-                self._queue.leave(ticket)
-            except BaseException:
-                self._queue.leave(ticket)  # again: the exception may have interrupted the first time
-                raise
+            ticket.has_left = True  # if an exception prevents the rest, the call is in nobody's way
+            self._queue.leave(ticket)
 
     def _check_caller(self, method: str) -> None:
         __tracebackhide__ = True
@@ -398,8 +380,6 @@ class WorkerGroup:
 
 @dataclass(frozen=True)
 class _GroupCall:
-    """The checked arguments of a call of `WorkerGroup.run` or `WorkerGroup.submit`."""
-
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -408,22 +388,17 @@ class _GroupCall:
 
 
 class _LockOfThread(threading.local):
-    """Has one lock for each thread. A thread that reads the attribute `lock` gets its own lock."""
+    """One lock for each thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
     def is_locked(self) -> bool:
-        """Return whether the calling thread has locked its own lock."""
         return self.lock.locked()
 
 
 def do_nothing() -> None:
-    """Return at once.
-
-    The WorkerGroup calls `do_nothing` in all ranks to make torch's process group. With the option `backend`, each rank joins
-    the process group before it calls a function.
-    """
+    """Let all ranks make torch's process group: with `backend`, each one joins it before it calls a function."""
 
 
 def _end_at_exit(handles: "set[RunHandle[Any]]", ranks: GroupRanks) -> None:

@@ -57,7 +57,6 @@ class RunHandle(Future[RunResult[T]]):
         self._is_in_call = is_in_call
         self._lock = threading.RLock()  # a signal handler may cancel or end the call
         self._call: Caller | None = None  # from the start of the ranks until the run is over
-        self._is_starting = False
         self._is_decided = False  # whether the call begins or is cancelled
         self._is_ending = False
         self._first_interrupt: tuple[int, InterruptCause] | None = None  # it may come before `_call`
@@ -97,13 +96,10 @@ class RunHandle(Future[RunResult[T]]):
         """
         if os.getpid() != self._pid or not super().cancel():
             return False
-        try:
-            self._decide()
-            self._run = None
-            self._release_ranks()
-        except BaseException:  # such as Ctrl-C: half of the ranks may have been released
-            self._release_ranks()
-            raise
+        self._ticket.has_left = True  # if Ctrl-C prevents the rest, the call is in nobody's way
+        self._decide()
+        self._run = None
+        self._queue.leave(self._ticket)
         return True
 
     def request_stop(self) -> None:
@@ -187,7 +183,6 @@ class RunHandle(Future[RunResult[T]]):
         return asyncio.wrap_future(self).__await__()
 
     def _enter_queue(self) -> None:
-        """Start the thread as soon as the ranks are free. If an exception such as KeyboardInterrupt comes, end the call."""
         try:
             self._queue.enter(self._ticket)
         except BaseException:
@@ -195,21 +190,20 @@ class RunHandle(Future[RunResult[T]]):
             raise
 
     def _interrupt(self, signum: int = signal.SIGINT, cause: InterruptCause = InterruptCause.STOP) -> None:
-        """Request the end of the call, and return immediately."""
         with self._lock:
             self._first_interrupt = self._first_interrupt or (signum, cause)
             if (call := self._call) is not None:
                 call.signals.post_interrupt(signum, cause)
 
     def _ask_to_stop(self, cause: str) -> bool:
-        """Ask the ranks to save their state, and to return from their function. Return False if the call is over."""
+        """Return False if the call is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
             call, is_ending = self._call, self._is_ending  # in this order
             return call.ask_to_stop(cause) if call is not None else not is_ending
 
     def _wait_for_end(self) -> None:
-        """Wait until the call has a result and its thread has ended. The thread itself does not wait for its own end."""
+        """Wait for the result and for the end of the thread. A callback in the thread itself does not wait."""
         if threading.current_thread() is self._thread:
             return
         wait([self])
@@ -218,28 +212,20 @@ class RunHandle(Future[RunResult[T]]):
             wait_for_thread_exit(self._thread.native_id)
 
     def _start(self) -> None:
-        """Start the thread of the call. The queue calls this method when all ranks that the call needs are free.
-
-        Even if this method is called again, or in two threads at the same time, the thread of the call is started only once.
-        """
+        """Start the thread, once. The queue calls this when the ranks are free, maybe again and in two threads."""
         with self._lock:
-            # a signal handler may come here while the thread is being started
-            if self._is_starting or has_come_up(self._thread) or self._thread.native_id is not None:
+            if self._thread.native_id is not None or has_come_up(self._thread):
                 return
-            self._is_starting = True
             try:
                 self._thread.start()
                 return
             except RuntimeError as error:
                 launch_error = LaunchError(with_remedy("the call cannot have a thread of its own", error))
-            finally:
-                self._is_starting = False
         self._set_outcome(partial(self.set_exception, launch_error))
 
     def _execute(self) -> None:
         run, self._run = self._run, None
         if run is None:  # cancelled
-            self._release_ranks()
             return
         self._started_at = monotonic()
         try:
@@ -252,11 +238,7 @@ class RunHandle(Future[RunResult[T]]):
             self._set_outcome(partial(self.set_result, result))
 
     def _decide(self) -> bool:
-        """Return True if the call can begin, or False if the call was cancelled.
-
-        After this method has returned True, the call can no longer be cancelled. If the call was cancelled, this method
-        wakes up the threads that have called `concurrent.futures.wait` with the handle.
-        """
+        """Return whether the call begins. If it does not, wake up the threads in `concurrent.futures.wait`."""
         with self._lock:
             if not self._is_decided:
                 self._is_decided = True  # first, since it must not be called twice, not even if an exception interrupts it
@@ -274,22 +256,17 @@ class RunHandle(Future[RunResult[T]]):
                 call.signals.request_stop(self._stop_cause)
 
     def _set_outcome(self, set_it: Callable[[], None]) -> None:
-        self._release_ranks()  # first, since a callback of the future may call the group again
+        self._queue.leave(self._ticket)  # first, since a callback of the future may call the group again
         if self._decide():
             self._is_ending = True
             self._call = None
             set_it()
 
-    def _release_ranks(self) -> None:
-        self._queue.leave(self._ticket)
-
     def _select(self, by_rank: Mapping[int, V]) -> dict[int, V]:
-        """Return the entries of the ranks of this call. A run has all ranks."""
         ranks = self._ticket.ranks or by_rank
         return {rank: value for rank, value in by_rank.items() if rank in ranks}
 
     def _get_result(self) -> RunResult[T] | None:
-        """Return the result of the run, or None if the run is not over or has no result."""
         if not self.done() or self.cancelled():
             return None
         error = self.exception()

@@ -1,7 +1,6 @@
-"""Defers SIGTERM and SIGHUP while the main thread waits for calls that run in other threads.
+"""Defers SIGTERM and SIGHUP while the main thread waits in `mpwatch.map`, whose calls run in other threads (see signals.py).
 
-The calls of `mpwatch.map` do not run in the main thread, so no signal handlers are installed for them (signals.py). When
-SIGTERM or SIGHUP comes, the main thread stops the calls, logs the report and raises the signal again.
+The main thread then stops the calls, logs the report and raises the signal again.
 """
 
 import os
@@ -17,11 +16,7 @@ END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class EndSignals:
-    """Defers SIGTERM and SIGHUP, if these signals would end the program without an exception.
-
-    Args:
-        wake: ends the wait. A signal handler calls `wake`.
-    """
+    """Only signals that would end the program without an exception. `wake` ends the wait, and is called by a handler."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.received: int | None = None
@@ -33,11 +28,9 @@ class EndSignals:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Defer the signals. Do nothing outside the main thread, because only the main thread can set signal handlers."""
-        is_in_main_thread = threading.current_thread() is threading.main_thread()
-        deferred = (
-            [signum for signum in self._candidates if get_handler(signum) == signal.SIG_DFL] if is_in_main_thread else []
-        )
+        """Outside the main thread, which alone can set handlers, do nothing."""
+        candidates = self._candidates if threading.current_thread() is threading.main_thread() else []
+        deferred = [signum for signum in candidates if get_handler(signum) == signal.SIG_DFL]
         try:
             self._is_deferring = True
             for signum in deferred:

@@ -1,4 +1,4 @@
-"""Decides which items of `mpwatch.map` a rank gets next. This module does no I/O, but it iterates over the user's items.
+"""Decides which items of `mpwatch.map` a rank gets next. No I/O, but it iterates over the user's items.
 
     items of the user --> take_chunk --> a rank --> a value of each item
                              ^             |
@@ -30,23 +30,19 @@ class Task:
 
     index: int
     item: Any
-    attempts: int = 0
-    """How many times the item has failed."""
-    losses: int = 0
-    """How many ranks have died while this item was their next item."""
-    is_single: bool = False
-    """Whether the item must be sent without other items."""
+    attempts: int = 0  # how many times the item has failed
+    losses: int = 0  # how many ranks have died while this item was their next item
+    is_single: bool = False  # whether the item must be sent without other items
     budget: RestartBudget | None = None
 
 
 class ItemQueue:
-    """The queue of the items that no rank has at present.
+    """The items that no rank has at present.
 
     Args:
-        items: the items of the user, which are iterated only as far as ranks need items.
-        chunksize: number of items for a rank at once, at most MAX_CHUNKSIZE. If None, a chunk takes about CHUNK_SECONDS.
+        items: iterated only as far as ranks need items.
+        chunksize: items for a rank at once, at most MAX_CHUNKSIZE. None: as many as take about CHUNK_SECONDS.
         policy: how often an item is tried again, and after which failures.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -69,12 +65,7 @@ class ItemQueue:
         self.is_exhausted = False  # whether all items have been taken once
 
     def take_chunk(self, now: float, end: int) -> list[Task]:
-        """Return the next items for a rank, or an empty list if the queue has no items at present.
-
-        Args:
-            now: the time, in seconds.
-            end: a new item is taken only if its index is below this number.
-        """
+        """Return the next items for a rank, or none if there are none at present. New ones have an index below `end`."""
         if self._delayed and self._delayed[0][0] <= now:
             return [heapq.heappop(self._delayed)[2]]
         if self._returned and self._returned[0].is_single:
@@ -98,16 +89,12 @@ class ItemQueue:
         return chunk
 
     def put_back(self, tasks: Sequence[Task], *, singly: bool = False) -> None:
-        """Put back items that no rank has begun, and items whose values were lost."""
         for task in reversed(tasks):
             task.is_single = task.is_single or singly
             self._returned.appendleft(task)
 
     def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
-        """Put a failed item into the queue again if the RestartPolicy allows another attempt. Return the decision.
-
-        Raises any exception that `retry_if` raises.
-        """
+        """Try a failed item again later if the policy allows it. Raises what `retry_if` raises."""
         task.attempts += 1
         task.budget = task.budget or RestartBudget(self._policy)
         decision = task.budget.decide(failed_attempt)
@@ -116,7 +103,6 @@ class ItemQueue:
         return decision
 
     def add_duration(self, count: int, seconds: float) -> None:
-        """Record that a rank has taken `seconds` for a chunk of `count` items."""
         latest = seconds / count
         known = self._seconds_per_item
         self._seconds_per_item = latest if known is None else known + WEIGHT * (latest - known)
@@ -125,24 +111,20 @@ class ItemQueue:
             self._limit = max(1, min(wanted, self._limit * GROWTH))
 
     def shrink_chunks(self) -> None:
-        """Make the next chunks as small as possible, because some ranks are idle while other ranks still have items."""
+        """Make the next chunks small: some ranks are idle while others still have items."""
         if self._chunksize is None:
             self._limit = 1
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether a rank gets its next chunk of items while the rank is still working on its present chunk.
-
-        The value is True if a rank needs at most 2 * CHUNK_SECONDS for a chunk.
-        """
+        """Whether a rank gets its next chunk while it works on the present one, since it takes little time."""
         return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
 
     @property
     def has_waiting(self) -> bool:
-        """Whether the queue contains failed items, or items that `put_back` has added."""
         return bool(self._returned or self._delayed)
 
     @property
     def due_at(self) -> float | None:
-        """The time from which the next failed item can be tried again, or None if no failed item waits."""
+        """When the next failed item can be tried again, if any."""
         return self._delayed[0][0] if self._delayed else None

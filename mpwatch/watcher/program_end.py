@@ -1,16 +1,15 @@
-"""At the end of the program, this module ends calls that run in threads other than the main thread.
+"""Ends the calls of other threads than the main one when the program ends.
 
-Ctrl-C usually raises KeyboardInterrupt only in the main thread. When the main thread has finished the program's own code,
-Python waits for all other threads, except daemon threads. So there are two ways in which Ctrl-C ends a program while another
-thread waits for a call:
+Ctrl-C raises KeyboardInterrupt in the main thread only. At the end of the script Python waits for all threads that are no
+daemons. So there are two moments at which Ctrl-C can end a program while another thread waits for a call:
 
     main thread   script ------------> wait for other threads -----------------> atexit functions --> end
                     |                   ^                    |                     ^
                     '-- Ctrl-C ---------'                    '-- Ctrl-C -----------'
                         _interrupt_after_script                  _interrupt_and_wait
 
-Python does not wait for daemon threads. So at the end of every program, `_interrupt_and_wait` ends each run that was started
-in a daemon thread. When `_interrupt_and_wait` has returned, group_ranks.py ends the ranks of WorkerGroups.
+Python does not wait for daemon threads, so `_interrupt_and_wait` ends their runs at the end of every program. After that,
+group_ranks.py ends the ranks of WorkerGroups.
 """
 
 import atexit
@@ -38,10 +37,10 @@ class CallOfThread(Protocol):
     ends_with_program: bool
 
     def interrupt(self) -> None:
-        """Interrupt this call in the same way as Ctrl-C interrupts a call in the main thread."""
+        """Do what Ctrl-C does in the main thread."""
 
     def end_with_program(self) -> None:
-        """Stop the ranks of this call, because the program is ending and does not wait for the call's thread."""
+        """Stop the ranks: the program does not wait for the thread of this call."""
 
 
 _calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
@@ -49,7 +48,6 @@ _is_interrupted = False
 
 
 def add_call(call: CallOfThread) -> None:
-    """Register a call, so that it is interrupted when Ctrl-C ends the program."""
     _register_functions()
     _calls[id(call)] = call
     if _is_interrupted:
@@ -57,7 +55,6 @@ def add_call(call: CallOfThread) -> None:
 
 
 def remove_call(call: CallOfThread) -> None:
-    """Mark a call as over, so that the end of the program does not interrupt it."""
     _calls.pop(id(call), None)
     call.is_over.set()
 
@@ -74,38 +71,27 @@ def _register_functions() -> None:
 
 
 def _interrupt_after_script() -> None:
-    """Interrupt all calls if Ctrl-C has ended the script. Python calls this function before it waits for other threads.
-
-    Do nothing in an interactive Python session, because Ctrl-C does not end the session.
-    """
+    """Python calls this before it waits for other threads. An interactive session does not end with Ctrl-C."""
     if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         _interrupt_calls()
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls if Ctrl-C came while Python waited for other threads.
+    """Interrupt all calls if Ctrl-C has ended Python's wait for other threads: one that is no daemon still runs then.
 
-    If no Ctrl-C came, end the runs that were started in daemon threads. In both cases, wait until these calls are over.
-
-    Python calls this function after it has waited for all threads, except daemon threads. Ctrl-C ends this wait early. So if
-    another thread is still running and is not a daemon thread, this function assumes that Ctrl-C came.
+    Else end the runs of daemon threads. In both cases, wait for these calls.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)
-    for _ in range(2):  # the first time the ranks get SIGINT or SIGTERM, the second time SIGKILL
-        try:
-            if is_interrupted:
-                _interrupt_calls()
-            else:
-                for call in _list_ending_calls():
-                    call.end_with_program()
-            while calls := _list_calls() if is_interrupted else _list_ending_calls():
-                calls[0].is_over.wait()
-                # not `join`: before Python 3.13, it returns at once if Ctrl-C has ended another `join` of that thread
-                wait_for_thread_exit(calls[0].thread_id, CALLER_SECONDS)
-            break
-        except KeyboardInterrupt:
-            continue
+    if is_interrupted:
+        _interrupt_calls()
+    else:
+        for call in _list_ending_calls():
+            call.end_with_program()
+    while calls := _list_calls() if is_interrupted else _list_ending_calls():
+        calls[0].is_over.wait()
+        # not `join`: before Python 3.13, it returns at once if Ctrl-C has ended another `join` of that thread
+        wait_for_thread_exit(calls[0].thread_id, CALLER_SECONDS)
     if is_interrupted and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         exit_by_sigint()
 
@@ -118,10 +104,7 @@ def _interrupt_calls() -> None:
 
 
 def _list_calls() -> list[CallOfThread]:
-    """Return the calls that are running in this process.
-
-    In a forked process, `_calls` also contains the calls of the parent process. This function does not return these calls.
-    """
+    """Return the running calls. In a fork, `_calls` also has those of the parent process."""
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
     return [call for call in calls if call.pid == os.getpid()]
 

@@ -10,31 +10,18 @@
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-The handler of SIGTSTP suspends the program at once in two cases: user code is running in the caller's thread, or the
-caller's thread shows a debugger's prompt.
-
-Guarantees:
-
-- While the program is suspended, the watcher thread checks no deadlines, starts no ranks and stops no ranks.
-- After a suspension, the watcher thread always continues. During a suspension, the watcher thread waits until the caller's
-  thread releases the lock `Suspension.is_over`. The caller's thread releases this lock even if an exception interrupts the
-  suspension.
-- A process that was already stopped before the suspension stays stopped after the suspension.
-
-In an orphaned Unix process group, the kernel ignores SIGTSTP, because no shell could continue the program. For example,
-`ssh -t host python x.py` starts the program in an orphaned Unix process group. If the kernel ignores SIGTSTP, the ranks
-continue at once.
+In user code and at a debugger's prompt, the handler suspends the program at once. Meanwhile the watcher thread checks no
+deadline, and starts and stops no rank; it goes on even if an exception interrupts the suspension. In an orphaned process
+group, as under `ssh -t host python x.py`, no shell could continue the program, so the kernel ignores SIGTSTP, and the ranks
+go on at once.
 """
 
-import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from mpwatch.os_support.clock import monotonic
-from mpwatch.os_support.processes import list_group_members, read_process_state
 from mpwatch.os_support.signals import get_handler, set_handler
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.processes.process import RankPopen
@@ -51,11 +38,7 @@ def _make_locked() -> threading.Lock:
 
 @dataclass(eq=False)
 class Suspension:
-    """One suspension of the program.
-
-    Its locks are no events, because `threading.Event.set` is written in Python, and a signal handler that raises there could
-    leave the event unset. No signal handler can interrupt `Lock.release`.
-    """
+    """One suspension. Its locks are no events: a handler that raises can interrupt `Event.set`, but not `Lock.release`."""
 
     requested_at: float = field(default_factory=monotonic)  # time limits do not count from then to the end
     are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)  # released by the watcher thread
@@ -63,9 +46,7 @@ class Suspension:
 
 
 class ProgramSuspension:
-    """Suspends the program and its ranks if SIGTSTP arrives while a blocking call is running.
-
-    Each blocking call has its own ProgramSuspension. Only the main thread uses this class.
+    """Suspends the program and its ranks on SIGTSTP. Each blocking call in the main thread has its own.
 
     Args:
         post: passes a Suspension to the watcher thread.
@@ -80,16 +61,14 @@ class ProgramSuspension:
         self._is_watcher_running = is_watcher_running
 
     def request(self, *, at_once: bool) -> None:
-        """Record that the program must be suspended. If `at_once` is True, suspend the program now."""
         self.is_requested = True
         if at_once:
             self.suspend()
 
     def suspend(self) -> None:
-        """Suspend the ranks and this program, if `request` was called. Return when the program has been continued.
+        """If it was requested, suspend the ranks and this program, until the program has been continued.
 
-        If `request` is called while `suspend` is running, the request has no effect. When a process gets SIGCONT, the kernel
-        also drops a pending SIGTSTP.
+        A request meanwhile has no effect: SIGCONT also drops a pending SIGTSTP.
         """
         if not self.is_requested or self._is_under_way:
             return
@@ -102,17 +81,13 @@ class ProgramSuspension:
             self._wait_until_ranks_are_stopped(suspension)
             _stop_this_program()
         finally:
-            # This comes first. It is one call of C, so another exception can only come after it.
-            suspension.is_over.release()
+            suspension.is_over.release()  # first: the watcher thread waits for it
             self.is_requested = self._is_under_way = False
             if self.view is not None:
                 self.view.resume()
 
     def suspend_after_call(self) -> None:
-        """Send SIGTSTP to the calling program, if `request` was called after the last call of `suspend`.
-
-        Call this method after the calling program's own signal handlers have been restored.
-        """
+        """Stop the program after all, for a request that came too late. Its own handlers are back already."""
         if self.is_requested:
             self.is_requested = False
             signal.raise_signal(signal.SIGTSTP)
@@ -125,7 +100,7 @@ class ProgramSuspension:
 
 
 def _stop_this_program() -> None:
-    """Stop this program by the default action of SIGTSTP. Return after SIGCONT, or at once if the kernel ignores SIGTSTP."""
+    """Return after SIGCONT, or at once if the kernel ignores SIGTSTP."""
     handler = get_handler(signal.SIGTSTP)
     try:
         set_handler(signal.SIGTSTP, signal.SIG_DFL)
@@ -138,39 +113,11 @@ def suspend_processes(suspension: Suspension, processes: Collection[RankPopen]) 
     """Stop all processes of the ranks, and continue them when the suspension is over."""
     if not suspension.is_over.locked():  # the suspension is over already
         return
-    with _stopped(processes):
-        suspension.are_ranks_stopped.release()
-        suspension.is_over.acquire()
-
-
-@contextmanager
-def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
-    """Stop all processes in the Unix process groups of the ranks, and continue them at the end of the `with` block."""
-    stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
     try:
         for process in processes:
             process.send_signal_to_group(signal.SIGSTOP)
-        yield
+        suspension.are_ranks_stopped.release()
+        suspension.is_over.acquire()
     finally:
-        members = _list_members(processes) if stopped_before else {}
         for process in processes:
-            pids = {process.pid, *members.get(process.pid, ())}
-            if stopped_before.isdisjoint(pids):
-                process.send_signal_to_group(signal.SIGCONT)
-                continue
-            for pid in pids - stopped_before:
-                with suppress(Exception):  # the others must go on, too
-                    os.kill(pid, signal.SIGCONT)
-
-
-def _list_members(processes: Collection[RankPopen]) -> dict[int, list[int]]:
-    """Return a dict from the pid of each rank to the pids in its process group. Return {} if the pids cannot be listed."""
-    try:
-        return list_group_members([process.pid for process in processes])
-    except OSError:  # there is no descriptor left
-        return {}
-
-
-def _is_stopped(pid: int) -> bool:
-    state = read_process_state(pid)
-    return state is not None and state.letter == "T"
+            process.send_signal_to_group(signal.SIGCONT)

@@ -1,27 +1,15 @@
 """Compares the collectives of all ranks, and decides which ranks differ from the others. Pure.
 
-torch's flight recorder numbers the collectives of each process group. In a correct program, collective number N of a process
-group is the same collective on all ranks of the group. Three things can be wrong:
+torch's flight recorder numbers the collectives of each process group. Number N must be the same call on all ranks. If not:
 
-- MISMATCH: ranks made different calls as collective number N, and at least one of these ranks waits in its call. For
-  example, collective number 5 of rank 0 is `all_reduce`, but collective number 5 of rank 1 is `broadcast`. A collective
-  with a mismatch normally cannot succeed.
-- ABSENT: ranks wait in a collective, and another rank of the process group has not called this collective. If the function
-  of the absent rank is still running, the absent rank can call the collective later.
-- CROSSED: ranks wait for one another in different collectives. If one of the calls was asynchronous, the ranks in a CROSSED
-  verdict can perhaps continue.
+- MISMATCH: ranks made different calls as number N, and one of them waits in it. Normally it cannot succeed.
+- ABSENT: ranks wait in a collective that another rank has not called. If its function still runs, it may do so later.
+- CROSSED: ranks wait for one another in different collectives, perhaps not for ever if one of the calls was asynchronous.
 
-An ABSENT verdict blames absent ranks. MISMATCH and CROSSED verdicts blame the ranks that are in the minority. If it is not
-certain which ranks are in the minority, the verdict blames no rank.
-
-A rank can have different numbers in torch and in mpwatch. For example, a program can make several torch worlds (default
-process groups), or can choose its own rank numbers. Each rank reports the number that it has in its torch world. If two
-ranks of a world report the same number, there is no verdict on this world. There is no verdict on process groups whose ranks
-are unknown.
-
-mpwatch does not use torch's own comparison of collectives (torch.distributed.flight_recorder), because the watcher would
-have to import torch. torch's comparison always takes the call of the first rank as correct, even if most ranks made a
-different call.
+ABSENT blames the absent ranks, the others the minority, or nobody if it is not certain who that is. A program may have
+several torch worlds (default process groups), with numbers of their own for the ranks; if two ranks have one number in a
+world, there is no verdict on it. torch's own comparison (torch.distributed.flight_recorder) takes the call of the first rank
+as correct.
 """
 
 import math
@@ -52,25 +40,18 @@ POINT_TO_POINT = {"send", "recv", "batch_isend_irecv"}
 
 
 class VerdictKind(Enum):
-    """What is wrong with the collectives of the ranks."""
-
     MISMATCH = auto()
     ABSENT = auto()
     CROSSED = auto()
 
 
 class Group(NamedTuple):
-    """A process group together with one of its backends.
-
-    The Group objects of all ranks of a process group are equal.
-    """
+    """A process group with one of its backends: equal for all of its ranks."""
 
     name: str
     backend: str
-    ranks: tuple[int, ...]
-    """The global ranks of torch in the world of the process group."""
-    number: int = 1
-    """The number of this process group among those with the same name in its world."""
+    ranks: tuple[int, ...]  # the global ranks of torch in the world of the process group
+    number: int = 1  # the number of this process group among those with the same name in its world
     world: str = ""
 
 
@@ -82,20 +63,16 @@ Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it
 
 @dataclass(frozen=True)
 class CollectiveVerdict:
-    """A verdict on ranks whose collectives do not fit together, and the text of this verdict.
+    """A verdict on ranks whose collectives do not fit together.
 
     Attributes:
-        kind: in which way the collectives do not fit together.
-        blamed: the ranks to blame, or an empty tuple if it is not certain which ranks are to blame.
-        sentence: the verdict as a sentence.
+        blamed: empty if it is not certain which ranks are to blame.
         evidence: for each blamed rank, a phrase that follows the rank's name.
-        group: the process group of the collective.
-        sequence: the number of the collective in its group.
         seconds: how long the first rank has waited in the collective.
         have_returned: whether the ranks to blame have returned.
         is_blocking: whether the main thread of a rank certainly waits in the collective.
-        is_complete: whether it is known what each of these ranks waits for. If not, the cause may be a rank that has not
-            answered, or a rank that waits in send or recv.
+        is_complete: whether it is known what each rank waits for. Else the cause may be a rank that has not answered, or one
+            in send or recv.
     """
 
     kind: VerdictKind
@@ -111,57 +88,45 @@ class CollectiveVerdict:
 
     @property
     def finding(self) -> Finding:
-        """A tuple: the kind of the verdict, the process group, and the number of the collective.
-
-        Two verdicts with the same finding can blame different ranks.
-        """
+        """What does not fit. Two verdicts with the same finding can blame different ranks."""
         return self.kind, self.group, self.sequence
 
     @property
     def cannot_end_well(self) -> bool:
-        """True if the collective cannot succeed any more, for example because an absent rank has already returned."""
+        """Whether the collective cannot succeed any more, for example because an absent rank has returned."""
         return self.kind is VerdictKind.MISMATCH or self.have_returned
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
-    """Return the first verdict of `find_verdicts`, or None if there is no verdict."""
+    """Return the first verdict of `find_verdicts`, if any."""
     return next(iter(find_verdicts(answers, returned)), None)
 
 
 def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
-    """Return all verdicts, the most certain verdict first.
-
-    The order of the verdicts is MISMATCH, ABSENT, CROSSED. If an ABSENT verdict blames ranks that have returned, it comes
-    before the other ABSENT verdicts.
+    """Return all verdicts, the most certain first: MISMATCH, ABSENT (first of ranks that have returned), CROSSED.
 
     Args:
-        answers: a dict from mpwatch's global rank to the rank's answer. A verdict blames only ranks in this dict.
+        answers: by mpwatch's global ranks. Only these ranks can be blamed.
         returned: ranks whose function has returned.
     """
     worlds = _find_members(answers)
     groups = _GroupTable(worlds)
-    calls = {rank: _index_calls(answers[rank], groups) for rank in sorted(answers) if answers[rank].world in worlds}
-    mismatch = _find_mismatch(groups, calls)
-    others = _find_absent(groups, answers, calls, set(returned))
-    return [*filter(None, [mismatch]), *others]
+    calls = {rank: _RankCalls(answers[rank], groups) for rank in sorted(answers) if answers[rank].world in worlds}
+    return [*_find_mismatch(groups, calls), *_find_absent(groups, answers, calls, set(returned))]
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
-    """Return the collective in which the rank waits. If the rank does not wait, return its last collective.
-
-    If the rank has called no collective, return None.
-    """
+    """Return the collective in which the rank waits, or else its last one, if any."""
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
 def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
-    """Return a warning that says how long ranks have waited in a collective, and where the late ranks are."""
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
 def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
-    """Return, for each torch world, a dict from torch's rank numbers to mpwatch's rank numbers."""
+    """Return, for each torch world, mpwatch's rank numbers by torch's."""
     worlds: dict[str, dict[int, int]] = {}
     ambiguous = set()
     for rank, answer in answers.items():
@@ -173,10 +138,9 @@ def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int,
 
 
 def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
-    """Return the verdicts to log as warnings, and add the findings of these verdicts to `warned`.
+    """Return the verdicts to log as warnings, and add their findings to `warned`.
 
-    If several verdicts of `stalls` blame the same ranks, only one of these verdicts needs a warning. For example, rank 0 can
-    wait for rank 2 in one process group, while rank 1 waits for rank 2 in another process group.
+    One warning is enough for the same ranks: rank 0 may wait for rank 2 in one process group, and rank 1 in another.
     """
     stalls = list(stalls)
     named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
@@ -190,10 +154,9 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
 
 
 class _GroupTable:
-    """A table that gives a number to each process group. A number is faster to compare and hash than a Group object.
+    """Numbers the process groups, since a number is faster to compare and hash than a Group with all its ranks.
 
-    Args:
-        worlds: for each world, a dict from torch's ranks to mpwatch's ranks.
+    `worlds` has mpwatch's ranks by torch's ranks, for each world.
     """
 
     def __init__(self, worlds: Mapping[str, Mapping[int, int]]) -> None:
@@ -204,7 +167,6 @@ class _GroupTable:
         self._index_by_id: dict[tuple[object, ...], int] = {}  # the calls keep the tuples of ranks alive
 
     def get_key(self, call: Collective, world: str) -> Key:
-        """Return the key of a collective: the index of its process group, and its number in this group."""
         by_id = call.group, call.backend, id(call.ranks), call.group_number, world
         index = self._index_by_id.get(by_id)
         if index is None:
@@ -217,49 +179,36 @@ class _GroupTable:
         return index, call.sequence
 
     def get_members(self, key: Key) -> list[int]:
-        """Return the ranks of the process group that have reported their collectives.
-
-        The returned numbers are mpwatch's global ranks.
-        """
         return self._members[key[0]]
 
     def count_unknown(self, key: Key) -> int:
-        """Return how many ranks of the process group have not reported their collectives."""
         return len(self.groups[key[0]].ranks) - len(self._members[key[0]])
 
     def get_order(self, key: Key) -> tuple[int, Group]:
-        """Return a sort key that puts the collective with the lowest number first."""
         return key[1], self.groups[key[0]]
 
 
 class _RankCalls:
-    """The collectives that one rank has called (oldest first), and the highest collective number in each process group."""
+    """The collectives that one rank has called, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: RankCollectives, groups: _GroupTable) -> None:
         self.by_key: dict[Key, Collective] = {}
-        self.last_numbers: dict[int, int] = {}
-
-    def add(self, key: Key, call: Collective) -> None:
-        self.by_key.pop(key, None)
-        self.by_key[key] = call
-        self.last_numbers[key[0]] = max(key[1], self.last_numbers.get(key[0], 0))
+        self.last_numbers: dict[int, int] = {}  # by index of the group
+        for call in answer.collectives:
+            if call.ranks and call.name not in POINT_TO_POINT:
+                key = groups.get_key(call, answer.world)
+                self.by_key.pop(key, None)
+                self.by_key[key] = call
+                self.last_numbers[key[0]] = max(key[1], self.last_numbers.get(key[0], 0))
 
     @property
     def last(self) -> Collective | None:
         return next(reversed(self.by_key.values()), None)
 
     def has_not_called(self, key: Key, *, has_all: bool) -> bool:
-        """Return True if it is certain that the rank has not called the collective."""
+        """Return whether that is certain."""
         number = self.last_numbers.get(key[0])
         return has_all if number is None else number < key[1]
-
-
-def _index_calls(answer: RankCollectives, groups: _GroupTable) -> _RankCalls:
-    calls = _RankCalls()
-    for call in answer.collectives:
-        if call.ranks and call.name not in POINT_TO_POINT:
-            calls.add(groups.get_key(call, answer.world), call)
-    return calls
 
 
 def _is_waiting(call: Collective) -> bool:
@@ -269,8 +218,8 @@ def _is_waiting(call: Collective) -> bool:
 # --- Mismatch ---
 
 
-def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> CollectiveVerdict | None:
-    """Return a MISMATCH verdict on the first collective in which the calls of the ranks differ, or None."""
+def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> list[CollectiveVerdict]:
+    """Return a MISMATCH verdict on the first collective in which the calls of the ranks differ, if any."""
     by_key: dict[Key, dict[int, Collective]] = {}
     for rank, of_rank in calls.items():
         for key, call in of_rank.by_key.items():
@@ -278,15 +227,12 @@ def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> Coll
     for key in sorted(by_key, key=groups.get_order):
         called = by_key[key]
         if any(map(_is_waiting, called.values())) and (camps := _find_camps(called)):
-            return _make_mismatch(groups, key, called, camps)
-    return None
+            return [_make_mismatch(groups, key, called, camps)]
+    return []
 
 
 def _find_camps(called: Mapping[int, Collective]) -> list[list[int]]:
-    """Return the camps, the largest camp first. A camp is a group of ranks that made the same call.
-
-    Return an empty list if all calls are the same.
-    """
+    """Return the camps of ranks that made the same call, the largest first. One camp alone is none."""
     for read in DIFFERENCES:
         camps: dict[Signature, list[int]] = {}
         for rank, call in called.items():
@@ -303,14 +249,10 @@ def _read_operation(call: Collective) -> Signature:
 
 def _read_tensors(call: Collective) -> Signature | None:
     if call.name in SAME_INPUTS:
-        return *call.input_dtypes, *map(_count_elements, call.input_shapes)
+        return *call.input_dtypes, *map(math.prod, call.input_shapes)
     if call.name in SAME_OUTPUTS:
-        return *call.output_dtypes, *map(_count_elements, call.output_shapes)
+        return *call.output_dtypes, *map(math.prod, call.output_shapes)
     return None
-
-
-def _count_elements(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
 
 
 def _read_reduction(call: Collective) -> Signature | None:
@@ -350,16 +292,13 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that says what the ranks of each camp have called.
-
-    The phrase begins with "called". The caller puts the ranks of `camps[0]` before the phrase, as in "rank 2 called ...".
-    """
+    """Return a phrase that says what the ranks of each camp have called, as it follows the ranks of `camps[0]`."""
     parts = []
     for camp in camps:
-        call = called[camp[0]]
-        is_first = camp is camps[0]
+        call, is_first = called[camp[0]], camp is camps[0]
         who = "called" if is_first else format_ranks(camp)
-        title = f"{call.title}{_format_group(call)} " if is_first or read is _read_operation else ""
+        group = "" if call.group == DEFAULT_GROUP else f" of {call.group_title}"
+        title = f"{call.title}{group} " if is_first or read is _read_operation else ""
         parts.append(f"{who} {title}with {_format_difference(call, read)}{_format_place(call)}")
     return ", ".join(parts)
 
@@ -372,10 +311,6 @@ def _format_difference(call: Collective, read: Reader) -> str:
     return call.tensors or "no tensor"
 
 
-def _format_group(call: Collective) -> str:
-    return "" if call.group == DEFAULT_GROUP else f" of {call.group_title}"
-
-
 def _format_place(call: Collective) -> str:
     return f" ({call.place})" if call.place else ""
 
@@ -386,7 +321,7 @@ def _format_place(call: Collective) -> str:
 def _find_absent(
     groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
 ) -> list[CollectiveVerdict]:
-    """Return the ABSENT verdicts, and then the CROSSED verdict, if there is one."""
+    """Return the ABSENT verdicts, and then the CROSSED verdict, if any."""
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
         key = next((key for key, call in of_rank.by_key.items() if _is_waiting(call)), None)
@@ -394,9 +329,8 @@ def _find_absent(
             waiting.setdefault(key, []).append(rank)
     absent_from: dict[Key, set[int]] = {}
     for key in sorted(waiting, key=groups.get_order):
-        in_group = groups.get_members(key)
-        absent = {rank for rank in in_group if calls[rank].has_not_called(key, has_all=answers[rank].has_all)}
-        if absent:
+        members = groups.get_members(key)
+        if absent := {rank for rank in members if calls[rank].has_not_called(key, has_all=answers[rank].has_all)}:
             absent_from[key] = absent
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
     verdicts, crossed = [], []
@@ -413,11 +347,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Select from `keys` the collectives in which ranks wait for one another.
-
-    If a rank has not called one of the selected collectives, this rank waits in another selected collective. For example,
-    select A and B if rank 0 waits in A and has not called B, and rank 1 waits in B and has not called A.
-    """
+    """Select the collectives in which ranks wait for one another: each absent rank waits in another of them."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]
@@ -427,10 +357,7 @@ def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from:
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
-    """Return a call in which the rank waits, such as `all_reduce` or `recv`. Return None if the rank waits in no call.
-
-    If the rank waits in several calls, prefer a call whose source line is known.
-    """
+    """Return a call in which the rank waits, also `recv` and the like. Prefer one whose source line is known."""
     pending = [call for call in answer.collectives if _is_waiting(call)]
     return next((call for call in pending if call.place), pending[0] if pending else None)
 
@@ -479,10 +406,7 @@ def _make_crossed(
     absent_from: Mapping[Key, set[int]],
     blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks that wait for one another. The ranks wait in different collectives, or in send or recv.
-
-    If the cause may be a rank that is not in `waiting`, the verdict blames no rank.
-    """
+    """Blame nobody if the cause may be a rank that is not in `waiting`."""
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}
     is_complete = all(absent_from[key] <= in_collectives and not groups.count_unknown(key) for key in waiting)

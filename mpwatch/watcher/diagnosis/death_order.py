@@ -1,16 +1,15 @@
-"""Estimates when a rank died. This module runs in the watcher thread, and does no I/O except reading the clock.
+"""Estimates when a rank died, in the watcher thread. No I/O, except for reading the clock.
 
-A rank puts a time stamp on its messages. A death has no time stamp, and the kernel closes the connections of a process
-before it reports its exit: 0.2 to 4 ms before in measurements, longer on a busy machine. So the peers of a dying rank may
-fail before the watcher can notice its exit. But the watcher knows the order of what it reads, because the selector returns
-descriptors in the order in which they became ready:
+Messages have a time stamp, deaths have none. The kernel closes the connections of a process before it reports its exit (by
+0.2 to 4 ms, more on a busy machine), so peers may fail before the watcher can notice the exit. But the selector returns
+descriptors in the order in which they became ready, and the channel of a dying rank ends together with its connections:
 
-- The channel of a dying rank ends together with its other connections. If the watcher reads this end, or sees that the rank
-  is dying, before it reads a message FAILING of another rank, the rank died before the time stamp of the message.
-- A death that it notices after the message happened after the time stamp of the message.
+- If the watcher sees the end of a channel before it reads a message FAILING of another rank, the rank died before the time
+  stamp of that message.
+- A death that it notices after the message happened after the time stamp.
 
-The estimate has a limit: if the watcher has sent signals to a rank, the estimated time of its death is not earlier than the
-first of these signals. Without this limit, a rank that the watcher killed could look like the first failure.
+If the watcher has sent signals to a rank, it did not die before the first of them. Else a rank that the watcher killed could
+look like the first failure.
 """
 
 import math
@@ -29,8 +28,6 @@ class _Death(NamedTuple):
 
 
 class DeathClock:
-    """Sets the time of death of each rank that is dead or dying."""
-
     def __init__(self) -> None:
         self._deaths: list[_Death] = []  # recent ones
         self._latest_stamp = 0.0
@@ -41,7 +38,7 @@ class DeathClock:
         self._woke_at = monotonic()
 
     def record_dying(self, observed: RankObservations) -> None:
-        """Set the time of a rank's death to now. `record_message` can replace the time of a death with an earlier time."""
+        """Set the time of a rank's death to now. `record_message` may move it to an earlier time."""
         if observed.died_at is None:
             observed.died_at = monotonic()
             self._drop_old_deaths(observed.died_at)
@@ -49,15 +46,14 @@ class DeathClock:
             self._deaths.append(_Death(earliest, observed.died_at, observed))
 
     def record_death(self, observed: RankObservations) -> None:
-        """Record that a rank is dead. If it was seen to be dying before, keep the time of that."""
         self.record_dying(observed)
         observed.has_exited = True
 
     def record_message(self, stamp: float) -> None:
-        """Move recent deaths to times before `stamp`, which is the time stamp of a message FAILING that was just read.
+        """Move recent deaths to before `stamp`, of a message FAILING that was just read, but not before earlier stamps.
 
-        No death is moved before a time stamp that was recorded before the death. A message may come long after its
-        time stamp, as after a prompt of a debugger. Then a death of an earlier wake-up stays where it is.
+        A message may come long after its time stamp, as after a prompt of a debugger. Then a death of an earlier wake-up
+        stays where it is.
         """
         limit = stamp
         self._drop_old_deaths(monotonic())

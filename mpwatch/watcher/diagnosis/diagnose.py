@@ -1,22 +1,17 @@
-"""Decides which rank failed first and why. Makes a RunResult from what the watcher observed.
+"""Decides which rank failed first and why: evidence in, a RunResult out. Runs in the caller's thread.
 
-This module runs in the caller's thread. The following rules choose the root cause among several failures. A rule decides
-only if the rules before it leave a tie:
+The root cause is chosen by these rules; each decides only if those before it leave a tie:
 
-1. A failure that happened before the watcher began to stop the ranks has priority over a later failure.
-2. A rank's own failure has priority over a secondary failure. A secondary failure only reports that a peer was lost or late
-   (peer_errors.py). Often a secondary failure happens before the failure that caused it. For example, rank 1 can close its
-   connections before its function raises an exception. Then rank 0 can notice the closed connection and fail before rank 1
-   fails.
-3. An earlier failure has priority over a later failure. The time of an exception is the time at which mpwatch caught the
-   exception in the rank. For the time of a death, see death_order.py.
+1. A failure before the watcher began to stop the ranks comes before a later one.
+2. A rank's own failure comes before a secondary one, which only reports that a peer was lost or late (peer_errors.py). It
+   may come first: a rank that closes its connections before it raises lets its peers fail before it.
+3. The earlier failure. Exceptions have the time at which the rank caught them; for deaths see death_order.py.
 
-If all failures only report that a peer was late, mpwatch blames the rank that was late (stragglers.py).
-
-This module unpickles exceptions and return values, which runs user code. Slow user code delays no rank, because no rank
-waits for the diagnosis.
+If all failures only report that a peer was late, the late rank is blamed (stragglers.py). The diagnosis unpickles exceptions
+and return values, which runs user code. No rank waits for it.
 """
 
+import math
 import signal
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -38,7 +33,6 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
 )
 from mpwatch.watcher.diagnosis.death_order import DEATH_LAG_SECONDS
 from mpwatch.watcher.diagnosis.failures import (
-    TimedFailure,
     build_hang,
     build_mismatch,
     build_unloadable_value,
@@ -46,7 +40,6 @@ from mpwatch.watcher.diagnosis.failures import (
     find_failure,
     get_death_kind,
     has_returned,
-    is_before_stop,
 )
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
@@ -62,12 +55,12 @@ from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling.return_values import open_value, pack_none
 
-Failures = dict[int, TimedFailure]  # by rank
+Failures = dict[int, ProcessFailure]  # by rank
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, so it is not reported when the user interrupts the run
 
 
 def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
-    """Return the result of an attempt or a call. Call this function after the end of the attempt or the call."""
+    """Return the result of an attempt that has ended."""
     _correct_collectives(attempt)
     failures: Failures = {}
     have_all_returned = attempt.stop_reason is StopReason.SUCCEEDED
@@ -82,17 +75,16 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         if failure is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
-    verdict = None if attempt.stop_reason is StopReason.SUCCEEDED else find_collective_verdict(attempt)
+    verdict = None if have_all_returned else _find_collective_verdict(attempt)
     is_explained = verdict is not None and _is_explained(attempt, failures, verdict)
     if verdict is not None and is_explained:
         failures = _blame_for_collective(attempt, failures, verdict)
     else:
         failures |= _find_hangs(attempt, failures, verdict)
-    first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=(0.0, None))[1]
-    is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and not (
-        is_explained and verdict and not verdict.blamed
-    )
-    by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
+    first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=None)
+    blames_nobody = is_explained and verdict is not None and not verdict.blamed
+    is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and not blames_nobody
+    by_rank = dict(sorted(failures.items()))
     notes = []
     if not have_all_returned:  # an unloadable value is no failure now, as it has not ended the attempt
         loaded_values = _load_values(attempt, without=by_rank)
@@ -113,12 +105,10 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
             if (progress := observed.get_progress(attempt.run_started_at)) is not None
         },
         stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
-        collectives={} if attempt.stop_reason is StopReason.SUCCEEDED else _get_collectives(attempt),
+        collectives={} if have_all_returned else _get_collectives(attempt),
         reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
         log_dir=attempt.log_dir,
-        stopped_at=max(
-            (step for of_rank in attempt.ranks.values() if (step := of_rank.stopped_step) is not None), default=None
-        ),
+        stopped_at=max((step for seen in attempt.ranks.values() if (step := seen.stopped_step) is not None), default=None),
         stop_cause=attempt.stop_cause,
         notes=tuple(notes),
         elapsed=attempt.ended_at - attempt.run_started_at,
@@ -136,18 +126,14 @@ def _load_values(attempt: AttemptObservations, without: Container[int] = ()) -> 
 
 
 class LoadedValue(NamedTuple):
-    """A return value, or the error that prevented mpwatch from rebuilding this value."""
+    """A return value, or the error that came up while it was rebuilt."""
 
     value: Any
     error: BaseException | None
 
 
 def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
-    """Rebuild a return value. This function runs user code.
-
-    Args:
-        content: the body of the RETURNED message, or the content of its file, or an OSError if the file was unreadable.
-    """
+    """Rebuild a return value, from a RETURNED message or its file. An OSError says that the file was unreadable."""
     kind = "unknown"
     try:
         if isinstance(content, OSError):
@@ -162,30 +148,23 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
         return LoadedValue(None, error if error is content else explain_unloadable_value(kind, error))
 
 
-def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
-    """Return the verdict on ranks whose collectives did not fit together, or None.
-
-    If a verdict has ended the attempt, return this verdict, or a newer verdict that has the same `finding`. A newer verdict
-    can name more ranks, because more ranks have reported their collectives since the older verdict.
-    """
+def _find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
+    """If a verdict has ended the attempt, a newer one counts only if it finds the same; it may name more ranks."""
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
     return verdict if final is None or (verdict is not None and verdict.finding == final.finding) else final
 
 
 def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectives]:
-    """Return the collectives of each rank that has reported them, as a dict from ranks to RankCollectives."""
+    """Return the collectives of each rank that has reported them."""
     return {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
 
 
 def _correct_collectives(attempt: AttemptObservations) -> None:
-    """If a rank lost a peer, or waited too long for a peer, mark the rank's last collective as WAITING.
-
-    torch marks a collective as completed even if the collective has failed.
-    """
-    for rank, observed in attempt.ranks.items():
+    """Mark the last collective of a rank that lost a peer as WAITING: for torch, it is completed even if it failed."""
+    for observed in attempt.ranks.values():
         answer = observed.collectives
-        lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
+        lost_peer = _get_peer_error(observed) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
         if answer is not None and answer.collectives and lost_peer and observed.answer is not None:
             *others, last = answer.collectives
             place = last.place or format_raise_location(decoder.decode_exception(observed.answer.body)).strip(" ()")
@@ -199,107 +178,90 @@ def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
     Call this before `drop_payloads`.
     """
     silent = {rank for rank in attempt.silent_ranks if is_in_collective(attempt.ranks[rank])}
-    return silent | {rank for rank in attempt.ranks if _get_peer_error(attempt, rank) is PeerErrorKind.PEER_TIMEOUT}
+    return silent | _find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT)
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks whose failure has the PeerErrorKind POSSIBLY_PEER.
+    """Return the ranks with a broken connection, to a peer or to another program. Call this before `drop_payloads`."""
+    return _find_ranks_with(attempt, PeerErrorKind.POSSIBLY_PEER)
 
-    POSSIBLY_PEER means that a connection broke, either to a peer or to another program. Call this before `drop_payloads`.
-    """
-    return {rank for rank in attempt.ranks if _get_peer_error(attempt, rank) is PeerErrorKind.POSSIBLY_PEER}
+
+def _find_ranks_with(attempt: AttemptObservations, kind: PeerErrorKind) -> set[int]:
+    return {rank for rank, observed in attempt.ranks.items() if _get_peer_error(observed) is kind}
 
 
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
-    """Find the running ranks of this node that were certainly in no collective, and return a failure for each such rank.
-
-    The failure says that the rank kept other nodes waiting.
-    """
+    """Return failures for the running ranks that were certainly in no collective, and so kept other nodes waiting."""
     at = attempt.stopped_at
     if at is None:
         return []
     running = {
         rank: observed
         for rank, observed in attempt.ranks.items()
-        if rank not in result.failures and observed.was_ready and not has_returned(attempt, observed)
+        if rank not in result.failures and _is_running(attempt, observed)
     }
     missing = sorted(find_ranks_outside_collectives(running))
-    return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
+    return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING) for rank in missing]
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the failures that another failure explains, and mark the returned failures as secondary.
-
-    Only failures with the PeerErrorKind POSSIBLY_PEER or HINT are returned.
-    """
-    peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
-    deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
-    has_cause = any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
-    victims: Failures = {}
-    for rank, (at, failure) in failures.items():
-        if peer_errors[rank] is PeerErrorKind.POSSIBLY_PEER:
-            is_victim = bool(deaths) or has_cause  # also a later one: a rank may close its connections before it raises
-        else:
-            is_victim = peer_errors[rank] is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
-        if is_victim:
-            victims[rank] = (at, replace(failure, is_secondary=True))
+    """Return the failures that may be secondary and that another failure explains, marked as secondary."""
+    peer_errors = {rank: _get_peer_error(attempt.ranks[rank]) for rank in failures}
+    deaths = [failure.elapsed for failure in failures.values() if not _has_exact_time(failure)]
+    has_cause = bool(deaths) or any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
+    victims = {}
+    for rank, failure in failures.items():
+        kind = peer_errors[rank]
+        # a later cause counts, too: a rank may close its connections before it raises
+        has_hint = kind is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= failure.elapsed for death in deaths)
+        if has_hint or (kind is PeerErrorKind.POSSIBLY_PEER and has_cause):
+            victims[rank] = replace(failure, is_secondary=True)
     return victims
 
 
-def _get_peer_error(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
-    observed = attempt.ranks[rank]
+def _get_peer_error(observed: RankObservations) -> PeerErrorKind | None:
     if observed.answer is None:
         return get_death_kind(observed)
     return classify_exception(observed.answer.body) if observed.answer.kind is not MessageKind.RETURNED else None
 
 
-def _was_reported(failure: ProcessFailure) -> bool:
-    """Return whether the time of the failure is exact.
-
-    The time of a death is not exact, because the watcher notices a death late.
-    """
+def _has_exact_time(failure: ProcessFailure) -> bool:
+    """A death has none: the watcher notices it late."""
     return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
 
 
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the verdict on the collectives explains all failures.
 
-    ABSENT and CROSSED verdicts explain only secondary failures. A MISMATCH verdict also explains a death by SIGABRT, because
-    gloo calls abort() in a rank that receives more bytes than expected. A late rank keeps its connections open. So a verdict
-    on a late rank explains the failures only if one of the failures is a timeout.
+    It explains secondary failures; a MISMATCH also a death by SIGABRT, since gloo calls abort() in a rank that receives more
+    bytes than expected. A rank that is only late keeps its connections open, so it explains no failure but a timeout.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
-    has_timed_out = any(_get_peer_error(attempt, rank) is PeerErrorKind.PEER_TIMEOUT for rank in failures)
+    has_timed_out = not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
     if not (verdict.cannot_end_well or (verdict.is_complete and has_timed_out)):
         return False
     return all(
         failure.is_secondary or (verdict.kind is VerdictKind.MISMATCH and failure.signal == signal.SIGABRT)
-        for _, failure in failures.values()
+        for failure in failures.values()
     )
 
 
 def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
-    """Return the known failures, marked as secondary, and a new failure for each rank that the verdict blames."""
-    blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
-    latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
-    at = latest if attempt.stopped_at is None else attempt.stopped_at
+    blamed = {rank: replace(failure, is_secondary=True) for rank, failure in failures.items()}
+    at = attempt.ended_at if attempt.stopped_at is None else attempt.stopped_at
     for rank in attempt.ranks.keys() & verdict.blamed:  # other ranks have attempts of their own (scope="worker")
         observed, before = attempt.ranks[rank], failures.get(rank)
         if verdict.kind is VerdictKind.ABSENT and before is None and not has_returned(attempt, observed):
             blamed[rank] = build_hang(attempt, observed, at, verdict.evidence[rank])
         else:
-            blamed[rank] = build_mismatch(attempt, observed, at, verdict.evidence[rank], before and before[1])
+            blamed[rank] = build_mismatch(attempt, observed, at, verdict.evidence[rank], before)
     return blamed
 
 
 def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    """Return a dict with the current or last collective of each rank. Leave out ranks that have reported no collective."""
-    return {
-        rank: collective
-        for rank, observed in attempt.ranks.items()
-        if observed.collectives is not None and (collective := get_current_collective(observed.collectives)) is not None
-    }
+    known = get_all_collectives(attempt).items()
+    return {rank: collective for rank, answer in known if (collective := get_current_collective(answer)) is not None}
 
 
 def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict | None) -> Failures:
@@ -309,9 +271,9 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
         return {}
     running = _get_running(attempt, failures)
     if attempt.silent_ranks:
-        return _find_silent_ranks(attempt, running, verdict)
-    peer_errors = {_get_peer_error(attempt, rank) for rank in failures}
-    if PeerErrorKind.PEER_TIMEOUT in peer_errors and all(failure.is_secondary for _, failure in failures.values()):
+        return _find_silent_ranks(attempt, at, running, verdict)
+    has_timed_out = not failures.keys().isdisjoint(_find_ranks_with(attempt, PeerErrorKind.PEER_TIMEOUT))
+    if has_timed_out and all(failure.is_secondary for failure in failures.values()):
         return {
             rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT)
             for rank in find_ranks_outside_collectives(running)
@@ -320,57 +282,55 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: Colle
 
 
 def _find_silent_ranks(
-    attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
+    attempt: AttemptObservations,
+    stopped_at: float,
+    running: Mapping[int, RankObservations],
+    verdict: CollectiveVerdict | None,
 ) -> Failures:
-    """Return HANG failures for the silent ranks, and for the ranks that caused the silence.
+    """Return HANG failures for the silent ranks, as of their last heartbeat, and for the ranks that caused the silence.
 
-    The time of a silent rank's failure is the time of its last heartbeat. If a silent rank waits for another rank, the
-    failure of the silent rank is secondary.
+    A silent rank that waits for another one is a victim.
     """
-    assert attempt.stopped_at is not None
-    stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout
     silent = set(attempt.silent_ranks.keys() & running.keys())
-    absent = running.keys() & verdict.blamed if verdict is not None else set()
-    to_blame = absent or find_cause_of_silence(running, silent) or silent
+    evidence = {} if verdict is None else {rank: verdict.evidence[rank] for rank in running.keys() & verdict.blamed}
+    to_blame = set(evidence) or find_cause_of_silence(running, silent) or silent
     hangs: Failures = {}
     for rank in silent:
-        assert heartbeat_timeout is not None
-        last_beat, progress = attempt.silent_ranks[rank], attempt.ranks[rank].get_progress(attempt.run_started_at)
+        last_beat, progress = attempt.silent_ranks[rank], running[rank].get_progress(attempt.run_started_at)
         is_victim = rank not in to_blame
-        why = texts.format_silence(stopped_at - last_beat, None if is_victim else heartbeat_timeout, progress)
-        if verdict is not None and rank in absent:
-            why += f"; it {verdict.evidence[rank]}"
+        why = texts.format_silence(stopped_at - last_beat, None if is_victim else attempt.heartbeat_timeout, progress)
+        if rank in evidence:
+            why += f"; it {evidence[rank]}"
         hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=is_victim)
     for rank in to_blame - silent:
-        why = verdict.evidence[rank] if verdict is not None and rank in absent else texts.KEPT_PEERS_WAITING
-        hangs[rank] = build_hang(attempt, running[rank], stopped_at, why)
+        hangs[rank] = build_hang(attempt, running[rank], stopped_at, evidence.get(rank, texts.KEPT_PEERS_WAITING))
     return hangs
 
 
 def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
-    """Return the ranks that were running when the watcher stopped them."""
-    return {rank: observed for rank, observed in attempt.ranks.items() if _was_running(attempt, failures, rank)}
+    """Return the ranks that were running when the watcher stopped them.
 
-
-def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
-    """Return whether the rank was running when the watcher stopped the ranks.
-
-    A rank in `attempt.silent_ranks` counts as running, even if the rank returned after its heartbeat timeout.
+    A silent rank counts as one of them, even if it returned after its heartbeat timeout.
     """
-    if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
-        return False
-    observed = attempt.ranks[rank]
-    return rank in attempt.silent_ranks or (observed.was_ready and not has_returned(attempt, observed))
+    return {
+        rank: observed
+        for rank, observed in attempt.ranks.items()
+        if (rank not in failures or failures[rank].kind is FailureKind.TIMEOUT)
+        and (rank in attempt.silent_ranks or _is_running(attempt, observed))
+    }
 
 
-def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
-    """Return a sort key that is smallest for the root cause.
+def _is_running(attempt: AttemptObservations, observed: RankObservations) -> bool:
+    return observed.was_ready and not has_returned(attempt, observed)
 
-    The docstring of diagnose.py explains how the root cause is chosen.
-    """
-    at, failure = timed
-    lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
-    return not is_before_stop(attempt, at - lag), failure.is_secondary, at
+
+def _get_order_of_blame(attempt: AttemptObservations, failure: ProcessFailure) -> tuple[bool, bool, float]:
+    """Return a sort key that is smallest for the root cause, by the rules at the head of this module."""
+    stopped = math.inf if attempt.stopped_at is None else attempt.stopped_at - attempt.run_started_at
+    if failure.kind is FailureKind.MISMATCH:  # blamed by the verdict, even if the rank has failed after the others
+        return False, failure.is_secondary, stopped
+    lag = 0.0 if _has_exact_time(failure) else DEATH_LAG_SECONDS
+    return failure.elapsed - lag > stopped, failure.is_secondary, failure.elapsed
 
 
 def _get_state(attempt: AttemptObservations, observed: RankObservations, has_failed: bool) -> WorkerState:
@@ -400,12 +360,9 @@ def _get_reason(
     states: Mapping[int, WorkerState],
     verdict: CollectiveVerdict | None,
 ) -> str:
-    """Return a sentence about the time limit or the interrupt that ended the attempt.
-
-    If the attempt ended for another reason, return an empty text.
-    """
+    """Return a sentence about the time limit or the interrupt that ended the attempt, else an empty text."""
+    unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
     if attempt.stop_reason is StopReason.TIMED_OUT:
-        unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:
             return texts.format_stop_timeout(attempt.stop_timeout, attempt.stop_cause, unfinished)
         unused = attempt.unused_heartbeat_timeout
@@ -419,7 +376,6 @@ def _get_reason(
     if attempt.stop_reason in (StopReason.INTERRUPTED, StopReason.CANCELLED_BY_JOB) and attempt.signum is not None:
         text = format_interrupt(attempt.signum, attempt.interrupt_cause)
         if attempt.stop_timeout is not None:
-            unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
             text = texts.format_stop_timeout(attempt.stop_timeout, attempt.stop_cause, unfinished)
         is_stalled = verdict is not None and (verdict.kind is VerdictKind.MISMATCH or verdict.seconds >= STALL_SECONDS)
         return f"{text}; {verdict.sentence}" if verdict is not None and is_stalled else text

@@ -1,8 +1,7 @@
 """Builds the ProcessFailure of one rank from what the watcher observed of the rank.
 
-This module runs in the caller's thread, except `may_be_oom_kill` and `is_crash`, which the watcher thread calls. This module
-marks a failure as secondary if the failure is clearly an error in the communication with a peer (peer_errors.py).
-diagnose.py finds the other secondary failures and the root cause.
+Runs in the caller's thread, except `may_be_oom_kill` and `is_crash`. A failure that is clearly an error in the communication
+with a peer (peer_errors.py) is secondary; diagnose.py finds the other secondary failures, and the root cause.
 """
 
 import os
@@ -25,7 +24,6 @@ from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
-TimedFailure = tuple[float, ProcessFailure]  # the time in seconds of CLOCK_MONOTONIC
 CRASH_SIGNALS = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
@@ -37,50 +35,39 @@ def may_be_oom_kill(observed: RankObservations) -> bool:
 
 
 def is_crash(exit_code: int | None) -> bool:
-    """Return whether a process crashed. A crash is a death by a signal such as SIGSEGV or SIGABRT."""
     return -(exit_code or 0) in CRASH_SIGNALS
 
 
 def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
-    """Return True if the watcher began to stop the ranks after the time `at`, or has not begun to stop them."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
 def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
-    """Return whether the rank's function has returned a valid value.
+    """Return whether the rank's function has returned a valid value: before the watcher began to stop the ranks.
 
-    If the function returned after the watcher began to stop the ranks, the return value is invalid, because a signal from
-    the watcher may have made the function return early. After a timeout, a return value is valid only if the watcher
-    received it before the timeout.
+    Later, a signal of the watcher may have made it return early. A value that came too late for `timeout` is not valid.
     """
     answer = observed.answer
-    if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
+    if answer is None or answer.kind is not MessageKind.RETURNED:
         return False
-    return (
-        attempt.stop_reason is not StopReason.TIMED_OUT
-        or observed.answer_received_at is None
-        or is_before_stop(attempt, observed.answer_received_at)
-    )
+    received_at = observed.answer_received_at if attempt.stop_reason is StopReason.TIMED_OUT else None
+    return is_before_stop(attempt, max(answer.stamp, received_at or 0.0))
 
 
-def find_failure(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
-    """Return the time and the failure of this rank, or None if the rank did not fail."""
+def find_failure(attempt: AttemptObservations, observed: RankObservations) -> ProcessFailure | None:
+    answer, died_at = observed.answer, observed.died_at
     if has_returned(attempt, observed):
-        return _find_death_after_return(attempt, observed)
-    if (
-        observed.answer is not None
-        and observed.answer.kind is not MessageKind.RETURNED
-        and is_before_stop(attempt, observed.answer.stamp)
-    ):
-        return _build_reported(attempt, observed, observed.answer)
+        # the other ranks, which are still running, may need the dead one
+        is_needed = died_at is not None and attempt.stopped_at is not None and died_at <= attempt.stopped_at
+        return _build_death(attempt, observed, died_at) if died_at is not None and is_needed and observed.exit_code else None
+    if answer is not None and answer.kind is not MessageKind.RETURNED and is_before_stop(attempt, answer.stamp):
+        return _build_reported(attempt, observed, answer)
     if observed.worker.rank in attempt.never_ready:
-        at = attempt.stopped_at or attempt.run_started_at
-        why = texts.format_not_ready(attempt.start_timeout)
-        return _build(
-            attempt, observed, at, FailureKind.START, evidence=why, stderr=observed.startup_output or observed.stderr
-        )
-    if observed.answer is None and observed.died_at is not None and _died_by_itself(attempt, observed, observed.died_at):
-        return _build_death(attempt, observed, observed.died_at)
+        at, why = attempt.stopped_at or attempt.run_started_at, texts.format_not_ready(attempt.start_timeout)
+        stderr = observed.startup_output or observed.stderr
+        return _build(attempt, observed, at, FailureKind.START, evidence=why, stderr=stderr)
+    if answer is None and died_at is not None and _died_by_itself(attempt, observed, died_at):
+        return _build_death(attempt, observed, died_at)
     if observed.raised_at is not None and is_before_stop(attempt, observed.raised_at):
         return _build_unreported_exception(attempt, observed, observed.raised_at)
     if attempt.stop_reason is StopReason.TIMED_OUT and attempt.stopped_at is not None:
@@ -89,37 +76,28 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    """Return the kind of peer error that caused the death of a rank, or None if no peer error is known."""
     collective = None if observed.collectives is None else get_current_collective(observed.collectives)
-    is_waiting = collective is not None and collective.state is CollectiveState.WAITING
-    backend = collective.backend if collective is not None and is_waiting else ""
+    backend = collective.backend if collective is not None and collective.state is CollectiveState.WAITING else ""
     return classify_death(observed.exit_code, observed.stderr, observed.crash_stack, backend)
 
 
 def build_hang(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, *, is_secondary: bool = False
-) -> TimedFailure:
-    """Return a HANG failure for a rank that was silent for too long, or that kept its peers waiting."""
+) -> ProcessFailure:
     stack = get_stacks_or_state(observed)
     return _build(attempt, observed, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
 
 
 def build_mismatch(
     attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, before: ProcessFailure | None
-) -> TimedFailure:
-    """Build a failure of the kind MISMATCH for a rank that the verdict on the collectives blames.
-
-    `before` is the failure that the mismatch has caused in this rank, or None. If `before` is a failure, the new failure
-    keeps the exception, the exit code and the stack of `before`.
-    """
+) -> ProcessFailure:
+    """`before` is what the mismatch has caused in this rank, if anything. Its exception, exit code and stack are kept."""
     if before is None:
         return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)
-    failure = replace(before, kind=FailureKind.MISMATCH, evidence=evidence, summary="", is_secondary=False)
-    return at, add_summary(failure)
+    return add_summary(replace(before, kind=FailureKind.MISMATCH, evidence=evidence, summary="", is_secondary=False))
 
 
-def build_unloadable_value(attempt: AttemptObservations, observed: RankObservations, error: BaseException) -> TimedFailure:
-    """Return the failure of a rank whose return value was lost. `error` says why the caller could not get the value."""
+def build_unloadable_value(attempt: AttemptObservations, observed: RankObservations, error: BaseException) -> ProcessFailure:
     assert observed.answer is not None  # it has returned
     plain = ExceptionEncoder(error).plain()
     return _build(
@@ -134,12 +112,6 @@ def build_unloadable_value(attempt: AttemptObservations, observed: RankObservati
 
 
 def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
-    """Return an exception that explains why the caller could not rebuild a return value.
-
-    Args:
-        kind: the name of the return value's type.
-        error: the exception that the caller got when it rebuilt the value.
-    """
     explained: BaseException
     is_of_system = isinstance(error, OSError | MemoryError) or type(error) is RuntimeError  # the last one is torch's
     if is_of_system and is_resource_shortage(error):
@@ -151,27 +123,8 @@ def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
     return explained
 
 
-def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
-    """Return the failure of a rank that died after its function had returned, if other ranks were still running.
-
-    The death is a failure although the function has returned, because the running ranks may still need the dead rank.
-    """
-    if (
-        observed.died_at is None
-        or attempt.stopped_at is None
-        or observed.died_at > attempt.stopped_at
-        or not observed.exit_code
-    ):
-        return None
-    return _build_death(attempt, observed, observed.died_at)
-
-
 def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
-    """Return True if the rank died by itself, or False if the watcher caused the death.
-
-    When a signal interrupts the run, the cause is not certain, because some schedulers send SIGTERM to the program and to
-    the ranks.
-    """
+    """Return False if the watcher caused the death, or may have: some schedulers send a signal to the ranks, too."""
     if is_before_stop(attempt, at):
         return True
     number = -(observed.exit_code or 0)
@@ -183,7 +136,7 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     return number > 0 and number not in observed.signals_sent and (number in CRASH_SIGNALS or number == signal.SIGKILL)
 
 
-def _build_reported(attempt: AttemptObservations, observed: RankObservations, answer: Message) -> TimedFailure:
+def _build_reported(attempt: AttemptObservations, observed: RankObservations, answer: Message) -> ProcessFailure:
     try:
         error = decoder.decode_exception(answer.body, observed.details, observed.local_variables)
     except Exception:  # noqa: BLE001  unpickling runs user code; the answer alone can be decoded without the user's classes
@@ -207,21 +160,18 @@ def _build_reported(attempt: AttemptObservations, observed: RankObservations, an
 
 
 def _get_exit_status(code: object) -> int:
-    """Return the status that a shell shows for sys.exit(code).
-
-    A shell shows 0 for sys.exit(256), but this function returns 1, because the rank has failed.
-    """
+    """Return the status that a shell shows for sys.exit(code), but 1 for 0, because the rank has failed."""
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
-def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
-    """Return the failure of a rank that announced an exception (message FAILING), but did not send the exception."""
+def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> ProcessFailure:
+    """The rank has announced an exception (message FAILING), but not sent it."""
     exited = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if exited else texts.TEXT_DID_NOT_END
     return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=get_stacks_or_state(observed), evidence=why)
 
 
-def _build_death(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
+def _build_death(attempt: AttemptObservations, observed: RankObservations, at: float) -> ProcessFailure:
     code = observed.exit_code
     number = -code if code is not None and code < 0 else None
     if observed.oom_proof:
@@ -266,7 +216,7 @@ def _build(
     *,
     exit_code: int = 1,
     **fields: Any,
-) -> TimedFailure:
+) -> ProcessFailure:
     failure = ProcessFailure(
         rank=observed.worker.rank,
         local_rank=observed.worker.local_rank,
@@ -280,4 +230,4 @@ def _build(
         collective=None if observed.collectives is None else get_current_collective(observed.collectives),
         **{"stderr": observed.stderr, **fields},
     )
-    return at, add_summary(failure)
+    return add_summary(failure)

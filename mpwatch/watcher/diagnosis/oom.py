@@ -1,12 +1,10 @@
-"""Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. This module runs in the watcher thread.
+"""Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. Runs in the watcher thread.
 
-A rank is a *suspect* if it died of a SIGKILL that did not come from the watcher. The evidence is the counter `oom_kill` of
-the watcher's memory cgroup, which the kernel increments before it kills a process:
+A *suspect* died of a SIGKILL that did not come from the watcher. The evidence is the counter `oom_kill` of the watcher's
+memory cgroup, which the kernel increments before it kills a process:
 
-- If the counter rose by at least the number of suspects in one wake-up, the OOM killer killed all of them.
-- If it rose by less than that, or if there is only the counter of the whole machine (/proc/vmstat), which rose, the OOM
-  killer is the likely cause.
-- If it rose by 3 but only two suspects died, it also killed a process that is no rank, for example a DataLoader worker.
+- It rose by at least the number of suspects in one wake-up: the OOM killer killed all of them, and maybe other processes.
+- It rose by less, or there is only the counter of the whole machine (/proc/vmstat), which rose: that is the likely cause.
 """
 
 from collections.abc import Iterable
@@ -16,7 +14,7 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
 class OomDetector:
-    """Finds out which deaths were OOM kills. Create it before the ranks are started."""
+    """Create it before the ranks are started."""
 
     def __init__(self) -> None:
         self._group_counts = count_oom_kills()
@@ -24,10 +22,7 @@ class OomDetector:
         self._other_kills: dict[str, int] = {}  # kills of processes that are no ranks, by the counter's file
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Read the counters, and record what they say about these suspects.
-
-        Call this method right after the deaths, because later kills also increase the counters.
-        """
+        """Record what the counters say of these suspects. Call it right after their deaths: later kills count, too."""
         killed = list(suspects)
         if not killed:
             return
@@ -42,13 +37,13 @@ class OomDetector:
         self._count_other_kills(file, rise - len(killed))
 
     def take_other_kills(self) -> str:
-        """Return a text about OOM kills of processes that are no ranks, since the last call. Empty if there were none."""
+        """Return a text about OOM kills of other processes since the last call. Empty if there were none."""
         self._count_other_kills(*self._read_rise())
         others, self._other_kills = self._other_kills, {}
         return "; ".join(_describe_rise(file, times) for file, times in others.items())
 
     def _read_rise(self) -> tuple[str, int]:
-        """Return the counter that rose most since the last call of this method, and by how much it rose."""
+        """Return the counter that rose most since the last call, and by how much."""
         now = count_oom_kills()
         rises = [(count - self._group_counts.get(file, count), file) for file, count in now.items()]
         self._group_counts = now

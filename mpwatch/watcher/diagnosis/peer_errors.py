@@ -1,8 +1,8 @@
-"""Recognises failures that a peer has probably caused, for example a lost connection, or a timeout in a wait for a peer.
+"""Recognises failures that a peer has probably caused: a lost connection, or a timeout in a wait for a peer. Pure.
 
-A failure that a peer has caused is secondary, even if the peer fails later. For example, if rank 1 closes its connections
-before it raises, rank 0 can fail first. The patterns for gloo, TCPStore and sockets contain error texts from real runs. The
-patterns for NCCL contain texts from NCCL's source code. The patterns for UCC and MPI are untested. This module is pure.
+Such a failure is secondary, even if the peer fails later: a rank that closes its connections before it raises lets its peers
+fail first. The patterns for gloo, TCPStore and sockets are from real runs, those for NCCL from its source code. Those
+for UCC and MPI are untested.
 """
 
 import re
@@ -14,8 +14,6 @@ from mpwatch.wire.exceptions import decoder
 
 
 class PeerErrorKind(Enum):
-    """The kinds of failures that a peer may have caused."""
-
     CONNECTION_LOST = auto()  # a connection to a peer broke
     PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang
     POSSIBLY_PEER = auto()  # a connection broke, to a peer or to another program; secondary only if another rank failed
@@ -24,17 +22,10 @@ class PeerErrorKind(Enum):
 
     @property
     def should_wait_for_cause(self) -> bool:
-        """Whether the watcher should wait for the root cause before it stops the ranks."""
         return self is not PeerErrorKind.HINT
 
 
 class PeerErrorPattern(NamedTuple):
-    """A pattern for exceptions.
-
-    An exception fits the pattern if its class name, its text and its innermost frame fit the fields of the pattern. An empty
-    field fits every exception.
-    """
-
     kind: PeerErrorKind
     type_name: str  # the class name ends with this
     text: str = ""  # the exception's text, in lower case, contains this
@@ -105,23 +96,18 @@ HINT_WORDS = re.compile(
 
 
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
-    """Return the kind of peer error that a reported exception shows, or None if it shows no peer error.
+    """Return the kind of peer error that a reported exception or one of its causes shows. Unpickles nothing.
 
-    This function also checks the causes of the exception. If the exception and its causes show several kinds of peer errors,
-    this function prefers a kind that is neither POSSIBLY_PEER nor HINT. This function unpickles nothing.
+    A kind that is certain is preferred to POSSIBLY_PEER and HINT.
     """
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
 
 
 def classify_death(exit_code: int | None, stderr: str, crash_stack: str, backend: str) -> PeerErrorKind | None:
-    """Return the kind of peer error if a backend of torch.distributed has ended the rank by abort(), else None.
+    """Return the kind of peer error if a backend of torch.distributed has ended the rank by abort().
 
-    Args:
-        exit_code: the exit code of the rank, which is negative if a signal killed it.
-        stderr: the last lines of the rank's stderr. The text is empty if the watcher does not read stderr.
-        crash_stack: the text that faulthandler wrote, which may be empty.
-        backend: the backend of the collective in which the rank waited. The text is empty if no wait is known.
+    `backend` is the one of the collective in which the rank waits, or empty.
     """
     if exit_code != -signal.SIGABRT:
         return None

@@ -1,18 +1,13 @@
-"""Parses what a rank writes into its stack pipe, and formats stacks for the report.
+"""Parses what a rank writes into its stack pipe, and formats stacks for the report. Runs in the watcher thread.
 
-The stack pipe is the rank's stderr while the rank's interpreter starts. When the rank is ready, only stacks are written into
-it:
+While the rank's interpreter starts, the pipe is its stderr. When the rank is ready, there are only stacks in it:
 
-- When the watcher asks for stacks, Python writes the stacks of all threads and then STACKS_END. If Python leaves out the
-  stacks of some threads, Python writes a note under the line OTHER_THREADS_HEAD. If Python does not answer in time,
-  faulthandler writes the stack of the main thread. The stack pipe contains Python's text, faulthandler's text, or a mixture
-  of both. The end of a text is missing if the rank was too slow, or if the pipe was full.
+- If the watcher asks for stacks, Python writes those of all threads and then STACKS_END, with a note under
+  OTHER_THREADS_HEAD if some are left out. If Python does not answer in time, faulthandler writes the stack of the main
+  thread. The pipe has one of these texts or a mixture, without its end if the rank was too slow or the pipe was full.
 - On a crash, faulthandler writes the stack of the crashing thread.
 
-All stacks list the innermost frame first. The outermost frame of the main thread is OUTERMOST_FRAME, unless the main thread
-runs a greenlet. The code that writes the stacks in a rank is in worker/stack_dumps.py.
-
-This module runs in the watcher thread, and does no I/O except in `add_source_lines`, which reads source files.
+All stacks begin with the innermost frame. The rank's side is worker/stack_dumps.py.
 """
 
 import linecache
@@ -47,8 +42,6 @@ NATIVE_FRAME = re.compile(r'  Binary file "([^"]*)"')
 
 
 class StackDumpParser:
-    """Collects the text of one rank's stack pipe."""
-
     def __init__(self) -> None:
         self._data = bytearray()
         self._dump_start: int | None = None  # where in `_data` the requested stacks begin
@@ -57,17 +50,14 @@ class StackDumpParser:
         self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
     def feed(self, data: bytes) -> None:
-        """Add bytes that the watcher has read from the stack pipe."""
         self._data += data[: MAX_BYTES - len(self._data)]
 
     def mark_ready(self, main_thread: int) -> None:
-        """Record that the rank is ready. From now on, the rank writes only stacks into the stack pipe."""
         self.main_thread = main_thread
         self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
     def start_dump(self) -> None:
-        """Record that the watcher now asks the rank for stacks."""
         self._dump_start = len(self._data)
         self.dump_count += 1
 
@@ -78,24 +68,20 @@ class StackDumpParser:
         self._dump_start = None
 
     def discard_dump(self) -> None:
-        """Delete the stacks of an earlier call. If the rank is not ready yet, delete nothing."""
+        """Delete the stacks of an earlier call, but nothing that the interpreter has printed at its start."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None
 
     def is_dump_pending(self) -> bool:
-        """Return whether stacks were requested, and are not complete yet."""
         return self._dump_start is not None and not self.is_complete()
 
     def is_unanswered(self, request: int) -> bool:
-        """Return whether the rank has written nothing since the latest request for stacks.
-
-        If `request` is not the number of the latest request, return False. The first request has the number 1.
-        """
+        """Return whether this is the latest request (they count from 1), and the rank has written nothing since."""
         return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
-        """Return whether Python or faulthandler has written the requested stacks completely."""
+        """Return whether the requested stacks have come, from Python or from faulthandler."""
         if self._dump_start is None:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
@@ -104,10 +90,7 @@ class StackDumpParser:
 
     @property
     def dump(self) -> str:
-        """The requested stacks, with the stack of the main thread first.
-
-        Lines in parentheses say which stacks are missing.
-        """
+        """The requested stacks, that of the main thread first. Lines in parentheses say what is missing."""
         python_stack, native_stack, others = self._split_dump()
         head = f"Current thread 0x{self.main_thread:016x}"
         main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
@@ -121,10 +104,9 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames.
+        """The stack of the last crash, maybe of a forked child, without mpwatch's frames.
 
-        If a forked child of the rank has crashed, the last crash can be the crash of this child. Python 3.14 and newer also
-        write native frames. The stack includes the native frames of the crashed C code, but no other native frames.
+        Python 3.14 and newer write native frames, too. Only those of the crashed C code are kept.
         """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
@@ -137,24 +119,19 @@ class StackDumpParser:
 
     @property
     def unforwarded_output(self) -> bytes:
-        """What the rank's interpreter printed at its start.
-
-        After the watcher has sent this output to the rank, the value is empty. When the rank receives the output, the rank
-        writes the output to its stderr.
-        """
+        """What the interpreter printed at its start, and the watcher has not sent to the rank for its stderr yet."""
         return self.startup_output if self.main_thread else bytes(self._data)
 
     @property
     def failed_startup_output(self) -> str:
-        """What the rank's interpreter printed, if the rank never became ready. Otherwise, the text is empty."""
+        """What the rank's interpreter printed, if the rank never became ready."""
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split the requested stacks.
+        """Return the stack of the main thread by Python, that by faulthandler, and the stacks of the other threads.
 
-        Return the main thread's stack as Python wrote it, the main thread's stack as faulthandler wrote it, and the stacks
-        of the other threads. If faulthandler wrote a complete stack before Python wrote stacks, leave out Python's
-        stacks, because they show a later moment. Python cannot write stacks while the main thread executes C code.
+        If faulthandler's came first and is whole, leave out Python's, which show a later moment: Python writes none while
+        the main thread executes C code.
         """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
@@ -182,17 +159,14 @@ class StackDumpParser:
 
 
 def _reaches_outermost_frame(stack: str) -> bool:
-    """Return whether the stack ends with OUTERMOST_FRAME, or has the maximum number of frames."""
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
 
 
 def _is_whole(stack: str) -> bool:
-    """Return whether the last line of the stack is complete and names a frame.
+    """Return whether the last line is a whole frame: not half a line, nor faulthandler's "<invalid frame>".
 
-    A stack is not whole if it ends with half a line, or with a line such as faulthandler's "<invalid frame>". The stack of a
-    greenlet does not end with OUTERMOST_FRAME, so this function accepts any frame in the last line. If the stack has
-    MAX_FRAMES frames, the last line need not name a frame.
+    Any frame, since the stack of a greenlet does not end with OUTERMOST_FRAME.
     """
     last_line = stack.rstrip("\n").rpartition("\n")[2]
     ends_with_frame = stack.endswith("\n") and FRAME_LINE.match(last_line) is not None
@@ -200,33 +174,25 @@ def _is_whole(stack: str) -> bool:
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
-    """Remove mpwatch's frames that called the user's function, and the frames of a signal handler that was writing stacks.
-
-    Leave out mpwatch's own threads, and threads whose frames were all removed.
-    """
+    """Remove mpwatch's own threads, its frames that called the user's function, and those that were writing the stacks."""
     blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
     # a head alone has no frames
     return "\n\n".join(block for block in blocks if "\n" in block and not _is_thread_of_mpwatch(block))
 
 
 def add_source_lines(stacks: str, started_at: float) -> str:
-    """After each frame, add its line of source code, if the line is known.
-
-    Add no line from a file that was changed after `started_at` (seconds since 1970), because the rank may run an older
-    version of the file.
-    """
+    """Add its line of source code to each frame, unless the file was changed after `started_at` (seconds since 1970)."""
     lines = []
     for line in stacks.splitlines():
         lines.append(line)
         match = FRAME_LINE.match(line)
-        source = _read_source_line(match[1], int(match[2]), started_at) if match else ""
-        if source:
+        if match and (source := _read_source_line(match[1], int(match[2]), started_at)):
             lines.append(f"    {source}")
     return "\n".join(lines)
 
 
 def _is_thread_of_mpwatch(block: str) -> bool:
-    """Return True if mpwatch started the thread and the thread is not running user code."""
+    """Return whether mpwatch started the thread, and it runs no user code."""
     frames = list(parse_frames(block)) if block.startswith("Thread ") else []
     target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
     is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
@@ -234,24 +200,23 @@ def _is_thread_of_mpwatch(block: str) -> bool:
 
 
 def _cut_at_rank_main(block: str) -> str:
-    """Return the lines of the stack that come before the first frame of mpwatch's code that called the user's code."""
+    """Return the stack up to the frame of mpwatch that called the user's code."""
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line or SCRIPT_FILE in line), len(lines))
     return "\n".join(lines[:end])
 
 
 def _cut_dump_handler(block: str) -> str:
-    """Return the stack without its innermost frames, which belong to the handler of PYTHON_DUMP_SIGNAL."""
+    """Remove the innermost frames, of the handler of PYTHON_DUMP_SIGNAL."""
     lines = block.splitlines()
     handler = max((number for number, line in enumerate(lines) if DUMP_HANDLER_FRAME.search(line)), default=0)
     return "\n".join([*lines[:1], *lines[handler + 1 :]])
 
 
 def _find_crashed_native_frames(native_stack: str) -> list[str]:
-    """Return the native frames of the C code that crashed, without the frames of the interpreter.
+    """Return the native frames of the C code that crashed, or none if the interpreter itself did.
 
-    If the interpreter itself has crashed, the list is empty. `native_stack` begins with the frames of the signal handler:
-    several frames in the interpreter, and then one frame in libc.
+    `native_stack` begins with the signal handler: several frames in the interpreter, and then one in libc.
     """
     frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
     interpreter = frames[0][0] if frames else ""

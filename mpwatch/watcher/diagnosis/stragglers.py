@@ -1,9 +1,8 @@
-"""Compares the stacks of all ranks to find the ranks that keep other ranks waiting in a collective. Pure.
+"""Compares the stacks of all ranks to find those that keep the others waiting in a collective. Pure.
 
-A rank in a collective waits for ranks that have not entered this collective. So mpwatch blames the ranks that were in no
-collective. If no rank is in a collective, `find_stragglers` blames no rank. If all ranks are in collectives, the majority
-decides: if three of four ranks are in `all_reduce` and one rank is in `broadcast`, mpwatch blames the rank in `broadcast`.
-If a rank has no stacks because its process cannot run (BLOCKED_STATES), mpwatch assumes that the rank is in no collective.
+A rank in a collective waits for ranks that have not entered it, so those in no collective are blamed: also a rank whose
+process cannot run (BLOCKED_STATES) and so has no stacks. If all ranks are in collectives, the majority decides: with three
+of four ranks in `all_reduce`, the one in `broadcast` is blamed. If none is in a collective, nobody is blamed.
 """
 
 import re
@@ -30,10 +29,7 @@ BLOCKED_STATES = {
 
 
 def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks that keep other ranks waiting in a collective.
-
-    If the stacks do not show clearly which ranks keep the other ranks waiting, return an empty set.
-    """
+    """Return the ranks that keep others waiting in a collective, or none if the stacks do not show that clearly."""
     inside = {rank: name for rank, observed in running.items() if (name := _get_collective(observed))}
     if not inside:
         return set()
@@ -46,11 +42,9 @@ def find_stragglers(running: Mapping[int, RankObservations]) -> set[int]:
 
 
 def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
-    """Return the ranks that caused the silence of the ranks in `silent`.
+    """Return the ranks that caused the silence of these ranks, or none if that is unclear.
 
-    First compare the stacks of the silent ranks with each other. If these stacks do not show which rank is to blame, but
-    exactly one collective occurs in them, for example `all_reduce`, compare the stacks of all running ranks. If no
-    comparison shows which rank is to blame, return an empty set.
+    First the silent ranks are compared with each other, and then, if they wait in one collective, with all running ranks.
     """
     silent_ranks = {rank: running[rank] for rank in silent}
     outside = find_ranks_outside_collectives(silent_ranks)
@@ -61,25 +55,22 @@ def find_cause_of_silence(running: Mapping[int, RankObservations], silent: set[i
 
 
 def find_ranks_outside_collectives(running: Mapping[int, RankObservations]) -> set[int]:
-    """Return the ranks that were in no collective. Leave out each rank that may have waited for other ranks."""
+    """Return the ranks that were certainly in no collective."""
     return {rank for rank, observed in running.items() if _is_outside_collectives(observed)}
 
 
 def is_in_collective(observed: RankObservations) -> bool:
-    """Return whether the rank's stacks show the main thread in a function of torch.distributed."""
+    """Return whether the main thread is in a function of torch.distributed."""
     return bool(_get_collective(observed))
 
 
 def get_stacks_or_state(observed: RankObservations) -> str:
-    """Return the rank's stacks, or the reason why the rank has written no stacks, such as "starting".
-
-    If the reason is unknown, return an empty text.
-    """
+    """Return the rank's stacks, or why it has written none, such as "starting", or an empty text."""
     return observed.stacks or describe_blocked_process(observed) or ("" if observed.was_ready else "starting")
 
 
 def describe_blocked_process(observed: RankObservations) -> str:
-    """Return why the rank's process cannot write stacks at this moment, or an empty text if no reason is known."""
+    """Return why the process cannot write stacks at this moment, or an empty text."""
     return BLOCKED_STATES.get(observed.process_state, "")
 
 
@@ -97,12 +88,11 @@ def _is_outside_collectives(observed: RankObservations) -> bool:
 
 
 def _get_collective(observed: RankObservations) -> str:
-    """Return the name of the torch.distributed function that the main thread's stack shows, or "" if it shows none."""
     return _find_collective(observed.stacks)
 
 
 def _find_collective(stacks: str) -> str:
-    """Return the name of the torch.distributed function that the first stack in `stacks` shows, or "" if it shows none."""
+    """Return the name of the torch.distributed function in the first of these stacks, or ""."""
     for frame in parse_frames(stacks):
         if any(part in frame.file for part in COLLECTIVE_FILES) and CHECKPOINT_FILES not in frame.file:
             return frame.function

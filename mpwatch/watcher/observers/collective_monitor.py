@@ -5,18 +5,14 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch ends the call only if two checks in a row find the same mismatch. Some collectives succeed even if the ranks use
-different data types.
+A mismatch must be found twice in a row, since some collectives succeed even with different data types. A wait is the sum of
+the times between checks, each at most MAX_GAP_PERIODS long, so that a suspension of the program adds little to it.
 
-The module also measures how long ranks have waited in a collective. Each check adds the time since the previous check to the
-measured time, but at most 1.5 check periods (MAX_GAP_PERIODS). So a long suspension of the program between two checks adds
-little to the measured time.
-
-On several nodes, this module finds mismatches among the ranks of its own node, and ignores ABSENT and CROSSED verdicts. The
-leader node compares the collectives of the ranks of all nodes.
+On several nodes, only mismatches among the ranks of this node are found here. The leader compares the ranks of all nodes.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
@@ -42,86 +38,48 @@ ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
 
-StallCallback = Callable[[Mapping[int, RankCollectives], list[int]], object]  # see CollectiveMonitor: on_stall
+StallCallback = Callable[[Mapping[int, RankCollectives], list[int]], object]
 
 
+@dataclass(eq=False)
 class CollectiveMonitor:
-    """Checks the collectives during the calls of a run or a WorkerGroup.
+    """Checks the collectives during the calls of a run, or during one call of a WorkerGroup."""
 
-    Attributes:
-        final_verdict: the verdict that has ended the call, or None if no verdict has ended it.
+    list_ranks: Callable[[], Collection[Rank]]
+    stall_after: float | None  # None: nothing is checked
+    deferred_log: DeferredLog
+    is_called: Callable[[int], bool]  # whether a rank takes part in the call; the others may return later than it
+    is_checking: Callable[[], bool]  # whether a call is running, and its limits are not suspended
+    call_at: Callable[[float, Callable[[], object]], object]
+    end_call: Callable[[CollectivesMismatched], object]
+    # On several nodes, called when the stalled ranks of this node have changed: with the collectives of all ranks, or with
+    # none if no rank is stalled, and with the ranks that have returned. None on one node.
+    on_stall: StallCallback | None
+    may_call_again: bool  # whether the ranks stay for further calls
 
-    Args:
-        list_ranks: returns the ranks that are checked.
-        stall_after: the option, in seconds. If it is None, nothing is checked.
-        deferred_log: receives the warnings.
-        is_called: returns whether a rank takes part in the call. Other ranks may return later than the call.
-        is_checking: returns whether a call is running and its limits are not suspended.
-        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
-        end_call: passes an event to the state machines.
-        on_stall: is called on several nodes when the stalled ranks of this node have changed. It gets the collectives of all
-            ranks, which are empty if no rank is stalled, and the ranks that have returned. `on_stall` is None on a single
-            node.
-        may_call_again: whether the ranks stay for further calls.
-        clock: returns the time of CLOCK_MONOTONIC. A test can replace it.
-    """
-
-    def __init__(
-        self,
-        list_ranks: Callable[[], Collection[Rank]],
-        stall_after: float | None,
-        deferred_log: DeferredLog,
-        *,
-        is_called: Callable[[int], bool],
-        is_checking: Callable[[], bool],
-        call_at: Callable[[float, Callable[[], object]], object],
-        end_call: Callable[[CollectivesMismatched], object],
-        on_stall: StallCallback | None,
-        may_call_again: bool = False,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._list_ranks = list_ranks
-        self._stall_after = stall_after
-        self._deferred_log = deferred_log
-        self._is_called = is_called
-        self._is_checking = is_checking
-        self._call_at = call_at
-        self._end_call = end_call
-        self._on_stall = on_stall
-        self._may_call_again = may_call_again
-        self._clock = clock
-        self.final_verdict: CollectiveVerdict | None = None
+    def __post_init__(self) -> None:
         self._is_started = self._is_closed = False
+        self._judged_at = 0.0
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        self.final_verdict: CollectiveVerdict | None = None  # which has ended the call
+        self._called_at = monotonic()
         self._asked: set[Rank] = set()  # ranks that have not answered
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
         self._waits: dict[Finding, float] = {}  # of the last check: the seconds between the checks that have found it
-        self._judged_at = 0.0
-        self._called_at = 0.0
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
-        """Begin the checks, because a rank has a torch process group now."""
-        if not self._is_started and self._stall_after is not None:
+        """Begin the checks: a rank has a torch process group now."""
+        if not self._is_started and self.stall_after is not None:
             self._is_started = True
             self._check_later()
 
-    def begin_call(self) -> None:
-        """Delete the results of all earlier checks, because a new call begins."""
-        self.final_verdict = self._last_mismatch = None
-        self._asked.clear()
-        self._answers.clear()
-        self._warned.clear()
-        self._waits.clear()
-        self._known_stall = None
-        self._called_at = self._clock()
-
     def add(self, rank: Rank, answer: RankCollectives | None) -> None:
-        """Record a rank's answer. After the answer of the last rank, compare the collectives of all ranks.
-
-        `answer` contains the collectives of the rank, or is None if the rank has closed its socket.
-        """
+        """Record a rank's answer, or None if it has closed its socket. After the last one, compare them."""
         if rank in self._asked:
             self._asked.discard(rank)
             if answer is not None:
@@ -131,11 +89,11 @@ class CollectiveMonitor:
 
     @property
     def _period(self) -> float:
-        assert self._stall_after is not None
-        return max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self._stall_after / CHECKS_PER_STALL))
+        assert self.stall_after is not None
+        return max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self.stall_after / CHECKS_PER_STALL))
 
     def _check_later(self) -> None:
-        self._call_at(self._clock() + self._period, self._check_and_repeat)
+        self.call_at(monotonic() + self._period, self._check_and_repeat)
 
     def _check_and_repeat(self) -> None:
         if not self._is_closed:
@@ -143,17 +101,16 @@ class CollectiveMonitor:
             self._check()
 
     def close(self) -> None:
-        """End the checks."""
         self._is_closed = True
 
     def _check(self) -> None:
-        ranks = [rank for rank in self._list_ranks() if rank.collective_sockets.is_open]
-        can_compare = len(ranks) > 1 or self._on_stall is not None
-        if self._asked or not can_compare or not self._is_checking():
+        ranks = [rank for rank in self.list_ranks() if rank.collective_sockets.is_open]
+        can_compare = len(ranks) > 1 or self.on_stall is not None
+        if self._asked or not can_compare or not self.is_checking():
             return
         self._answers.clear()
         self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
-        self._call_at(self._clock() + ANSWER_SECONDS, self._stop_waiting)
+        self.call_at(monotonic() + ANSWER_SECONDS, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         if self._asked:
@@ -163,49 +120,43 @@ class CollectiveMonitor:
     def _judge(self) -> None:
         returned = [
             rank.number
-            for rank in self._list_ranks()
-            if self._is_called(rank.number)
+            for rank in self.list_ranks()
+            if self.is_called(rank.number)
             and rank.observations.answer is not None
             and rank.observations.answer.kind is MessageKind.RETURNED
         ]
-        if self._on_stall is not None and self._is_checking():
-            self._report_stall(self._on_stall, returned)
+        if self.on_stall is not None and self.is_checking():
+            self._report_stall(self.on_stall, returned)
         verdicts = find_verdicts(self._answers, returned)
         self._measure_waits(verdicts)
-        if not self._is_checking() or not verdicts:
+        if not self.is_checking() or not verdicts:
             self._last_mismatch = None
         elif verdicts[0].kind is not VerdictKind.MISMATCH:
             self._last_mismatch = None
-            if self._on_stall is None:
+            if self.on_stall is None:
                 self._handle_stalls(verdicts)
         elif verdicts[0] == self._last_mismatch:
             self._finish(verdicts[0])
         else:
             self._last_mismatch = verdicts[0]
-            self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
+            self.call_at(monotonic() + CONFIRM_SECONDS, self._check)
 
     def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """Compute how long ranks have waited in each collective.
-
-        At the first check that finds ranks waiting in a collective, their waiting time is 0.
-        """
-        now = self._clock()
+        """The first check that finds a wait counts as its begin."""
+        now = monotonic()
         gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
-        known = self._waits
-        self._waits = {
-            verdict.finding: known[verdict.finding] + gap if verdict.finding in known else 0.0 for verdict in verdicts
-        }
+        self._waits = {verdict.finding: self._waits.get(verdict.finding, -gap) + gap for verdict in verdicts}
 
     def _get_wait(self, verdict: CollectiveVerdict) -> float:
         return min(verdict.seconds, self._waits[verdict.finding] + self._period)  # it may have begun just after a check
 
     def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
-        assert self._stall_after is not None
-        has_called_long_ago = self._clock() - self._called_at >= self._stall_after
+        assert self.stall_after is not None
+        has_called_long_ago = monotonic() - self._called_at >= self.stall_after
         stalled = {
             rank
             for rank, answer in self._answers.items()
-            if (answer.collectives[-1].seconds >= self._stall_after if answer.collectives else has_called_long_ago)
+            if (answer.collectives[-1].seconds >= self.stall_after if answer.collectives else has_called_long_ago)
         }
         stall = dict(self._answers) if stalled else {}
         known = {rank: get_current_collective(answer) for rank, answer in stall.items()}, stalled, returned
@@ -215,22 +166,21 @@ class CollectiveMonitor:
 
     def _finish(self, verdict: CollectiveVerdict) -> None:
         self.final_verdict = verdict
-        self._end_call(CollectivesMismatched())
+        self.end_call(CollectivesMismatched())
 
     def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
-        assert self._stall_after is not None
-        stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self._stall_after]
+        assert self.stall_after is not None
+        stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self.stall_after]
         final = next((stall for stall in stalls if self._is_final(stall)), None)
         if final is not None:
             self._finish(final)
             return
         for stall in select_new_stalls(stalls, self._warned):
-            self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
+            self.deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
 
     def _is_final(self, stall: CollectiveVerdict) -> bool:
-        """Return True if ranks have returned without calling the collective, and cannot call it later.
+        """Return whether ranks have returned without the call, and cannot make it later.
 
-        In a WorkerGroup, ranks that have returned can call an asynchronous collective later, during the next call of the
-        WorkerGroup. The next call cannot begin while the main thread of a rank waits in the collective.
+        In a WorkerGroup they can do so in the next call, which cannot begin while a main thread waits in the collective.
         """
-        return stall.have_returned and (stall.is_blocking or not self._may_call_again)
+        return stall.have_returned and (stall.is_blocking or not self.may_call_again)

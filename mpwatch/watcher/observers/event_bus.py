@@ -42,13 +42,13 @@ class EventBus:
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
-        """Return whether anything uses events of the class `kind`: an observer, the log or the result."""
+        """Return whether an observer, the log or the result uses such events."""
         return (self._keep_events and kind is not Progressed) or self._is_observed(kind)
 
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
-        """Queue an event that happened `at`, by CLOCK_MONOTONIC, or now. Any thread may call this method."""
+        """Queue an event that happened `at`, by CLOCK_MONOTONIC, or now. For any thread."""
         if not self.wants(kind):
             return
         at = monotonic() if at is None else at
@@ -96,17 +96,13 @@ class EventBus:
             self.outbox.run_all()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """Set the state of the run or the WorkerGroup, and publish the event StateChanged if the state is new.
-
-        Raises ValueError if TRANSITIONS does not allow a change from the present state to `after`.
-        """
+        """Set the state, and publish StateChanged if it is new. Raises ValueError if TRANSITIONS does not allow it."""
         if after is not self.state and not self._has_ended:
             check_transition(self.state, after)
             before, self.state = self.state, after  # first: after an exception here, no second final state can follow
             self.publish(StateChanged, self.ranks, attempt=_latest_attempt(workers), before=before, after=after)
 
     def wall_time(self, at: float) -> float:
-        """Convert a time of CLOCK_MONOTONIC into seconds since 1970."""
         return self._wall_clock + at
 
     def _deliver(self, event: Event) -> None:

@@ -8,11 +8,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 
 
 class ProgressEvents:
-    """A View (view_driver.py) that shows nothing, and publishes each new progress report as an event.
-
-    Args:
-        event_bus: the event bus of the run or the WorkerGroup.
-    """
+    """A View (view_driver.py) that shows nothing, and publishes each new progress report as an event."""
 
     period = 0.25
 
@@ -21,7 +17,6 @@ class ProgressEvents:
         self._published: dict[int, float] = {}  # by rank: the time of the last report that was published
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Publish the progress reports that were not published yet."""
         for status in statuses:
             report = status.report
             if report is not None and report.at != self._published.get(status.rank):
@@ -37,8 +32,7 @@ class ProgressEvents:
                 )
 
     def pause(self) -> None:
-        """Do nothing, because this view shows nothing."""
+        """There is nothing to hide."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Publish the progress reports that have come since the last call of `show`."""
         self.show(statuses)

@@ -5,6 +5,7 @@ STACK_DUMP_SECONDS later. The machines and the CollectiveMonitor ask the ranks, 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
@@ -32,24 +33,16 @@ WITHOUT_STACK = {
 WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, RankPhase.DETAILS_SENT)
 
 
+@dataclass(eq=False)
 class StackRequests:
-    """The unanswered requests.
+    """The unanswered requests."""
 
-    Args:
-        ask: asks a rank for its stacks. Returns False if the rank cannot send them.
-        format_stacks: returns the stacks that a rank has sent, as text.
-        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
-        wake: wakes up the threads that wait for an answer.
-    """
+    ask: Callable[[Rank], bool]  # asks a rank for its stacks; False: the rank cannot send them
+    format_stacks: Callable[[Rank], str]  # returns the stacks that a rank has sent, as text
+    call_at: Callable[[float, Callable[[], object]], object]
+    wake: Callable[[], object]  # wakes up the threads that wait for an answer
 
-    def __init__(
-        self,
-        ask: Callable[[Rank], bool],
-        format_stacks: Callable[[Rank], str],
-        call_at: Callable[[float, Callable[[], object]], object],
-        wake: Callable[[], object],
-    ) -> None:
-        self._ask, self._format_stacks, self._call_at, self._wake = ask, format_stacks, call_at, wake
+    def __post_init__(self) -> None:
         self._receivers: list[Callable[[Stacks], object]] = []
         self._asked: set[Rank] = set()  # ranks whose stacks have not come
         self._asked_for_collectives: set[Rank] = set()  # ranks whose collectives have not come
@@ -76,23 +69,23 @@ class StackRequests:
                 self._asked_for_collectives.add(rank)
             if phase in WITHOUT_FUNCTION:
                 continue
-            if self._ask(rank):
+            if self.ask(rank):
                 self._asked.add(rank)
             elif reason := describe_blocked_process(rank.observations):
                 self._stacks[rank.number] = reason
         if self._asked or self._asked_for_collectives:
-            self._call_at(monotonic() + STACK_DUMP_SECONDS, self._answer)
+            self.call_at(monotonic() + STACK_DUMP_SECONDS, self._answer)
         else:
             self._answer()
 
     def add_stacks(self, rank: Rank) -> None:
-        """Record the stacks of a rank. Call this method when the rank has sent all its stacks, or has exited."""
+        """Take the stacks of a rank that has sent them all, or has exited."""
         if rank in self._asked:
             self._take(rank)
             self._answer_if_complete()
 
     def add_collectives(self, rank: Rank, answer: RankCollectives | None) -> None:
-        """Record the collectives of a rank. `answer` is None if the rank cannot send its collectives."""
+        """Take the collectives of a rank, or None if it cannot send them."""
         if rank in self._asked_for_collectives:
             self._asked_for_collectives.discard(rank)
             if answer is not None:
@@ -105,12 +98,12 @@ class StackRequests:
 
     def _take(self, rank: Rank) -> None:
         self._asked.discard(rank)
-        self._stacks[rank.number] = self._format_stacks(rank) or self._stacks[rank.number]
+        self._stacks[rank.number] = self.format_stacks(rank) or self._stacks[rank.number]
         if not rank.observations.is_dump_for_report:
             rank.stack_parser.end_dump()
 
     def _answer(self) -> None:
-        """Answer all requests with the stacks and collectives that the ranks have sent so far."""
+        """Answer all requests with what has come so far."""
         for rank in list(self._asked):
             self._take(rank)
         self._asked_for_collectives.clear()
@@ -120,4 +113,4 @@ class StackRequests:
         for receive in receivers:
             receive(Stacks(self._stacks, current, verdict.sentence if verdict else ""))
         if receivers:
-            self._wake()
+            self.wake()

@@ -1,8 +1,4 @@
-"""The status of each rank at one moment: state, heartbeat, last report, and memory and CPU time from the kernel.
-
-`current_statuses` runs in the watcher thread, which owns the data of the running ranks. `current_statuses` takes some tens
-of microseconds for each rank. When the call is over, `final_statuses` runs in the caller's thread.
-"""
+"""The status of each rank at one moment: state, heartbeat, last report, and memory and CPU time from the kernel."""
 
 import math
 from collections.abc import Iterable
@@ -30,12 +26,12 @@ STATES = {
 
 
 def current_statuses(ranks: Iterable[Rank], pool: ProcessPool) -> list[RankStatus]:
-    """Return the present status of each rank, sorted by rank."""
+    """Return the present statuses, sorted by rank. In the watcher thread; takes some tens of microseconds for each rank."""
     return sorted((_current_status(rank, pool) for rank in ranks), key=lambda status: status.rank)
 
 
 def final_statuses(attempts: Iterable[AttemptObservations]) -> list[RankStatus]:
-    """Return the status of each rank at the end of the run or the call, sorted by rank."""
+    """Return the statuses at the end of the run or the call, sorted by rank. In the caller's thread."""
     statuses = [
         _final_status(observed, attempt.stopped_at, attempt.ended_at)
         for attempt in attempts
@@ -64,10 +60,7 @@ def _final_status(observed: RankObservations, stopped_at: float | None, now: flo
 
 
 def _final_state(observed: RankObservations, stopped_at: float | None) -> WorkerState:
-    """Return the state of a rank that has returned, failed or exited.
-
-    If the rank failed after the watcher had sent it a signal to stop, the state is STOPPED and not FAILED.
-    """
+    """A rank that failed after the watcher had sent it a signal to stop is STOPPED, not FAILED."""
     answer = observed.answer
     if answer is not None and answer.kind is MessageKind.RETURNED:
         return WorkerState.SUCCEEDED

@@ -1,4 +1,4 @@
-"""Ignores exceptions that are raised by user code, for example by a logging handler."""
+"""Ignores exceptions of user code, for example of a logging handler."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 @contextmanager
 def ignore_user_errors() -> Iterator[None]:
-    """Ignore the exceptions that the `with` block raises, even SystemExit.
-
-    Do not ignore the exceptions in ENDS_RUN, such as KeyboardInterrupt.
-    """
+    """Even SystemExit, but not those that end the run, such as KeyboardInterrupt."""
     try:
         yield
     except ENDS_RUN:

@@ -1,10 +1,10 @@
-"""The driver of the live view. The driver runs in the caller's thread while this thread waits for the end of a call.
+"""Updates the live view, in the caller's thread, while this waits for the end of a call.
 
     caller's thread --- an update is due: ask for the statuses ---> watcher thread: current_statuses
                     <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A view runs code of other packages (rich, IPython), and writes to a terminal that may be closed. If a view raises an
-exception, the driver logs the exception and removes the view, so that the run does not fail.
+A view runs code of other packages (rich, IPython), and writes to a terminal that may be closed. If it raises, it is logged
+and removed, and the run goes on.
 """
 
 import logging
@@ -20,38 +20,33 @@ from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
-MAX_CLOSES = 2
-
 
 class View(Protocol):
     """A display of the ranks during one call. Each method of a view may raise any exception."""
 
     @property
     def period(self) -> float:
-        """The seconds from one update of the view to the next. If the view needs no more updates, the period is infinite."""
+        """The seconds from one update to the next. Infinite if no more are needed."""
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """Show the present statuses, which are sorted by rank."""
+        """Show the present statuses, sorted by rank."""
 
     def pause(self) -> None:
         """Let other output use the terminal until the next call of `show`."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Show the final statuses, sorted by rank. `statuses` is empty if no status is known.
-
-        The ViewDriver can call this method more than once.
-        """
+        """Show the final statuses, sorted by rank, or none if none are known. It is called again if it was interrupted."""
 
 
 MakeView = Callable[[], View | None]
 
 
 def no_view() -> None:
-    """Return None. A call that has no live view uses this function as its MakeView."""
+    """The MakeView of a call without a live view."""
 
 
 class ViewDriver:
-    """Updates the view of one run or call. Its methods raise only exceptions that end the run, such as KeyboardInterrupt.
+    """The view of one run or call. Its methods raise only what ends the run, such as KeyboardInterrupt.
 
     Args:
         make_view: makes the view, or returns None.
@@ -70,8 +65,7 @@ class ViewDriver:
         self._statuses: Sequence[RankStatus] | None = None  # that have come
         self._view: View | None = None
         self._due_at = 0.0  # when the next update is due
-        self._close_count = 0
-        self._guard(lambda: self._open_view(make_view))
+        self._guard(lambda: self._open(make_view))
 
     def seconds_to_next_update(self) -> float | None:
         """Return how long this thread may sleep before the next update. None: until another thread wakes it up."""
@@ -81,7 +75,8 @@ class ViewDriver:
 
     def update(self) -> None:
         """Show the statuses that have come, or ask for new ones if an update is due."""
-        if self._view is None:
+        view = self._view
+        if view is None:
             return
         if not self._is_asking:
             if monotonic() >= self._due_at:
@@ -90,56 +85,40 @@ class ViewDriver:
         elif self._statuses is not None:
             shown = [status for status in self._statuses if self._is_shown(status.rank)]
             self._is_asking, self._statuses = False, None
-            self._guard(lambda: self._show(shown))
+            self._guard(lambda: self._show(view, shown))
 
     def _receive(self, statuses: Sequence[RankStatus]) -> None:  # in the watcher thread
         self._statuses = statuses
 
     def pause(self) -> None:
-        """Release the view's rows of the terminal, because a debugger's prompt or a shell uses the terminal.
-
-        The view stays hidden until the next update.
-        """
+        """Leave the terminal to a debugger's prompt or a shell, until the next update."""
         view = self._view
         if view is not None:
             self._guard(view.pause)
 
     def resume(self) -> None:
-        """After `pause`, schedule an immediate update, so that the view is drawn again."""
+        """After `pause`: draw the view again."""
         if self._due_at < math.inf:
             self._due_at = 0.0
 
     def close(self, attempts: Iterable[AttemptObservations]) -> None:
-        """Close the view, and show what the last attempts have ended with.
-
-        If an exception such as KeyboardInterrupt interrupts `close`, it is called again, since the terminal has perhaps not
-        been restored. But a view that always raises must not prevent the rest of the cleaning up.
-        """
+        """Show what the attempts have ended with. If Ctrl-C interrupts this, call it again, to restore the terminal."""
         view = self._view
-        self._close_count += 1
-        if view is not None and self._close_count <= MAX_CLOSES:
+        if view is not None:
             self._guard(lambda: view.close(final_statuses(attempts)))
-        self._view = None
+            self._view = None
 
-    def _open_view(self, make_view: MakeView) -> None:
+    def _open(self, make_view: MakeView) -> None:
         self._view = make_view()
-        self._schedule_update()
-
-    def _show(self, statuses: Sequence[RankStatus]) -> None:
-        if self._view is not None:
-            self._view.show(statuses)
-            self._schedule_update()
-
-    def _schedule_update(self) -> None:
         if self._view is not None:
             self._due_at = monotonic() + self._view.period
 
-    def _guard(self, do: Callable[[], None]) -> None:
-        """Call a function that uses the view. If the function raises an exception, remove the view and log a warning.
+    def _show(self, view: View, statuses: Sequence[RankStatus]) -> None:
+        view.show(statuses)
+        self._due_at = monotonic() + view.period
 
-        If the exception belongs to a class in the tuple ENDS_RUN, such as KeyboardInterrupt, keep the view and raise the
-        exception again.
-        """
+    def _guard(self, do: Callable[[], None]) -> None:
+        """Call a function that uses the view. If it raises, remove the view, unless the exception ends the run."""
         try:
             do()
         except ENDS_RUN:
