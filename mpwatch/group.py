@@ -297,12 +297,11 @@ class WorkerGroup:
         result: RunResult[Any] | None = None
         while result is None:
             self._check_open()
-            if len(call.ranks) == len(self._all_ranks):
-                result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, on_start=on_start)
-            elif self._ranks.lacks_process_group:
+            some = None if len(call.ranks) == len(self._all_ranks) else call.ranks
+            if some is not None and self._ranks.lacks_process_group:
                 result = self._make_process_group(call, ticket)
             else:
-                result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, call.ranks, on_start=on_start)
+                result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, some, on_start=on_start)
         if check:
             raise_if_failed(result)
         return result

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveState
 from mpwatch.results.failure import format_ranks
@@ -56,7 +56,6 @@ class Group(NamedTuple):
 
 
 Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
-Key = tuple[int, int]  # of a collective: index of the group in a _GroupTable, number of the collective
 Signature = tuple[object, ...]  # two calls with different signatures do not fit
 Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it is not known
 
@@ -109,10 +108,8 @@ def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int
         answers: by mpwatch's global ranks. Only these ranks can be blamed.
         returned: ranks whose function has returned.
     """
-    worlds = _find_members(answers)
-    groups = _GroupTable(worlds)
-    calls = {rank: _RankCalls(answers[rank], groups) for rank in sorted(answers) if answers[rank].world in worlds}
-    return [*_find_mismatch(groups, calls), *_find_absent(groups, answers, calls, set(returned))]
+    calls = _Calls(answers)
+    return [*_find_mismatch(calls), *_find_absent(calls, answers, set(returned))]
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
@@ -153,62 +150,78 @@ def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding])
     return new
 
 
-class _GroupTable:
-    """Numbers the process groups, since a number is faster to compare and hash than a Group with all its ranks.
+@dataclass(eq=False)
+class _Members:
+    """A process group, and what is known of its ranks. Unlike a Group with all its ranks, it is quick to hash."""
 
-    `worlds` has mpwatch's ranks by torch's ranks, for each world.
-    """
-
-    def __init__(self, worlds: Mapping[str, Mapping[int, int]]) -> None:
-        self.groups: list[Group] = []
-        self._worlds = worlds
-        self._members: list[list[int]] = []  # by index of the group: the ranks that have answered
-        self._index: dict[Group, int] = {}
-        self._index_by_id: dict[tuple[object, ...], int] = {}  # the calls keep the tuples of ranks alive
-
-    def get_key(self, call: Collective, world: str) -> Key:
-        by_id = call.group, call.backend, id(call.ranks), call.group_number, world
-        index = self._index_by_id.get(by_id)
-        if index is None:
-            group = Group(call.group, call.backend, call.ranks, call.group_number, world)
-            index = self._index_by_id[by_id] = self._index.setdefault(group, len(self.groups))
-            if index == len(self.groups):
-                self.groups.append(group)
-                members = self._worlds[world]
-                self._members.append([members[rank] for rank in call.ranks if rank in members])
-        return index, call.sequence
-
-    def get_members(self, key: Key) -> list[int]:
-        return self._members[key[0]]
-
-    def count_unknown(self, key: Key) -> int:
-        return len(self.groups[key[0]].ranks) - len(self._members[key[0]])
-
-    def get_order(self, key: Key) -> tuple[int, Group]:
-        return key[1], self.groups[key[0]]
-
-
-class _RankCalls:
-    """The collectives that one rank has called, oldest first."""
-
-    def __init__(self, answer: RankCollectives, groups: _GroupTable) -> None:
-        self.by_key: dict[Key, Collective] = {}
-        self.last_numbers: dict[int, int] = {}  # by index of the group
-        for call in answer.collectives:
-            if call.ranks and call.name not in POINT_TO_POINT:
-                key = groups.get_key(call, answer.world)
-                self.by_key.pop(key, None)
-                self.by_key[key] = call
-                self.last_numbers[key[0]] = max(key[1], self.last_numbers.get(key[0], 0))
+    group: Group
+    ranks: list[int]  # those that have answered, by mpwatch's numbers
+    last_numbers: dict[int, int] = field(default_factory=dict)  # the highest one that each rank has called
+    slots: dict[int, "_Slot"] = field(default_factory=dict)  # by number
 
     @property
-    def last(self) -> Collective | None:
-        return next(reversed(self.by_key.values()), None)
+    def unknown_count(self) -> int:
+        return len(self.group.ranks) - len(self.ranks)
 
-    def has_not_called(self, key: Key, *, has_all: bool) -> bool:
-        """Return whether that is certain."""
-        number = self.last_numbers.get(key[0])
-        return has_all if number is None else number < key[1]
+    def get_slot(self, number: int) -> "_Slot":
+        return self.slots.get(number) or self.slots.setdefault(number, _Slot(self, number))
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Number N of a process group, which should be the same call on all ranks."""
+
+    members: _Members
+    number: int
+    called: dict[int, Collective] = field(default_factory=dict)  # by rank
+
+    @property
+    def order(self) -> tuple[int, Group]:
+        return self.number, self.members.group
+
+    def lacks(self, rank: int, *, has_all: bool) -> bool:
+        """Return whether the rank has certainly not called it. `has_all`: whether all calls of the rank are known."""
+        number = self.members.last_numbers.get(rank)
+        return has_all if number is None else number < self.number
+
+    def make_verdict(self, kind: VerdictKind, blamed: Iterable[int], sentence: str, **more: Any) -> CollectiveVerdict:
+        return CollectiveVerdict(kind, tuple(blamed), sentence, group=self.members.group, sequence=self.number, **more)
+
+
+class _Calls:
+    """The collectives of all ranks, sorted by process groups and numbers."""
+
+    def __init__(self, answers: Mapping[int, RankCollectives]) -> None:
+        self.by_rank: dict[int, dict[_Slot, Collective]] = {}  # oldest first
+        self._worlds = _find_members(answers)
+        self._by_group: dict[Group, _Members] = {}
+        self._by_id: dict[tuple[object, ...], _Members] = {}  # the answers keep the tuples of ranks alive
+        for rank in sorted(answers):
+            if answers[rank].world in self._worlds:
+                self._add(rank, answers[rank])
+
+    def _add(self, rank: int, answer: RankCollectives) -> None:
+        own = self.by_rank[rank] = {}
+        for call in answer.collectives:
+            if call.ranks and call.name not in POINT_TO_POINT:
+                members = self._get_members(call, answer.world)
+                slot = members.get_slot(call.sequence)
+                own.pop(slot, None)
+                own[slot] = slot.called[rank] = call
+                members.last_numbers[rank] = max(call.sequence, members.last_numbers.get(rank, 0))
+
+    def _get_members(self, call: Collective, world: str) -> _Members:
+        by_id = call.group, call.backend, id(call.ranks), call.group_number, world
+        if by_id not in self._by_id:
+            group, known = Group(call.group, call.backend, call.ranks, call.group_number, world), self._worlds[world]
+            members = _Members(group, [known[rank] for rank in call.ranks if rank in known])
+            self._by_id[by_id] = self._by_group.setdefault(group, members)
+        return self._by_id[by_id]
+
+    def list_slots(self) -> list[_Slot]:
+        return sorted(
+            (slot for each in self._by_group.values() for slot in each.slots.values()), key=lambda slot: slot.order
+        )
 
 
 def _is_waiting(call: Collective) -> bool:
@@ -218,16 +231,11 @@ def _is_waiting(call: Collective) -> bool:
 # --- Mismatch ---
 
 
-def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> list[CollectiveVerdict]:
+def _find_mismatch(calls: _Calls) -> list[CollectiveVerdict]:
     """Return a MISMATCH verdict on the first collective in which the calls of the ranks differ, if any."""
-    by_key: dict[Key, dict[int, Collective]] = {}
-    for rank, of_rank in calls.items():
-        for key, call in of_rank.by_key.items():
-            by_key.setdefault(key, {})[rank] = call
-    for key in sorted(by_key, key=groups.get_order):
-        called = by_key[key]
-        if any(map(_is_waiting, called.values())) and (camps := _find_camps(called)):
-            return [_make_mismatch(groups, key, called, camps)]
+    for slot in calls.list_slots():
+        if any(map(_is_waiting, slot.called.values())) and (camps := _find_camps(slot.called)):
+            return [_make_mismatch(slot, camps)]
     return []
 
 
@@ -266,12 +274,10 @@ def _read_root(call: Collective) -> Signature | None:
 DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reduction, _read_root)
 
 
-def _make_mismatch(
-    groups: _GroupTable, key: Key, called: Mapping[int, Collective], camps: list[list[int]]
-) -> CollectiveVerdict:
-    group = groups.groups[key[0]]
+def _make_mismatch(slot: _Slot, camps: list[list[int]]) -> CollectiveVerdict:
+    called = slot.called
     # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
-    unknown = len(group.ranks) - sum(map(len, camps))
+    unknown = len(slot.members.group.ranks) - sum(map(len, camps))
     has_majority = len(camps[0]) > len(camps[1]) + unknown
     read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
     phrases = {
@@ -280,14 +286,12 @@ def _make_mismatch(
         for rank in camp
     }
     blamed = camps[1:] if has_majority else []
-    return CollectiveVerdict(
+    return slot.make_verdict(
         VerdictKind.MISMATCH,
-        tuple(sorted(rank for camp in blamed for rank in camp)),
+        sorted(rank for camp in blamed for rank in camp),
         "; ".join(f"{format_ranks(camp)} {phrases[camp[0]]}" for camp in blamed or camps[:1]),
-        {rank: phrases[rank] for camp in blamed for rank in camp},
-        group,
-        key[1],
-        max(call.seconds for call in called.values()),
+        evidence={rank: phrases[rank] for camp in blamed for rank in camp},
+        seconds=max(call.seconds for call in called.values()),
     )
 
 
@@ -318,42 +322,41 @@ def _format_place(call: Collective) -> str:
 # --- Absent ranks ---
 
 
-def _find_absent(
-    groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
-) -> list[CollectiveVerdict]:
+def _find_absent(calls: _Calls, answers: Mapping[int, RankCollectives], returned: set[int]) -> list[CollectiveVerdict]:
     """Return the ABSENT verdicts, and then the CROSSED verdict, if any."""
-    waiting: dict[Key, list[int]] = {}
-    for rank, of_rank in calls.items():
-        key = next((key for key, call in of_rank.by_key.items() if _is_waiting(call)), None)
-        if key is not None:
-            waiting.setdefault(key, []).append(rank)
-    absent_from: dict[Key, set[int]] = {}
-    for key in sorted(waiting, key=groups.get_order):
-        members = groups.get_members(key)
-        if absent := {rank for rank in members if calls[rank].has_not_called(key, has_all=answers[rank].has_all)}:
-            absent_from[key] = absent
+    waiting: dict[_Slot, list[int]] = {}
+    for rank, of_rank in calls.by_rank.items():
+        slot = next((slot for slot, call in of_rank.items() if _is_waiting(call)), None)
+        if slot is not None:
+            waiting.setdefault(slot, []).append(rank)
+    absent_from: dict[_Slot, set[int]] = {}
+    for slot in sorted(waiting, key=lambda slot: slot.order):
+        if absent := {rank for rank in slot.members.ranks if slot.lacks(rank, has_all=answers[rank].has_all)}:
+            absent_from[slot] = absent
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
     verdicts, crossed = [], []
-    for key, absent in absent_from.items():
+    for slot, absent in absent_from.items():
         if to_blame := absent & returned or absent - blocked.keys():
             have_returned = to_blame <= returned
-            verdicts.append(_make_absent(groups, key, waiting[key], calls, sorted(to_blame), have_returned=have_returned))
+            verdicts.append(_make_absent(slot, waiting[slot], calls, sorted(to_blame), have_returned=have_returned))
         else:
-            crossed.append(key)
+            crossed.append(slot)
     verdicts.sort(key=lambda verdict: (not verdict.have_returned, -verdict.seconds))
     if closed := _find_closed(crossed, waiting, absent_from) or (crossed if not verdicts else []):
-        verdicts.append(_make_crossed(groups, calls, {key: waiting[key] for key in closed}, absent_from, blocked))
+        verdicts.append(_make_crossed({slot: waiting[slot] for slot in closed}, absent_from, blocked))
     return verdicts
 
 
-def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
+def _find_closed(
+    slots: list[_Slot], waiting: Mapping[_Slot, list[int]], absent_from: Mapping[_Slot, set[int]]
+) -> list[_Slot]:
     """Select the collectives in which ranks wait for one another: each absent rank waits in another of them."""
     while True:
-        in_keys = {rank for key in keys for rank in waiting[key]}
-        closed = [key for key in keys if absent_from[key] <= in_keys]
-        if len(closed) == len(keys):
+        inside = {rank for slot in slots for rank in waiting[slot]}
+        closed = [slot for slot in slots if absent_from[slot] <= inside]
+        if len(closed) == len(slots):
             return closed
-        keys = closed
+        slots = closed
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
@@ -363,35 +366,27 @@ def _find_block(answer: RankCollectives) -> Collective | None:
 
 
 def _make_absent(
-    groups: _GroupTable,
-    key: Key,
-    waiting: list[int],
-    calls: Mapping[int, _RankCalls],
-    absent: list[int],
-    *,
-    have_returned: bool,
+    slot: _Slot, waiting: list[int], calls: _Calls, absent: list[int], *, have_returned: bool
 ) -> CollectiveVerdict:
-    call = calls[waiting[0]].by_key[key]
+    call = slot.called[waiting[0]]
     where = f"{call.title} ({', '.join(filter(None, (call.tensors, call.group_title)))})"
     wait = _format_wait(waiting)
     evidence = {}
     for rank in absent:
-        last = calls[rank].last
+        last = next(reversed(calls.by_rank[rank].values()), None)
         history = f"its last collective was {last.title}{_format_place(last)}" if last else "it has called no collective"
         if have_returned:
             evidence[rank] = f"has returned, but {wait} for it in {where}{_format_place(call)}; {history}"
         else:
             evidence[rank] = f"has not joined {where}, in which {wait}{_format_place(call)}; {history}"
-    return CollectiveVerdict(
+    return slot.make_verdict(
         VerdictKind.ABSENT,
-        tuple(absent),
+        absent,
         "; ".join(f"rank {rank} {evidence[rank]}" for rank in absent),
-        evidence,
-        groups.groups[key[0]],
-        key[1],
-        max(calls[rank].by_key[key].seconds for rank in waiting),
+        evidence=evidence,
+        seconds=max(slot.called[rank].seconds for rank in waiting),
         have_returned=have_returned,
-        is_blocking=any(calls[rank].by_key[key].place for rank in waiting),
+        is_blocking=any(slot.called[rank].place for rank in waiting),
     )
 
 
@@ -400,34 +395,28 @@ def _format_wait(ranks: list[int]) -> str:
 
 
 def _make_crossed(
-    groups: _GroupTable,
-    calls: Mapping[int, _RankCalls],
-    waiting: Mapping[Key, list[int]],
-    absent_from: Mapping[Key, set[int]],
-    blocked: Mapping[int, Collective],
+    waiting: Mapping[_Slot, list[int]], absent_from: Mapping[_Slot, set[int]], blocked: Mapping[int, Collective]
 ) -> CollectiveVerdict:
     """Blame nobody if the cause may be a rank that is not in `waiting`."""
-    first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
-    in_collectives = {rank for ranks in waiting.values() for rank in ranks}
-    is_complete = all(absent_from[key] <= in_collectives and not groups.count_unknown(key) for key in waiting)
-    has_majority = is_complete and all(len(waiting[first]) > len(waiting[key]) for key in others)
+    first, *others = sorted(waiting, key=lambda slot: (-len(waiting[slot]), slot.order))
+    inside = {rank for ranks in waiting.values() for rank in ranks}
+    is_complete = all(absent_from[slot] <= inside and not slot.members.unknown_count for slot in waiting)
+    has_majority = is_complete and all(len(waiting[first]) > len(waiting[slot]) for slot in others)
     evidence = {}
     for rank in sorted(absent_from[first]):
         doing = "waits in" if blocked[rank].place else "has not completed"
-        in_first = calls[waiting[first][0]].by_key[first]
+        in_first = first.called[waiting[first][0]]
         evidence[rank] = f"{doing} {blocked[rank]}, but {_format_wait(waiting[first])} for it in {in_first}"
     if has_majority or not is_complete:
         sentence = "; ".join(f"rank {rank} {text}" for rank, text in evidence.items())
     else:
-        parts = [f"{_format_wait(waiting[key])} in {calls[waiting[key][0]].by_key[key]}" for key in (first, *others)]
+        parts = [f"{_format_wait(waiting[slot])} in {slot.called[waiting[slot][0]]}" for slot in (first, *others)]
         sentence = f"{', '.join(parts)}: they wait for one another"
-    return CollectiveVerdict(
+    return first.make_verdict(
         VerdictKind.CROSSED,
-        tuple(evidence) if has_majority else (),
+        evidence if has_majority else (),
         sentence,
-        evidence if has_majority else {},
-        groups.groups[first[0]],
-        first[1],
-        max(calls[rank].by_key[key].seconds for key, ranks in waiting.items() for rank in ranks),
+        evidence=evidence if has_majority else {},
+        seconds=max(slot.called[rank].seconds for slot, ranks in waiting.items() for rank in ranks),
         is_complete=is_complete,
     )

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mpwatch.results import report as texts
-from mpwatch.results.collective import Collective, CollectiveState
+from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure
 from mpwatch.results.model import WorkerState
 from mpwatch.results.places import format_raise_location
@@ -29,7 +29,6 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
     VerdictKind,
     find_verdict,
-    get_current_collective,
 )
 from mpwatch.watcher.diagnosis.death_order import DEATH_LAG_SECONDS
 from mpwatch.watcher.diagnosis.failures import (
@@ -85,12 +84,14 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     blames_nobody = is_explained and verdict is not None and not verdict.blamed
     is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and not blames_nobody
     by_rank = dict(sorted(failures.items()))
+    collectives = {rank: current for rank, observed in attempt.ranks.items() if (current := observed.collective) is not None}
     notes = []
     if not have_all_returned:  # an unloadable value is no failure now, as it has not ended the attempt
         loaded_values = _load_values(attempt, without=by_rank)
         notes += [f"rank {rank} has no value: {loaded.error}" for rank, loaded in loaded_values.items() if loaded.error]
     if by_rank and attempt.helpers_oom:
         notes.append(f"the kernel's out-of-memory killer killed a process that is no rank: {attempt.helpers_oom}")
+    progress = {rank: observed.get_progress(attempt.run_started_at) for rank, observed in attempt.ranks.items()}
     states = {rank: _get_state(attempt, observed, rank in by_rank) for rank, observed in attempt.ranks.items()}
     return RunResult(
         state=_get_overall_state(attempt.stop_reason, by_rank),
@@ -99,13 +100,9 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         root_cause=first if is_blame_certain else None,
         workers=tuple(observed.worker for observed in attempt.ranks.values()),
         worker_states=states,
-        progress={
-            rank: progress
-            for rank, observed in attempt.ranks.items()
-            if (progress := observed.get_progress(attempt.run_started_at)) is not None
-        },
+        progress={rank: report for rank, report in progress.items() if report is not None},
         stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
-        collectives={} if have_all_returned else _get_collectives(attempt),
+        collectives={} if have_all_returned else collectives,
         reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
         log_dir=attempt.log_dir,
         stopped_at=max((step for seen in attempt.ranks.values() if (step := seen.stopped_step) is not None), default=None),
@@ -212,9 +209,9 @@ def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
     victims = {}
     for rank, failure in failures.items():
         kind = peer_errors[rank]
+        is_hinted = kind is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= failure.elapsed for death in deaths)
         # a later cause counts, too: a rank may close its connections before it raises
-        has_hint = kind is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= failure.elapsed for death in deaths)
-        if has_hint or (kind is PeerErrorKind.POSSIBLY_PEER and has_cause):
+        if is_hinted or (kind is PeerErrorKind.POSSIBLY_PEER and has_cause):
             victims[rank] = replace(failure, is_secondary=True)
     return victims
 
@@ -257,11 +254,6 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
         else:
             blamed[rank] = build_mismatch(attempt, observed, at, verdict.evidence[rank], before)
     return blamed
-
-
-def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
-    known = get_all_collectives(attempt).items()
-    return {rank: collective for rank, answer in known if (collective := get_current_collective(answer)) is not None}
 
 
 def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict | None) -> Failures:

@@ -14,7 +14,6 @@ from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
-from mpwatch.watcher.diagnosis.collective_verdict import get_current_collective
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
@@ -76,7 +75,7 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Pr
 
 
 def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
-    collective = None if observed.collectives is None else get_current_collective(observed.collectives)
+    collective = observed.collective
     backend = collective.backend if collective is not None and collective.state is CollectiveState.WAITING else ""
     return classify_death(observed.exit_code, observed.stderr, observed.crash_stack, backend)
 
@@ -227,7 +226,7 @@ def _build(
         exit_code=exit_code,
         elapsed=at - attempt.run_started_at,
         log_files=dict(observed.stderr_tail.log_files),
-        collective=None if observed.collectives is None else get_current_collective(observed.collectives),
+        collective=observed.collective,
         **{"stderr": observed.stderr, **fields},
     )
     return add_summary(failure)

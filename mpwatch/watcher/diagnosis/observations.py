@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mpwatch.options.worker_info import Worker
+from mpwatch.results.collective import Collective
 from mpwatch.results.model import Progress
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, get_current_collective
 from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.messages import Message
@@ -58,6 +59,11 @@ class RankObservations:
         """Keep the earlier answer if this one has no new call: once a collective has failed, its source line is lost."""
         if self.collectives is None or answer.has_call_after(self.collectives):
             self.collectives = answer
+
+    @property
+    def collective(self) -> Collective | None:
+        """The one in which the rank waits, or else its last one."""
+        return None if self.collectives is None else get_current_collective(self.collectives)
 
     def get_progress(self, run_started_at: float) -> Progress | None:
         """Return the rank's last `mpwatch.report()`, with its time in seconds since the start of the run."""
