@@ -215,7 +215,8 @@ class History(RuleBasedStateMachine):
         self.answer(rank, MessageKind.RETURNED, RETURNED)
         self.send(m.Returned(rank))
 
-    @precondition(lambda self: self.exits and self.ranks_in(*m.ALIVE_PHASES - WAS_STOPPED))
+    # after a call that keeps its ranks, an exit is no event of the call
+    @precondition(lambda self: self.exits and not self.machine.is_over() and self.ranks_in(*m.ALIVE_PHASES - WAS_STOPPED))
     @rule(data=st.data(), code=EXIT_CODES)
     def exit_unasked(self, data, code):
         self.exits -= 1
