@@ -108,6 +108,7 @@ class Watcher:
         self.stop_signals = tuple(spec.stop_policy.signals)
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()  # two calls of a WorkerGroup may find the same new watcher
         self._is_cancelled = False
         self._closes_itself = False
         self._debugger: DebuggerConsole | None = None
@@ -138,9 +139,12 @@ class Watcher:
         self._inbox.post(partial(method, *args, **kwargs))
 
     def start(self) -> None:
-        """Start the thread, unless it was started before. Raises LaunchError. Only one thread at a time may call this."""
-        if self._thread is not None:
-            return
+        """Start the thread, unless it was started before. Raises LaunchError. Any thread may call this."""
+        with self._start_lock:
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
         # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
         daemon = self.keeps_ranks or threading.current_thread().daemon
         self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
