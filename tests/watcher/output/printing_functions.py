@@ -68,14 +68,16 @@ def print_in_c_and_crash():
     ctypes.string_at(0)
 
 
-def abort_as_nccl_does(barrier):
+def abort_as_nccl_does(is_in_loop):
     """Print what ProcessGroupNCCL prints, and abort. The other rank is in a loop outside of the collective."""
     message = b"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"
     os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n")
     os.write(2, b"  function(): [Rank 0] " + message + b"\n")
-    barrier.wait()
     if rank() == 0:
+        while not is_in_loop.value:
+            pass
         os.abort()
+    is_in_loop.value = 1
     while True:
         pass
 

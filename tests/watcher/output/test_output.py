@@ -131,7 +131,7 @@ def test_a_failure_has_the_last_stderr_lines_of_its_call_and_the_log_paths(logs,
 
 
 def test_a_rank_aborted_by_its_nccl_watchdog_is_a_victim():
-    args = (SPAWN.Barrier(2),)
+    args = (SPAWN.RawValue("i"),)
     error = run_and_fail(printing_functions.abort_as_nccl_does, 2, args=args, logs=LogSpec(show="none"))
     assert str(error).startswith("rank 1 kept its peers waiting until they timed out")
     assert error.result.failures[0].is_secondary
