@@ -188,6 +188,7 @@ class Caller:
             self._wait(lambda: False, longest=CHECK_SECONDS)
         elif call is not None and call.is_posted:
             self.signals.post_interrupt(signal.SIGTERM)
+            watcher.post(watcher.loop.withdraw, call)
             self._wait(call.has_ended, longest=CHECK_SECONDS)
 
     def _restore(self) -> None:

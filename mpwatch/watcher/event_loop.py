@@ -226,6 +226,12 @@ class EventLoop:
             self._handle(each, event)
         self._outbox.wake()
 
+    def withdraw(self, call: Call) -> None:
+        """Refuse a call that has not begun, perhaps because an exception came just before it was posted."""
+        if call not in self._calls and not call.is_over:
+            self._waiting_calls = [other for other in self._waiting_calls if other is not call]
+            self._refuse(call, ())
+
     def request_stop(self, event: m.StopRequested, call: Call | None = None) -> None:
         """Ask the ranks to save and return: those of one call of a WorkerGroup, or those of the run."""
         if call is not None:
