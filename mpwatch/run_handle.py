@@ -16,6 +16,7 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher import program_end
 from mpwatch.watcher.caller import Caller
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
@@ -50,6 +51,7 @@ class RunHandle(Future[RunResult[T]]):
         is_in_call: Callable[[], bool] = lambda: False,  # whether the current thread is inside a call of the group
     ) -> None:
         super().__init__()
+        program_end.prepare()
         self._run: Callable[[Ticket, OnStart], RunResult[T]] | None = execute  # None: it has begun, or was cancelled
         self._queue = queue or RankQueue(0)
         self._ticket = Ticket(ranks, self._start)

@@ -50,8 +50,7 @@ from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.user_errors import ignore_user_errors
-from mpwatch.wire.exceptions.decoder import ENDS_RUN
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
@@ -389,7 +388,7 @@ class Driver:
         self._store.write_history(history)
         self._are_meeting = True
         self._early_losses = 0
-        with ignore_user_errors():
+        with suppress(*USER_ERRORS):
             LogEvents()(event)
         self._call_observers(event)
         return True
@@ -463,9 +462,7 @@ class Driver:
     def _handle_event(self, node: _Node, data: bytes) -> None:
         try:
             event: Event = pickle.loads(data)
-        except ENDS_RUN:
-            raise
-        except BaseException as error:  # noqa: BLE001  classes of users
+        except USER_ERRORS as error:  # classes of users
             log_now(
                 logging.WARNING, "an event of node %d is dropped, since it cannot be read here", node.number, error=error
             )
@@ -487,9 +484,7 @@ class Driver:
         for observer in tuple(observers):
             try:
                 observer(event)
-            except ENDS_RUN:
-                raise
-            except BaseException as error:  # noqa: BLE001  an observer must not end the job
+            except USER_ERRORS as error:  # an observer must not end the job
                 observers.remove(observer)
                 text = "the observer %r failed at the event %r; it receives no more events"
                 log_now(logging.ERROR, text, observer, event.name, error=error)
@@ -500,9 +495,7 @@ class Driver:
             target.write(text)
             if hasattr(target, "flush"):
                 target.flush()
-        except ENDS_RUN:
-            raise
-        except BaseException as error:  # noqa: BLE001  the reader of a pipe is gone, or the stream is closed
+        except USER_ERRORS as error:  # the reader of a pipe is gone, or the stream is closed
             self._streams[stream] = _NullStream()
             log_now(logging.WARNING, "%s of the ranks is not shown any more", stream, error=error)
 

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from mpwatch.live_view.live import LiveView
@@ -10,8 +11,7 @@ from mpwatch.live_view.select import may_show, select_view
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.user_errors import ignore_user_errors
-from mpwatch.wire.exceptions.decoder import ENDS_RUN
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
@@ -73,11 +73,9 @@ class JobView:
         """
         try:
             do()
-        except ENDS_RUN:
-            raise
-        except BaseException as error:  # noqa: BLE001  see above
+        except USER_ERRORS as error:  # see above
             view, self._view = self._view, None
-            with ignore_user_errors():
+            with suppress(*USER_ERRORS):
                 if view is not None:
                     view.close(())
             log_now(logging.WARNING, "the live view failed; the run goes on without it", error=error)

@@ -112,7 +112,7 @@ class MultiNodeRunController(RunController[T]):
         caller.wait(lambda: False)
 
     def _start_attempt(self, setups: list[RankSetup]) -> None:  # in the node thread
-        self._calls.clear()
+        self._calls = {}  # replaced, since the caller's thread may be reading it
         self._latest_call = self._start(setups)
 
     def _is_over(self) -> bool:
@@ -181,7 +181,6 @@ class MultiNodeRunController(RunController[T]):
             self._end_job(decision)
 
     def _prepare_ranks(self, start: StartAttempt, assignment: RankAssignment) -> None:
-        self._last_attempts.clear()
         self._missing_ranks.clear()
         self._latest_start = start
         facts: dict[str, Any] = {
@@ -202,6 +201,10 @@ class MultiNodeRunController(RunController[T]):
         # The node thread ignores the setups if the attempt has been stopped meanwhile.
         hand_over = partial(self._node_thread.set_rank_setups, start, setups)
         self._watcher.post(self._watcher.loop.timers.call_at, monotonic() + start.delay, hand_over)
+
+    def _record_attempt(self, evidence: AttemptObservations) -> RunResult[T]:
+        self._last_attempts.clear()  # not before: a signal may come before the next attempt
+        return super()._record_attempt(evidence)
 
     def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:  # noqa: ARG002
         return sum(attempt.is_counted for attempt in self._attempts)

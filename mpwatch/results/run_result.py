@@ -13,6 +13,7 @@ A report looks like this:
 
 import re
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence, ValuesView
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, SupportsIndex, TypeVar, overload
@@ -24,7 +25,7 @@ from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failur
 from mpwatch.results.model import Attempt, Progress, WorkerState, format_end
 from mpwatch.results.places import format_location
 from mpwatch.results.report import FATE_LINES, format_count, format_times
-from mpwatch.wire.exceptions.decoder import ENDS_RUN
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 from mpwatch.wire.pickling import return_values
 
 T = TypeVar("T")
@@ -261,12 +262,8 @@ def _convert(values: Mapping[int, Any], convert: Callable[[Any], Any]) -> dict[i
     """Convert each value, and leave out those whose class raises an exception."""
     converted = {}
     for rank, value in values.items():
-        try:
+        with suppress(*USER_ERRORS):  # from the code of the value's class
             converted[rank] = convert(value)
-        except ENDS_RUN:
-            raise
-        except BaseException:  # noqa: BLE001, S110  from the code of the value's class
-            pass
     return converted
 
 

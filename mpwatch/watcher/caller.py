@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,14 +28,13 @@ from mpwatch.watcher.call import Call
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.signals import Signals
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.watcher.watcher import Watcher
-from mpwatch.wire.exceptions.decoder import add_note
+from mpwatch.wire.exceptions.decoder import USER_ERRORS, add_note
 
 T = TypeVar("T")
 CHECK_SECONDS = 0.1  # how often a thread that an exception has interrupted looks whether the watcher thread lives
@@ -172,7 +171,7 @@ class Caller:
         """Write the stacks to stderr that SIGQUIT has asked for, when they have come."""
         stacks, self.signals.stacks = self.signals.stacks, None
         if stacks is not None:
-            with ignore_user_errors():  # stderr may be closed, or an object that raises anything
+            with suppress(*USER_ERRORS):  # stderr may be closed, or an object that raises anything
                 sys.stderr.write(f"mpwatch: where the ranks are now (they go on)\n{stacks}\n")
                 sys.stderr.flush()
 

@@ -171,16 +171,16 @@ class EventLoop:
     def start(self, setups: Sequence[RankSetup], call: Call, due_at: float = 0.0) -> None:
         """Start the ranks of a run at a time of CLOCK_MONOTONIC, and call them. If the run ends before, refuse the call."""
         self._delayed_starts[call] = setups
-        if due_at <= monotonic():
+        is_stopping = self.stop_request is not None and call.is_restart and self._node is None
+        if self._is_ending or self.interrupted is not None or is_stopping:
+            self._refuse_delayed()
+        elif due_at <= monotonic():
             self._start_delayed(call)
         else:
             self.timers.call_at(due_at, partial(self._start_delayed, call))
 
     def _start_delayed(self, call: Call) -> None:
-        is_stopping = self.stop_request is not None and call.is_restart and self._node is None
-        if self._is_ending or self.interrupted is not None or is_stopping:
-            self._refuse_delayed()
-        elif (setups := self._delayed_starts.pop(call, None)) is not None:
+        if (setups := self._delayed_starts.pop(call, None)) is not None:
             self.start_ranks(setups)
             self._begin(call)
 
@@ -237,9 +237,9 @@ class EventLoop:
         if call is not None:
             self._pass_on(event, call)
             return
-        is_first, known = self.stop_request is None, self.stop_request
-        if is_first:
-            self.stop_request = event
+        known, self.stop_request = self.stop_request, self.stop_request or event
+        if self._node is None:
+            self._refuse_delayed()
         is_for_leader = self._node is not None and self.starts > 0 and not event.is_from_job
         if is_for_leader and self._node is not None and self._node.on_stop(event.cause):
             return
@@ -350,8 +350,7 @@ class EventLoop:
         self._actions += [(call, action) for action in machine.begin()]
         if call.stop_after is not None and not call.is_restart:
             event = m.StopRequested(f"StopPolicy(after={call.stop_after:g})")
-            target = call if self._keep_ranks else None
-            self.timers.call_at(call.started_at + call.stop_after, partial(self.request_stop, event, target))
+            self.timers.call_at(call.started_at + call.stop_after, partial(self.request_stop, event))
         if self.stop_request is not None and self._node is None:
             self._handle(call, self.stop_request)
         while call.before_begin:
@@ -440,7 +439,10 @@ class EventLoop:
         events, self._events = self._events, []
         dead = [self._ranks[event.rank] for event in events if isinstance(event, m.Exited)]
         self._oom.add_suspects(rank.observations for rank in dead if may_be_oom_kill(rank.observations))
-        for event in events:
+        late_events = [event for event in events if not self._handle_rank_event(event)]
+        for event in late_events:
+            if (call := self._ranks[event.rank].call) is not None:
+                self._follow(call)
             self._handle_rank_event(event)
         self.timers.run_due(monotonic())
         self._inbox.run_all()
@@ -469,16 +471,18 @@ class EventLoop:
             self._outbox.wake()
         self._suspend()
 
-    def _handle_rank_event(self, event: m.RankEvent) -> None:
+    def _handle_rank_event(self, event: m.RankEvent) -> bool:
+        """Return False if the call of a rank is over, and the rank must become idle first: it exits in the same wake-up."""
         rank = self._ranks[event.rank]
         if rank.call is not None:
-            self._handle(rank.call, event)
             if self._keep_ranks and rank.call.machine.is_over():
-                self._follow(rank.call)  # a rank that has answered may exit in this wake-up
+                return False
+            self._handle(rank.call, event)
         elif isinstance(event, m.Ready):
             self._event_bus.publish(WorkerReady, [rank.number], attempt=rank.setup.worker.restart_count)
         elif isinstance(event, m.Exited):
             self._on_idle_exit(rank)
+        return True
 
     def _on_idle_exit(self, rank: Rank) -> None:
         observed = rank.observations

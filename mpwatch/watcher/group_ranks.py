@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+from mpwatch.errors import LaunchError
 from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
@@ -277,6 +278,8 @@ class GroupRanks:
             if give_up:
                 self._check_start()
                 return
+            if watcher.is_finished and not self._start_refusal:
+                raise LaunchError("the ranks cannot be called: an exception in another thread has interrupted their start")
             with open_standard_descriptors(), self._lock:
                 self._check_start()
                 if self._starts == call.refused_at_start:  # otherwise another call has started them meanwhile

@@ -45,13 +45,16 @@ class CallOfThread(Protocol):
 
 _calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
 _is_interrupted = False
+_has_ended = False
 
 
 def add_call(call: CallOfThread) -> None:
-    _register_functions()
+    prepare()
     _calls[id(call)] = call
     if _is_interrupted:
         call.interrupt()
+    elif _has_ended and call.ends_with_program:
+        call.end_with_program()
 
 
 def remove_call(call: CallOfThread) -> None:
@@ -60,7 +63,8 @@ def remove_call(call: CallOfThread) -> None:
 
 
 @cache
-def _register_functions() -> None:
+def prepare() -> None:
+    """Call this before a thread that makes a call is started, since it does nothing once the program has begun to end."""
     # At the end, Python calls the function last that was registered first. concurrent.futures.thread waits there for all
     # ThreadPoolExecutors, so it has to be registered before. It can be imported only until the end begins.
     with suppress(RuntimeError):
@@ -82,6 +86,8 @@ def _interrupt_and_wait() -> None:
     Else end the runs of daemon threads. In both cases, wait for these calls.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    global _has_ended
+    _has_ended = True
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)
     if is_interrupted:
         _interrupt_calls()

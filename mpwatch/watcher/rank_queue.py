@@ -7,6 +7,7 @@ when it is the first one in the queues of all its ranks. It leaves them when its
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from queue import SimpleQueue
 
 
 class Ticket:
@@ -20,12 +21,18 @@ class Ticket:
     def __init__(self, ranks: Collection[int], on_grant: Callable[[], object] | None = None) -> None:
         self.ranks = ranks
         self.on_grant = on_grant
-        self.is_granted = threading.Event()
+        self.is_granted = False
         self.has_left = False
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # no Event: an exception in `Event.set` would leave it locked
+
+    def wake(self) -> None:
+        self.is_granted = True
+        self._wakeups.put(None)
 
     def wait(self) -> bool:
         """Wait until the ticket is granted or has left the queues. Return False if it has left."""
-        self.is_granted.wait()
+        while not self.is_granted:
+            self._wakeups.get()
         return not self.has_left
 
 
@@ -56,12 +63,12 @@ class RankQueue:
         with self._lock:
             if not ticket.has_left:
                 ticket.on_grant = None
-                ticket.is_granted.clear()
+                ticket.is_granted = False
             for queue in self._queues:
                 head = _get_first(queue)
                 queue[first] = None
                 queue.move_to_end(first, last=False)
-                if head is not None and head.is_granted.is_set():
+                if head is not None and head.is_granted:
                     queue.move_to_end(head, last=False)
         self._grant(first)
 
@@ -72,7 +79,7 @@ class RankQueue:
             for rank in ticket.ranks:
                 self._queues[rank].pop(ticket, None)
             ticket.on_grant = None
-            ticket.is_granted.set()
+            ticket.wake()
         self._grant(ticket)
 
     def _grant(self, ticket: Ticket) -> None:
@@ -88,7 +95,7 @@ class RankQueue:
                 if not first.has_left and all(_get_first(self._queues[rank]) is first for rank in first.ranks)
             ]
             for first in granted:
-                first.is_granted.set()
+                first.wake()
         for first in granted:
             if (on_grant := first.on_grant) is not None:
                 on_grant()

@@ -40,6 +40,22 @@ def test_an_exception_of_a_handler_stops_the_run_and_is_raised():
         assert state() == before
 
 
+class Urgent(BaseException):
+    pass
+
+
+def raise_urgent(*_):
+    raise Urgent
+
+
+@in_own_process
+def test_an_exception_of_a_handler_in_an_observer_is_not_taken_for_the_observer_s():
+    signal.signal(signal.SIGUSR1, raise_urgent)
+    signals = [signal.SIGUSR1]
+    with pytest.raises(Urgent):
+        mpwatch.run(failing.wait_to_be_stopped, 2, on_event=lambda _: signals and signal.raise_signal(signals.pop()))
+
+
 @in_own_process
 def test_a_handler_that_does_not_raise_does_not_disturb_the_run():
     start, end = (Connection(fd) for fd in os.pipe())

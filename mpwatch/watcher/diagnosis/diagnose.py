@@ -139,9 +139,7 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
             return LoadedValue(None, None)
         kind, unpickler = open_value(content)
         return LoadedValue(unpickler.load(), None)
-    except decoder.ENDS_RUN:
-        raise
-    except BaseException as error:  # noqa: BLE001  from the code of the value's classes
+    except decoder.USER_ERRORS as error:  # from the code of the value's classes
         return LoadedValue(None, error if error is content else explain_unloadable_value(kind, error))
 
 

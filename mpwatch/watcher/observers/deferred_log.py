@@ -4,10 +4,11 @@ A logging handler is user code, which may wait for a lock, so it never runs in a
 """
 
 import logging
+from contextlib import suppress
 from functools import partial
 
 from mpwatch.watcher.inbox import Outbox
-from mpwatch.watcher.observers.user_errors import ignore_user_errors
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 log = logging.getLogger("mpwatch")
 
@@ -31,5 +32,5 @@ def log_now(level: int, text: str, *args: object, error: BaseException | None = 
 
     Exceptions of logging handlers are ignored, except those that end the run, such as KeyboardInterrupt.
     """
-    with ignore_user_errors():
+    with suppress(*USER_ERRORS):
         log.log(level, text, *args, exc_info=error)

@@ -20,7 +20,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.state_transitions import ENDS, check_transition
 from mpwatch.watcher.inbox import Outbox
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.wire.exceptions.decoder import ENDS_RUN
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps only the latest events
 
@@ -116,12 +116,12 @@ class EventBus:
         for observer in tuple(observers):
             try:
                 observer(event)
-            except ENDS_RUN as error:  # the other observers receive the event first
-                interrupt = error
-            except BaseException as error:  # noqa: BLE001  an observer must not end the run, not even by sys.exit()
+            except USER_ERRORS as error:  # not even sys.exit() in an observer ends the run
                 observers[:] = [other for other in observers if other is not observer]
                 text = "the observer %r failed at the event %r; it receives no more events"
                 log_now(logging.ERROR, text, observer, event.name, error=error)
+            except BaseException as error:  # noqa: BLE001  the other observers receive the event first
+                interrupt = error
         try:
             if interrupt is not None:
                 raise interrupt

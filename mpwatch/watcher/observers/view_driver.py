@@ -10,6 +10,7 @@ and removed, and the run goes on.
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from mpwatch.os_support.clock import monotonic
@@ -17,8 +18,7 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
-from mpwatch.watcher.observers.user_errors import ignore_user_errors
-from mpwatch.wire.exceptions.decoder import ENDS_RUN
+from mpwatch.wire.exceptions.decoder import USER_ERRORS
 
 
 class View(Protocol):
@@ -121,12 +121,12 @@ class ViewDriver:
         """Call a function that uses the view. If it raises, remove the view, unless the exception ends the run."""
         try:
             do()
-        except ENDS_RUN:
-            self._due_at = math.inf  # a view that raises at each update would interrupt the end of the run again and again
-            raise
-        except BaseException as error:  # noqa: BLE001  a view must not end the run
+        except USER_ERRORS as error:
             view, self._view = self._view, None
-            with ignore_user_errors():  # so that the view releases its rows of the terminal, if it still can
+            with suppress(*USER_ERRORS):  # so that the view releases its rows of the terminal, if it still can
                 if view is not None:
                     view.close(())
             log_now(logging.WARNING, "the live view failed; the run goes on without it", error=error)
+        except BaseException:
+            self._due_at = math.inf  # a view that raises at each update would interrupt the end of the run again and again
+            raise

@@ -19,9 +19,9 @@ from mpwatch.wire.pickling import return_values
 ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
 
 
-# These exceptions end a run if they are raised while user code runs in the caller's thread. All others are errors of that
-# code.
-ENDS_RUN = (KeyboardInterrupt,)
+# What user code, such as an observer, may raise in the caller's thread without ending the run. All else ends it: a
+# KeyboardInterrupt, or an exception of a signal handler of the program.
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 
 def get_builtin_attribute(error: BaseException, name: str) -> Any:
@@ -74,9 +74,7 @@ def _build_exception(node: ExceptionNode, data: bytes | None, members: list[Base
     if data is not None:
         try:
             return load_exception(data, node["message"], members)
-        except ENDS_RUN:
-            raise
-        except BaseException:  # noqa: BLE001, S110
+        except USER_ERRORS:
             pass  # it could be loaded in the rank, but the classes here may differ
     return _build_stand_in(node, members)
 

@@ -237,6 +237,14 @@ def suspend_the_watcher():
     wait_until(lambda: state_of(os.getppid()) == "T")
 
 
+def kill_two_while_the_watcher_is_suspended(pids):
+    suspend_the_watcher()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: [state_of(pid) for pid in pids] == ["Z", "Z"])
+    os.kill(os.getppid(), signal.SIGCONT)
+
+
 def two_fail_while_the_watcher_is_suspended(order, pids, turn):
     """Fail on ranks 0 and 2 while the watcher is suspended. The last event resumes the watcher."""
     me, is_death_first = rank(), order == "death first"

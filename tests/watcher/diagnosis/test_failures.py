@@ -1,5 +1,6 @@
 """Runs in which a rank fails: a table of saboteurs with the expected report of each, and who failed first."""
 
+import os
 import pickle
 import re
 import signal
@@ -218,6 +219,15 @@ def test_a_watcher_that_wakes_up_late_still_finds_the_first_failure(order, first
     args = (order, SPAWN.Array("i", 3), SPAWN.Value("i", 0))
     result = mpwatch.run(failing_functions.two_fail_while_the_watcher_is_suspended, 3, args=args, check=False)
     assert result.root_cause.rank == first
+
+
+@in_own_process
+def test_two_ranks_that_die_together_end_their_own_calls():
+    with mpwatch.WorkerGroup(3, check=False) as group:
+        pids = list(group.run(os.getpid))
+        calls = [group.submit(failing.wait_to_be_stopped, ranks=rank) for rank in (0, 1)]
+        group.run(failing_functions.kill_two_while_the_watcher_is_suspended, (pids[:2],), ranks=2)
+        assert [call.result().root_cause.rank for call in calls] == [0, 1]
 
 
 def test_a_failure_is_noticed_quickly():

@@ -1,5 +1,6 @@
 """Functions for ranks that are restarted. They act by the attempt. The module is small, since every such rank imports it."""
 
+import itertools
 import os
 import signal
 
@@ -189,3 +190,12 @@ class CannotBeUnpickled:
 
 def _refuse():
     raise LookupError("not here")
+
+
+def fails_while_another_awaits_a_stop():
+    """Raise on rank 0, which is to be restarted after a delay. On rank 1 return when a stop is requested."""
+    if rank() == 0:
+        raise ValueError
+    for step in itertools.count():
+        if mpwatch.should_stop(step):
+            return

@@ -107,3 +107,15 @@ def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_rest
     assert set(result.failures) == {0, 1}
     assert (result.restarts, result.worker_states[2]) == (0, WorkerState.STOPPED)
     assert result.notes == ("not restarted: `retry_if` does not allow a restart after this failure",)
+
+
+def test_a_requested_stop_does_not_wait_for_the_restart_of_a_rank():
+    result = mpwatch.run(
+        attempt_functions.fails_while_another_awaits_a_stop,
+        2,
+        max_restarts=restart_single(delay=LONG, max_delay=LONG),
+        on_event=at_first(Restarting, mpwatch.request_stop),
+        check=False,
+    )
+    assert result.worker_states == {0: WorkerState.FAILED, 1: WorkerState.SUCCEEDED}
+    assert result.notes == ("not restarted: a stop was requested (request_stop())",)
