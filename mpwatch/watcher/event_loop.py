@@ -506,6 +506,7 @@ class EventLoop:
             for call in self._calls:
                 self._handle(call, m.Resumed(suspended_at))
                 call.update_deadline()
+                call.monitor.restart_waits()
 
     # ---- what the machines want
 

@@ -5,14 +5,16 @@
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         as above, but the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch must be found twice in a row, since some collectives succeed even with different data types. A wait is the sum of
-the times between checks, each at most MAX_GAP_PERIODS long, so that a suspension of the program adds little to it.
+A mismatch must be found twice in a row, since some collectives succeed even with different data types. A wait that is not
+found for once, and all waits after a suspension of the program or its limits, begin anew.
 
 On several nodes, only mismatches among the ranks of this node are found here. The leader compares the ranks of all nodes.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.rank_collectives import RankCollectives
@@ -33,7 +35,6 @@ from mpwatch.wire.messages import MessageKind
 CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 MIN_CHECK_SECONDS = 0.05  # between two checks, at least
-MAX_GAP_PERIODS = 1.5  # in periods of the checks; if a check comes later than that, the rest of the time does not count
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
@@ -56,20 +57,21 @@ class CollectiveMonitor:
     # none if no rank is stalled, and with the ranks that have returned. None on one node.
     on_stall: StallCallback | None
     may_call_again: bool  # whether the ranks stay for further calls
+    now: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
         self._is_started = self._is_closed = False
-        self._judged_at = 0.0
         self.begin_call()
 
     def begin_call(self) -> None:
         self.final_verdict: CollectiveVerdict | None = None  # which has ended the call
-        self._called_at = monotonic()
+        self._called_at = self.now()
         self._asked: set[Rank] = set()  # ranks that have not answered
+        self._asked_at = -math.inf
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
-        self._waits: dict[Finding, float] = {}  # of the last check: the seconds between the checks that have found it
+        self._found_at: dict[Finding, float] = {}  # of the last check: when it was found first
         self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
@@ -93,12 +95,15 @@ class CollectiveMonitor:
         return max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self.stall_after / CHECKS_PER_STALL))
 
     def _check_later(self) -> None:
-        self.call_at(monotonic() + self._period, self._check_and_repeat)
+        self.call_at(self.now() + self._period, self._check_and_repeat)
 
     def _check_and_repeat(self) -> None:
         if not self._is_closed:
             self._check_later()
             self._check()
+
+    def restart_waits(self) -> None:
+        self._found_at.clear()
 
     def close(self) -> None:
         self._is_closed = True
@@ -106,18 +111,21 @@ class CollectiveMonitor:
     def _check(self) -> None:
         ranks = [rank for rank in self.list_ranks() if rank.collective_sockets.is_open]
         can_compare = len(ranks) > 1 or self.on_stall is not None
-        if self._asked or not can_compare or not self.is_checking():
-            return
-        self._answers.clear()
-        self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
-        self.call_at(monotonic() + ANSWER_SECONDS, self._stop_waiting)
+        if not self.is_checking():
+            self.restart_waits()
+        elif not self._asked and can_compare:
+            self._answers, self._asked_at = {}, self.now()
+            self._asked = {rank for rank in ranks if rank.collective_sockets.ask()}
+            self.call_at(self.now() + ANSWER_SECONDS, partial(self._stop_waiting, self._asked))
 
-    def _stop_waiting(self) -> None:
-        if self._asked:
-            self._asked.clear()
+    def _stop_waiting(self, asked: set[Rank]) -> None:
+        if asked is self._asked and asked:  # the check is not over
+            asked.clear()
             self._judge()
 
     def _judge(self) -> None:
+        if not self._answers:  # no rank can answer now
+            return
         returned = [
             rank.number
             for rank in self.list_ranks()
@@ -128,7 +136,7 @@ class CollectiveMonitor:
         if self.on_stall is not None and self.is_checking():
             self._report_stall(self.on_stall, returned)
         verdicts = find_verdicts(self._answers, returned)
-        self._measure_waits(verdicts)
+        self._found_at = {verdict.finding: self._found_at.get(verdict.finding, self._asked_at) for verdict in verdicts}
         if not self.is_checking() or not verdicts:
             self._last_mismatch = None
         elif verdicts[0].kind is not VerdictKind.MISMATCH:
@@ -139,20 +147,15 @@ class CollectiveMonitor:
             self._finish(verdicts[0])
         else:
             self._last_mismatch = verdicts[0]
-            self.call_at(monotonic() + CONFIRM_SECONDS, self._check)
-
-    def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
-        """The first check that finds a wait counts as its begin."""
-        now = monotonic()
-        gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
-        self._waits = {verdict.finding: self._waits.get(verdict.finding, -gap) + gap for verdict in verdicts}
+            self.call_at(self.now() + CONFIRM_SECONDS, self._check)
 
     def _get_wait(self, verdict: CollectiveVerdict) -> float:
-        return min(verdict.seconds, self._waits[verdict.finding] + self._period)  # it may have begun just after a check
+        """Return the seconds since the first check that has found it, and one period more if the ranks wait so long."""
+        return min(verdict.seconds, self._asked_at - self._found_at[verdict.finding] + self._period)
 
     def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
         assert self.stall_after is not None
-        has_called_long_ago = monotonic() - self._called_at >= self.stall_after
+        has_called_long_ago = self.now() - self._called_at >= self.stall_after
         stalled = {
             rank
             for rank, answer in self._answers.items()

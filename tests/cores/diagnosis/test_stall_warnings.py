@@ -1,0 +1,110 @@
+"""When the watcher warns of ranks that wait in a collective, in virtual time."""
+
+import heapq
+import itertools
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cores.diagnosis.evidence import answer, call, waiting
+from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
+
+SLOWEST_ANSWER = 0.9
+
+
+class Simulation:
+    """A monitor and the ranks that it asks. Each rank answers after a delay."""
+
+    def __init__(self, stall_after, answer_of, nprocs=3, delays=(0.0,)):
+        self.now, self._timers, self._order = 0.0, [], itertools.count()
+        self._answer_of, self._delays = answer_of, itertools.cycle(delays)
+        self.warned_at, self.ended_at, self.is_checking = [], [], True
+        ranks = [self._make_rank(number) for number in range(nprocs)]
+        self.monitor = CollectiveMonitor(
+            lambda: ranks,
+            stall_after,
+            SimpleNamespace(warning=lambda *_: self.warned_at.append(self.now)),
+            is_called=lambda _: True,
+            is_checking=lambda: self.is_checking,
+            call_at=self.call_at,
+            end_call=lambda _: self.ended_at.append(self.now),
+            on_stall=None,
+            may_call_again=False,
+            now=lambda: self.now,
+        )
+        self.monitor.start()
+
+    def call_at(self, at, function):
+        heapq.heappush(self._timers, (at, next(self._order), function))
+
+    def run_until(self, end):
+        while self._timers[0][0] <= end:
+            self.now, _, function = heapq.heappop(self._timers)
+            function()
+        self.now = end
+
+    def _make_rank(self, number):
+        def ask():
+            self.call_at(self.now + next(self._delays), lambda: self.monitor.add(rank, self._answer_of(number, self.now)))
+            return True
+
+        sockets = SimpleNamespace(is_open=True, ask=ask)
+        rank = SimulatedRank(number=number, collective_sockets=sockets, observations=SimpleNamespace(answer=None))
+        return rank
+
+
+class SimulatedRank(SimpleNamespace):
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+def is_late(begun_at):
+    """From `begun_at` on, ranks 0 and 1 wait for rank 2."""
+
+    def answer_of(number, now):
+        first = call("all_reduce", 1, 16)
+        waits = number < 2 and now >= begun_at
+        return answer(number, first, *([waiting("all_reduce", 2, 16, seconds=now - begun_at)] if waits else []))
+
+    return answer_of
+
+
+@settings(deadline=None)
+@given(
+    stall_after=st.sampled_from([0.5, 1.0, 2.0, 4.0, 20.0]) | st.floats(0.5, 120.0),
+    begun_at=st.floats(0.0, 20.0),
+    delays=st.lists(st.floats(0.0, SLOWEST_ANSWER), min_size=1, max_size=9),
+)
+def test_each_wait_is_told_once_and_within_one_period(stall_after, begun_at, delays):
+    simulation = Simulation(stall_after, is_late(begun_at), delays=delays)
+    simulation.run_until(begun_at + 3 * stall_after + 20.0)
+    (warned_at,) = simulation.warned_at
+    period = min(5.0, stall_after / 4)
+    assert stall_after <= warned_at - begun_at <= stall_after + max(period, SLOWEST_ANSWER + period) + SLOWEST_ANSWER
+    assert not simulation.ended_at
+
+
+@settings(deadline=None)
+@given(
+    stall_after=st.sampled_from([0.5, 1.0, 2.0, 4.0, 20.0]) | st.floats(0.5, 120.0),
+    delays=st.lists(st.floats(0.0, SLOWEST_ANSWER), min_size=1, max_size=9),
+)
+def test_ranks_that_never_match_end_the_call_soon(stall_after, delays):
+    def answer_of(number, _):
+        return answer(number, waiting("barrier", 1) if number == 1 else waiting("all_reduce", 1, 16))
+
+    simulation = Simulation(stall_after, answer_of, delays=delays)
+    simulation.run_until(60.0)
+    assert simulation.ended_at[0] <= 2 * min(5.0, stall_after / 4) + 2 * SLOWEST_ANSWER + 1.0
+
+
+def test_a_suspended_limit_does_not_count():
+    simulation = Simulation(2.0, is_late(0.0))
+    simulation.run_until(1.0)
+    simulation.is_checking = False
+    simulation.run_until(60.0)
+    simulation.is_checking = True
+    simulation.run_until(61.5)
+    assert not simulation.warned_at
+    simulation.run_until(63.0)
+    assert len(simulation.warned_at) == 1
