@@ -47,6 +47,7 @@ from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
 
 CLOSED_CHANNEL = "its function has closed descriptors that it did not open"
+NO_PROCESS_GROUP = "Default process group has not been initialized"  # the message of torch.distributed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -232,6 +233,8 @@ def _call_function(call: Call) -> object:
         value = None
     except Exception as error:
         raised_at = monotonic()
+        if call.backend is None and error.args and NO_PROCESS_GROUP in str(error.args[0]):
+            error.add_note('mpwatch makes the process group if the run has the option backend="gloo", "nccl" or "auto"')
         if debugger_hook.open_post_mortem(error):
             raise _DebuggedError(error, raised_at) from None
         raise

@@ -34,6 +34,10 @@ def init(backend: str, version: int | None, timeout: float | None) -> None:
         if version is not None and version == _version:
             return
         dist.destroy_process_group()
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise RuntimeError(
+            'backend="nccl" needs a GPU, and torch sees none here; use "gloo", or "auto" for nccl where it can be'
+        )
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     worker = current_worker()

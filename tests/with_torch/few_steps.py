@@ -15,7 +15,7 @@ from train_digits import train
 
 
 def train_few_steps():
-    return train(2, max_steps=3, verbose=False).losses
+    return train(2, max_steps=3).losses
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # a training takes ha
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name, *args):
-    return python("-W", "default", str(EXAMPLES / name), *args, timeout=250)
+def run_example(name, *args, check=True):
+    return python("-W", "default", str(EXAMPLES / name), *args, timeout=250, check=check)
 
 
 def test_the_losses_are_those_under_torchrun():
@@ -27,11 +27,16 @@ def test_the_losses_are_those_under_torchrun():
 
 
 def test_train_digits_reaches_95_percent():
-    out = run_example("train_digits.py").stdout
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", out)]
-    assert len(losses) == 12
-    assert losses[-1] < 0.1 * losses[0]
-    assert float(re.search(r"test accuracy of rank 0's model: ([\d.]+)%", out)[1]) >= 95
+    lines = run_example("train_digits.py").stdout.splitlines()
+    found = [re.fullmatch(r"rank \d: loss ([\d.]+) -> ([\d.]+), test accuracy ([\d.]+)%", line).groups() for line in lines]
+    assert len(found) == 4
+    assert all(float(last) < 0.1 * float(first) and float(accuracy) >= 95 for first, last, accuracy in found)
+
+
+def test_train_digits_shows_a_restart_and_the_report_of_a_failure():
+    done = run_example("train_digits.py", "--crash", check=False)
+    assert "restarting ranks 0-3 (restart 1, 0 left): rank 2 failed first: ArithmeticError" in done.stderr
+    assert "RunFailedError: rank 2 failed first: ArithmeticError" in done.stderr
 
 
 def test_a_preempted_training_has_the_weights_of_an_undisturbed_one(tmp_path):
