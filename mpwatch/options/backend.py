@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 from mpwatch.options.validation import check_optional_seconds
 
-
 KNOWN_NAMES = ("auto", "gloo", "mpi", "nccl", "ucc", "xccl")
 
 
