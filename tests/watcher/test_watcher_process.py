@@ -228,15 +228,16 @@ def test_ranks_do_not_ignore_sigterm_if_the_host_does():
         signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("what", "stride", "chaos_stride"),
     [
         ("run", 97, 13),
         ("submit", 97, 1),
-        ("group", 601, 3),
+        ("group", 601, 31),
         pytest.param("restart", 401, 13, marks=pytest.mark.slow),
-        pytest.param("run", 13, 1, marks=pytest.mark.slow),
-        pytest.param("group", 53, 1, marks=pytest.mark.slow),
+        pytest.param("run", 13, 3, marks=pytest.mark.slow),
+        pytest.param("group", 53, 7, marks=pytest.mark.slow),
     ],
 )
 def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride):
