@@ -237,4 +237,4 @@ def test_many_restarts_leak_nothing(scope):
     for sizes in zip(*(sample[:-1] for sample in seen), strict=True):
         # with scope="worker" the other rank may run or not, which makes a small difference; a leak would be larger
         assert max(sizes[-20:]) < min(sizes[:20]) + (1 if scope == "group" else 10)
-    assert seen[-1][-1] - seen[20][-1] < 4  # MiB
+    assert seen[-1][-1] - seen[20][-1] < 0.05 * len(seen)  # MiB; the result keeps the exception of each attempt
