@@ -4,19 +4,15 @@ A comment or a docstring describes each private name. The description says which
 and what breaks in mpwatch if torch removes the private name. In the comments, "If it goes" means "If torch removes this
 private name". All facts about torch in this file come from the source code of torch 2.4, 2.6, 2.9 and 2.13.
 
-This module imports torch. Import this module only where torch is needed anyway: in `multinode/rendezvous/`, in
-`wire/pickling/torch_storages.py` and in `worker/collectives.py`. This module imports
-`torch.distributed.elastic.rendezvous` only when mpwatch needs a name of torch's rendezvous, because the import loads the
-entry points of other packages.
+This module imports torch. Import this module only where torch is needed anyway: in `wire/pickling/torch_storages.py` and in
+`worker/collectives.py`.
 """
 
 import os
 import pickle
-import threading
-from datetime import UTC, tzinfo
 from importlib import import_module
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._tensor
@@ -64,99 +60,9 @@ def make_typed_storage(storage: Any, dtype: Any) -> Any:
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-# The rendezvous: multinode/rendezvous/.
+# The flight recorder: worker/collectives.py.
 
 FLIGHT_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
-DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-
-# The names below are names of torch. At run time `__getattr__` finds them.
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    # What torch decides that a node does next. `_Executor` in torch_handler.py looks for SYNC, which means "wait". If it
-    # goes, `Handler` can use torch's executor, and a node sees a new round up to a second later. All four versions have it.
-    _Action = dynamic_rendezvous._Action
-
-    # The argument of that decision. `_Executor` in torch_handler.py makes one after each wait. If it goes: see `_Action`.
-    # All four versions have it.
-    _RendezvousContext = dynamic_rendezvous._RendezvousContext
-
-    # Carries out an operation on the state. `_Executor` in torch_handler.py overrides `run`, uses `_node`, `_settings` and
-    # `_state_holder`, and sets `_state`. If one goes: see `_Action`. All four versions have all of them.
-    _DistributedRendezvousOpExecutor = dynamic_rendezvous._DistributedRendezvousOpExecutor
-
-    # Keeps a handler's state in step with the backend. torch_handler.py makes one, and sets its `_cache_duration` to 0. If
-    # the class goes, `DynamicRendezvousHandler.from_backend` is the public way to make a handler. If the attribute goes, a
-    # node may act on a state that is a second old. All four versions have both.
-    _BackendRendezvousStateHolder = dynamic_rendezvous._BackendRendezvousStateHolder
-
-    # Names the nodes. `_NodeIdGenerator` in torch_handler.py overrides `generate`. If it goes, `_NodeIdGenerator` needs no
-    # base class. All four versions have it.
-    _NodeDescGenerator = dynamic_rendezvous._NodeDescGenerator
-
-    # A node in the state that all nodes share. torch_state.py unpickles this class and `_RendezvousState`, and no others of
-    # torch. If one goes or gets other fields, each state is refused and no node can join. All four versions have both.
-    _NodeDesc = dynamic_rendezvous._NodeDesc
-    _RendezvousState = dynamic_rendezvous._RendezvousState
-
-    # Numbers the other participants again when one is removed. If it goes, torch_state.py cannot take a node out of a round
-    # that is forming, and the others wait until its heartbeat expires. All four versions have it.
-    _remove_participant_epilogue = dynamic_rendezvous._remove_participant_epilogue
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(DYNAMIC_RENDEZVOUS), name)
-
-
-# `Handler` in multinode/rendezvous/torch_handler.py is a subclass of the public DynamicRendezvousHandler. Private members
-# that it
-# - reads: `_this_node`, the node itself in the state. If it goes, a node cannot leave a round. All four versions have it.
-# - sets: `_op_executor`. If it goes: see `_Action`. All four versions have it.
-# - overrides: `_node_desc_generator`. If it goes, mpwatch passes its own node to the handler all the same. All four versions
-#   have it.
-# - overrides: `_create_tcp_store_server`. If it goes, each round may open one more server, and a newcomer may wait for an
-#   address that no node writes. 2.6, 2.9 and 2.13 have it; 2.4 opens no server.
-# - overrides: `_keep_alive`, which torch calls in a thread. If it goes, that thread fails when the store is lost. All four
-#   versions have it.
-
-
-def state_timezone() -> tzinfo | None:
-    """Return the timezone of the times in torch's rendezvous state: UTC, or None if torch writes them without a timezone.
-
-    torch 2.6, 2.9 and 2.13 write times in UTC, and import the name `timezone` in their module dynamic_rendezvous. torch 2.4
-    writes times without a timezone. If `state_timezone` returned a wrong timezone, no node could join a rendezvous.
-    """
-    return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
-
-
-def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
-    """Make torch forget the `_bootstrap_store_info` of the last rendezvous round, if this node has no TCPStore server.
-
-    In torch 2.9, a node keeps its `_bootstrap_store_info` for all later rounds. If the first node of a round has
-    `_bootstrap_store_info` but no TCPStore server, torch 2.9 raises AssertionError. torch 2.13 does not need this function.
-    torch 2.4 does not have `_bootstrap_store_info`. mpwatch also works without `_bootstrap_store_info` and
-    `_shared_tcp_store_server`.
-    """
-    if getattr(handler, "_shared_tcp_store_server", None) is None:
-        handler._bootstrap_store_info = None
-
-
-def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
-    """Stop the heartbeats of a node. Return the thread that sent the heartbeats, or None if no thread sent heartbeats.
-
-    If `_stop_heartbeats` is missing, the other nodes may notice late that this node has left. With
-    `_keep_alive_timer` and `_thread`, mpwatch finds the heartbeat thread, and can wait for its end. torch 2.4,
-    2.6, 2.9 and 2.13 have `_stop_heartbeats`, `_keep_alive_timer` and `_thread`.
-    """
-    timer = handler._keep_alive_timer
-    thread = None if timer is None else timer._thread
-    handler._stop_heartbeats()
-    return thread
-
-
-# The flight recorder: worker/collectives.py.
 
 
 def read_flight_recorder() -> list[dict[str, Any]]:

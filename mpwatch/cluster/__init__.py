@@ -5,7 +5,7 @@ The integrations with Ray, Dask and SLURM use this package.
     driver, which calls `run`                                  node: a process of the engine, one for each node of the job
     -------------------------                                  -----------------------------------------------------------
     engine.start(call) ------------- the engine ------------>  run_node --> mpwatch.submit(fn, ..., rendezvous=...) --> ranks
-    store of the rendezvous <------- TCP -------------------   the nodes meet there
+    coordinator (nodes/) <---------- TCP ------------------->   node thread
     link <-------------------------- TCP: output, events,      (node.py)
                                      statuses for the view
          --------------------------- TCP: stop ------------->
@@ -21,8 +21,7 @@ Guarantees:
   node, the remaining nodes decide whether all ranks are restarted. If all nodes are lost, the driver decides whether new
   nodes restart the ranks: see restarts.py.
 
-The nodes find one another through a store. The driver serves this store, so the store survives the loss of any node. The
-nodes must be able to connect to the driver.
+The coordinator runs in the driver, so it survives the loss of any node. The nodes must be able to connect to the driver.
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine

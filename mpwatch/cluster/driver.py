@@ -36,16 +36,15 @@ from typing import Any
 
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
+from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec, run_node, shut_down
 from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
-from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
-from mpwatch.options.rendezvous import LAST_CALL_OPTION
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.report import make_restart_notes
@@ -163,14 +162,14 @@ class Driver:
         self._is_given_up = False
 
     def run(
-        self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], store: JobStore, *, may_begin_early: bool
+        self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], server: JobServer, *, may_begin_early: bool
     ) -> mpwatch.RunResult[Any] | None:
         """Start the nodes, wait until the job is over, and return its result.
 
         Args:
             node_spec: what the nodes need to know.
             spec: the options of the job.
-            store: where the nodes meet.
+            server: where the nodes meet.
             may_begin_early: whether the job begins without the nodes for which the cluster has no room.
 
         If a node has returned an error, `run` raises this error. If the nodes cannot be started, `run` raises LaunchError.
@@ -180,7 +179,7 @@ class Driver:
         has returned a result.
         """
         assert spec.rendezvous is not None
-        self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
+        self._spec, self._rendezvous, self._server = node_spec, spec.rendezvous, server
         self._end_seconds = spec.grace_period + END_SECONDS
         self._restarts = JobRestarts(spec.policy, spec.rendezvous.run_id)
         self._lacks_room = getattr(self._engine, "lacks_room", None) if may_begin_early else None
@@ -309,14 +308,14 @@ class Driver:
             return
         if not self._waits_for_more:
             self._waits_for_more = True
-            seconds = self._rendezvous.options[LAST_CALL_OPTION]
+            seconds = self._rendezvous.last_call_timeout
             if seconds:
                 text = "%d of at most %d nodes have come; waiting up to %g s for more (last_call_timeout)"
                 log_now(logging.INFO, text, count, most, seconds)
         if self._lacks_room is not None and all(node.has_begun or self._lacks_room(node.number) for node in nodes):
             text = "the cluster has no room for more nodes now; the job begins with %d of at most %d"
             log_now(logging.INFO, text, count, most)
-            self._store.write_expected_nodes(count)
+            self._server.expect_nodes(count)
             self._are_meeting = self._waits_for_more = False
             self._begins_early = True
 
@@ -385,7 +384,7 @@ class Driver:
         if restart is None:
             return False
         history, event = restart
-        self._store.write_history(history)
+        self._server.continue_with(history)
         self._are_meeting = True
         self._early_losses = 0
         with suppress(*USER_ERRORS):
@@ -473,7 +472,7 @@ class Driver:
             self._are_meeting = self._waits_for_more = False
             if self._begins_early:
                 self._begins_early = False
-                self._store.write_expected_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
+                self._server.expect_nodes(self._rendezvous.max_nodes)  # the other number was for this round only
         elif isinstance(event, CallStarted):
             self._early_losses = 0
         self._restarts.handle_event(event)

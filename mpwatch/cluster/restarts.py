@@ -1,6 +1,6 @@
 """`JobRestarts` decides whether a job goes on with new nodes after all its nodes were lost. Pure.
 
-While at least one node remains, the nodes decide together what happens after a failure: see multinode/job_decision.py.
+While at least one node remains, the nodes decide together what happens after a failure: see nodes/job_decision.py.
 `JobRestarts` reads the events that the nodes send, and records the attempts of the job. New nodes get the RestartHistory of
 the job, which contains the number of restarts so far.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 import mpwatch
 from mpwatch.events.types import Event, RendezvousCompleted, Restarting, RunEnded, Stopping
-from mpwatch.multinode.job_decision import describe_stop
-from mpwatch.multinode.protocol.messages import RestartHistory
+from mpwatch.nodes.job_decision import describe_stop
+from mpwatch.nodes.messages import RestartHistory
 from mpwatch.results.failure import add_summary
 from mpwatch.results.model import Attempt
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartCounters

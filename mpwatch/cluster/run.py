@@ -1,25 +1,28 @@
-"""`run` runs a job on a cluster: it checks the options, makes the store and the driver, and returns the result."""
+"""`run` runs a job on a cluster: it checks the options, makes the server and the driver, and returns the result."""
 
+import logging
 import secrets
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
 import mpwatch
 from mpwatch.cluster.driver import Driver
 from mpwatch.cluster.engine import Engine
+from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.node import NodeSpec
-from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
-from mpwatch.options.rendezvous import LAST_CALL_OPTION, as_node_range
+from mpwatch.options.rendezvous import as_node_range
 from mpwatch.options.spec import NodeOptions, Nprocs, Observers, OutputOptions, ProgressObservers
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.results.report import format_signal
 from mpwatch.results.run_result import format_report
+from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
@@ -115,7 +118,7 @@ def run(
             "is_host": False,
             "join_timeout": join_timeout,
             "node_timeout": node_timeout,
-            "options": {LAST_CALL_OPTION: LAST_CALL_SECONDS if last_call_timeout is None else last_call_timeout},
+            "last_call_timeout": LAST_CALL_SECONDS if last_call_timeout is None else last_call_timeout,
         }
         shown = logs or mpwatch.LogSpec()
         spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
@@ -139,22 +142,21 @@ def run(
         call = _pack_call(spec, options)
         view = stack.enter_context(closing(JobView(progress)))
         links = stack.enter_context(closing(NodeLinks(engine.address, key, view.put)))
-        # after the links: with an address that is not of this machine, torch would try for minutes
-        store = stack.enter_context(closing(JobStore(engine.address, rendezvous["run_id"], spec.rendezvous.key)))
+        server = stack.enter_context(closing(JobServer(engine.address, spec, partial(log_now, logging.WARNING, "%s"))))
         node_spec = NodeSpec(
             number=0,
             driver=links.address,
             key=key,
             nprocs=nprocs,
             call=call,
-            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{store.port}"},
+            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{server.port}"},
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
             wants_progress=bool(spec.progress_observers),
         )
         driver = Driver(engine, links, view, shown, spec, queue_timeout=queue_timeout)
-        result = driver.run(node_spec, spec, store, may_begin_early=last_call_timeout is None)
+        result = driver.run(node_spec, spec, server, may_begin_early=last_call_timeout is None)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None

@@ -94,7 +94,6 @@ class RendezvousCompleted(Event):
 
     Attributes:
         job: `Rendezvous.run_id`.
-        backend: backend of the rendezvous: "c10d" or "static".
         group_rank: index of this node, from 0.
         group_world_size: number of nodes.
         world_size: number of ranks of the job.
@@ -105,7 +104,6 @@ class RendezvousCompleted(Event):
     """
 
     job: str
-    backend: str
     group_rank: int
     group_world_size: int
     world_size: int

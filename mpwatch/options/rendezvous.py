@@ -1,16 +1,12 @@
 """`Rendezvous` contains validated options that say how the nodes of a job find one another."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 from mpwatch.options.validation import check_count, check_flag, check_seconds, is_port
 
 MIN_NODE_TIMEOUT = 2.0  # seconds; enough for a few heartbeats, and for a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
-LAST_CALL_OPTION = "last_call_timeout"
-BACKENDS = {"c10d": (LAST_CALL_OPTION,), "static": (LAST_CALL_OPTION, "rank")}  # and their options
 
 
 @dataclass(frozen=True)
@@ -21,33 +17,29 @@ class Rendezvous:
 
         mpwatch.run(train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job-17", nnodes=(2, 4)))
 
-    The nodes find one another through a store of torch (`torch.distributed.elastic.rendezvous`). By default, the node whose
-    address is in `endpoint` serves the store. A program outside the job can also serve the store. Any program that can reach
-    the store can disturb the job, because torch's rendezvous trusts all data in the store. The page "Security" of the
-    documentation explains how to protect the store.
+    A coordinator runs in the program of the node whose address is in `endpoint`. All nodes connect to it, and it decides for
+    the job. If it ends, the job ends. Without a secret, whoever can reach its port can take part in the job: see the page
+    "Security" of the documentation.
 
     Args:
-        endpoint: `host:port` of the store. The default port is 29400.
-        run_id: name of the job. Nodes with the same run_id and store form one job. The folder of logs has this name, too.
+        endpoint: `host:port` of the coordinator. The default port is 29400. Each job needs a port of its own.
+        run_id: name of the job, the same on all nodes. The folder of logs has this name, too.
         nnodes: number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max. It continues
             while at least min nodes remain.
         role: name of the kind of work that the ranks of this node do. ROLE_RANK numbers the ranks of the same role.
-        backend: how nodes get their group ranks. With "c10d", torch's dynamic rendezvous assigns them, and nodes may join
-            and leave. With "static", each node sets its own group rank: options={"rank": 0}.
+        rank: place of this node among the nodes, which are sorted by it. None: they are numbered as they come.
         join_timeout: seconds within which the nodes must join. If too few nodes remain later, new nodes have the same time
             to join.
-        node_timeout: seconds without a heartbeat after which a node counts as lost, at least 2. If a node cannot reach the
-            store, it stops its ranks within this time.
-        exit_barrier_timeout: seconds for which the node that serves the store waits at the end of the job until all other
-            nodes have the result.
-        is_host: whether this node serves the store. None means that this node serves the store if `endpoint` is an address
-            of this machine.
+        last_call_timeout: seconds to wait for more nodes after min nodes have joined.
+        node_timeout: seconds of silence after which a node counts as lost, at least 2. A node that hears nothing from the
+            coordinator stops its ranks within this time. If the program of a node ends, the others know at once.
+        exit_barrier_timeout: seconds for which the coordinator waits at the end of the job until all nodes have the result.
+        is_host: whether the coordinator runs in the program of this node. None means that it does if `endpoint` is an
+            address of this machine.
         local_addr: address or name under which other nodes reach this node. None means the address of the network interface
-            that leads to the store.
+            that leads to the coordinator.
         secret: a secret that all nodes of this job share. All messages between nodes are signed with it (HMAC). None means
             the value of the environment variable MPWATCH_SECRET, if it is set.
-        options: more settings of the backend, with torch's names. "c10d" has the option `last_call_timeout`, the seconds to
-            wait for more nodes after min nodes have joined (default 30). "static" has the option `rank`.
 
     Raises TypeError or ValueError if an argument is invalid. The error text contains the name and the value of the invalid
     argument, but never the value of `secret`.
@@ -58,14 +50,14 @@ class Rendezvous:
     nnodes: int | tuple[int, int]
     _: KW_ONLY
     role: str = "default"
-    backend: str = "c10d"
+    rank: int | None = None
     join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
     node_timeout: float = 15.0
     exit_barrier_timeout: float = 300.0
     is_host: bool | None = None
     local_addr: str | None = None
     secret: str | bytes | None = field(default=None, repr=False)
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_text("endpoint", self.endpoint)
@@ -75,8 +67,9 @@ class Rendezvous:
             raise ValueError(f"rendezvous: run_id also names the folder of logs, and cannot be {self.run_id!r:.200}")
         _check_text("role", self.role)
         object.__setattr__(self, "nnodes", as_node_range("rendezvous: nnodes", self.nnodes))
-        if self.backend not in BACKENDS:
-            raise ValueError(f"rendezvous: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+        if self.rank is not None:
+            object.__setattr__(self, "rank", check_count("rendezvous: rank", self.rank, at_least=0))
+        check_seconds("rendezvous: last_call_timeout", self.last_call_timeout, at_least="0 or more")
         check_seconds("rendezvous: join_timeout", self.join_timeout, at_least="more than 0")
         check_seconds("rendezvous: node_timeout", self.node_timeout, at_least="more than 0")
         if self.node_timeout < MIN_NODE_TIMEOUT:
@@ -87,7 +80,6 @@ class Rendezvous:
         if self.local_addr is not None:
             _check_text("local_addr", self.local_addr)
         object.__setattr__(self, "secret", _as_secret(self.secret))
-        self._check_options()
 
     @property
     def min_nodes(self) -> int:
@@ -105,28 +97,6 @@ class Rendezvous:
     def key(self) -> bytes:
         """The secret as bytes, or empty bytes if there is no secret."""
         return self.secret if isinstance(self.secret, bytes) else b""  # see above
-
-    def _check_options(self) -> None:
-        options: object = self.options
-        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-            raise TypeError(f"rendezvous: options must be a mapping with strings as keys, not {options!r:.200}")
-        if LAST_CALL_OPTION in self.options:
-            check_seconds(f"rendezvous: options[{LAST_CALL_OPTION!r}]", self.options[LAST_CALL_OPTION], at_least="0 or more")
-        known = BACKENDS[self.backend]
-        if unknown := sorted(self.options.keys() - known):
-            names = " and ".join(map(repr, known))
-            raise ValueError(f"rendezvous: backend={self.backend!r} has no options except {names}, not {unknown!r:.200}")
-        if self.backend != "static":
-            return
-        if self.min_nodes != self.max_nodes:
-            raise ValueError(
-                f"rendezvous: backend='static' has a fixed number of nodes; nnodes must be one number, not {self.nnodes!r}"
-            )
-        if "rank" not in self.options:
-            raise ValueError("rendezvous: backend='static' needs the number of this node: options={'rank': 0}")
-        rank = check_count("rendezvous: options['rank']", self.options["rank"], at_least=0)
-        if rank >= self.max_nodes:
-            raise ValueError(f"rendezvous: options['rank'] must be below nnodes={self.max_nodes}, not {rank!r}")
 
 
 def _check_text(name: str, value: object) -> None:

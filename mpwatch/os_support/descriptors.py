@@ -168,26 +168,6 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
     return data, fds, bool(flags & c_socket.MSG_CTRUNC)
 
 
-def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
-    """Make the kernel close a TCP connection if the other side has not answered for `seconds` (at least 1).
-
-    If the system has no TCP_USER_TIMEOUT, the kernel needs longer than `seconds` to close a connection that has
-    unacknowledged data. Raises OSError.
-    """
-    whole = max(1, int(seconds))
-    every = max(1, whole // 4)
-    times = {
-        "TCP_KEEPIDLE": every,
-        "TCP_KEEPALIVE": every,  # the name of TCP_KEEPIDLE on macOS
-        "TCP_KEEPINTVL": every,
-        "TCP_KEEPCNT": max(1, whole // every - 1),
-    }
-    connection.setsockopt(c_socket.SOL_SOCKET, c_socket.SO_KEEPALIVE, 1)
-    for name, value in {**times, "TCP_USER_TIMEOUT": whole * 1000}.items():
-        if hasattr(c_socket, name):
-            connection.setsockopt(c_socket.IPPROTO_TCP, getattr(c_socket, name), value)
-
-
 @contextmanager
 def open_standard_descriptors() -> Iterator[None]:
     """If descriptor 0, 1 or 2 is closed, open /dev/null as this descriptor. Close /dev/null at the end of the `with` block.

@@ -55,7 +55,7 @@ class FailureKind(Enum):
 
 
 # To add a field: add it here, and set it in watcher/diagnosis/failures.py. Other nodes get it automatically:
-# multinode/protocol/failure_codec.py encodes all fields of this class.
+# nodes/failure_codec.py encodes all fields of this class.
 @dataclass(frozen=True, kw_only=True)
 class ProcessFailure:
     """The failure of one rank.

@@ -14,7 +14,7 @@
 
 A rank writes `asked` before it reads `state`, and waits while the state is HOLD, so no rank passes a further step. A write
 becomes visible to the other processors in much less than HOLD_SECONDS. A rank that never asks is ignored; the last step of
-one that has returned still counts. On several nodes, the watchers agree on the highest step (multinode/leader.py).
+one that has returned still counts. On several nodes, the watchers agree on the highest step (nodes/coordinator.py).
 
 A step below the previous one begins a new round, such as an epoch. In `asked` and `agreed`, its numbers follow on: after
 step 99, the first step of the next epoch is 100.

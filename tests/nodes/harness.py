@@ -182,13 +182,11 @@ class Job:
 
     # starting
 
-    def start(
-        self, function=tasks.follow_order, nprocs=1, *, rendezvous=(), skew_seconds=0, host=None, through="run", **options
-    ):
-        """Start a node that calls `run` with these options. The first node serves the store by default.
+    def start(self, function=tasks.follow_order, nprocs=1, *, rendezvous=(), host=None, through="run", **options):
+        """Start a node that calls `run` with these options. The coordinator runs in the first node by default.
 
         `rendezvous` has options of its Rendezvous, in addition to `job.rendezvous`. With None the node runs alone, without one.
-        `skew_seconds` is by how much its clock is wrong, `host` the number of its host (None: one of its own).
+        `host` is the number of its host (None: one of its own).
         """
         host = len(self.nodes) if host is None else host
         options = {"grace_period": 5.0, "nprocs": nprocs, **options}
@@ -197,30 +195,15 @@ class Job:
                 "endpoint": f"{self._address(0)}:{self.port}",
                 "local_addr": self._address(host),
                 "is_host": host == 0,
-                "options": {"last_call_timeout": 1},
+                "last_call_timeout": 1.0,
                 **self.rendezvous,
                 **dict(rendezvous),
             }
             options["rendezvous"] = mpwatch.Rendezvous(**chosen)
-        return self._fork({"call": pickle.dumps((through, skew_seconds, function, options))}, host)
+        return self._fork({"call": pickle.dumps((through, function, options))}, host)
 
     def start_several(self, count, function=tasks.follow_order, nprocs=1, **options):
         return [self.start(function, nprocs, **options) for _ in range(count)]
-
-    def start_store(self):
-        """Start a process that only serves the store, for the nodes that are started later."""
-        host = len(self.nodes)
-        self.rendezvous |= {"endpoint": f"{self._address(host)}:{self.port}", "is_host": False}
-        store = self._fork({"store": (self._address(host), self.port)}, host)
-        self.wait_until(lambda: store.output or not store.is_pipe_open, "the store")
-        assert store.output == b"serving", store
-        self.nodes.remove(store)
-        self._stack.callback(self._end_store, store)
-        return store
-
-    def _end_store(self, store):
-        store.kill()
-        self.wait_until(lambda: store.ended_at, "the end of the store")
 
     def _address(self, host):
         return self.network.address(host) if self.network else f"127.0.0.{1 + host}"

@@ -7,7 +7,6 @@ ended stays a zombie until `reap` is requested, so that no other process gets it
 """
 
 import ctypes
-import datetime
 import gc
 import os
 import pickle
@@ -22,7 +21,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import cloudpickle
-import torch.distributed
+import torch.distributed  # noqa: F401  for the nodes
 
 import mpwatch
 from support.process_state import difference, state
@@ -81,16 +80,13 @@ def be_node(request, pipe, log, network=None):
     if request["hostname"]:
         check(LIBC.unshare(CLONE_NEWUTS))
         socket.sethostname(request["hostname"])
-        platform._uname_cache = None  # torch has asked for it
+        platform._uname_cache = None
     if network is not None:
         check(LIBC.setns(network, CLONE_NEWNET))
         os.close(network)
     os.environ.update(request["environment"])
-    if "call" in request:
-        with open(pipe, "wb") as output:
-            output.write(call(*pickle.loads(request["call"])))
-    else:
-        serve_store(request["store"], pipe)
+    with open(pipe, "wb") as output:
+        output.write(call(*pickle.loads(request["call"])))
 
 
 def check(returned):
@@ -98,22 +94,9 @@ def check(returned):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def serve_store(endpoint, pipe):
-    """Serve the store until this process is killed."""
-    store = torch.distributed.TCPStore(*endpoint, is_master=True, wait_for_workers=False)
-    os.write(pipe, b"serving")
-    os.close(pipe)
-    signal.pause()
-    del store
-
-
-def call(through, skew_seconds, function, options):
+def call(through, function, options):
     """Call `mpwatch.run` or `mpwatch.main`. Return its outcome, and what it has left in this process, as a pickle."""
     resource_tracker.ensure_running()  # a helper of multiprocessing, which runs as long as the program
-    if skew_seconds:
-        skew_clock(skew_seconds)
-    # libuv, which torch's store uses, keeps a pipe from its first use on, and another in each fork.
-    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before, started = take_inventory(), time.monotonic()
     error = result = None
     try:
@@ -135,27 +118,6 @@ def format_cause(error):
     """Return the traceback of the cause as text: its type may be one of torch, which the test must not import."""
     cause = getattr(error, "__cause__", None)
     return "".join(traceback.format_exception(cause)) if cause else ""
-
-
-def skew_clock(seconds):
-    """Set Python's clock of this node wrong by so many seconds. The clock of its ranks stays right."""
-    right_time, right_datetime = time.time, datetime.datetime
-
-    class Skewed(right_datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls.fromtimestamp(time.time(), tz)
-
-        @classmethod
-        def utcnow(cls):  # torch before 2.6 calls it
-            return cls.now(datetime.UTC).replace(tzinfo=None)
-
-    Skewed.__name__ = Skewed.__qualname__ = "datetime"  # for pickle
-    Skewed.__module__ = "datetime"
-    datetime.datetime, time.time = Skewed, lambda: right_time() + seconds
-    import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
-
-    assert abs(engine.datetime.now(datetime.UTC).timestamp() - right_time() - seconds) < 30
 
 
 def take_inventory():

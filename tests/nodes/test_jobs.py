@@ -21,7 +21,7 @@ def collect(values, name):
 
 
 def test_two_nodes_are_one_job(job):
-    """The first node serves the store. Its ranks are numbered first, and each rank knows its numbers."""
+    """The coordinator runs in the first node. Its ranks are numbered first, and each rank knows its numbers."""
     job.start_several(2, tasks.get_worker_info, 2, rendezvous={"role": "trainer", "is_host": None}, max_restarts=1)
     values = values_of(job.results())
     assert collect(values, "rank") == [0, 1, 2, 3]
@@ -50,7 +50,7 @@ def test_two_nodes_are_one_job(job):
 
 
 def test_nodes_may_differ_in_their_ranks_and_roles(job):
-    """They find the store by its name or by its address, and have the same secret."""
+    """They find the coordinator by its name or by its address, and have the same secret."""
     job.rendezvous |= {"nnodes": 3, "secret": "of the job"}
     job.start(tasks.get_worker_info, 1, rendezvous={"role": "trainer", "endpoint": f"localhost:{job.port}"})
     job.start(tasks.get_worker_info, 2, rendezvous={"role": "reader"})
@@ -101,18 +101,11 @@ def test_each_node_binds_its_own_ranks(job):
         assert sorted(cpu for cpus in result.return_values.values() for cpu in cpus) == allowed
 
 
-def test_nodes_of_the_static_backend_have_the_ranks_of_their_options(job):
-    for rank in (1, 0):
-        job.start(tasks.get_worker_info, rendezvous={"backend": "static", "options": {"rank": rank}, "is_host": None})
-    assert [list(result.return_values) for result in job.results()] == [[1], [0]]
-
-
-def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
-    job.start_store()
-    job.rendezvous["nnodes"] = 1
-    for name in ("one", "two"):
-        job.start(tasks.get_worker_info, rendezvous={"run_id": name})
-    assert [result[0]["run_id"] for result in job.results()] == ["one", "two"]
+def test_nodes_are_sorted_by_their_rank(job):
+    job.start(tasks.get_worker_info, rendezvous={"rank": 1})
+    job.start(tasks.get_worker_info, rendezvous={"rank": 0})
+    first, second = job.results()
+    assert ([*first.return_values], [*second.return_values]) == ([1], [0])
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])

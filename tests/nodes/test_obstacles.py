@@ -63,13 +63,7 @@ def test_too_few_nodes_are_reported_in_time(job):
     assert_refused(job.start().outcome(), rf"127\.0\.0\.1:{job.port}: 1 of 3 nodes had joined")
 
 
-def test_a_missing_static_node_is_named(job):
-    job.rendezvous["nnodes"] = 3
-    job.start(rendezvous={"backend": "static", "options": {"rank": 0}})
-    assert_refused(job.nodes[0].outcome(), r"nodes with these ranks had not joined: 1, 2\.")
-
-
-def test_a_store_that_no_node_serves_is_named(job):
+def test_an_endpoint_where_nobody_is_is_named(job):
     job.start(rendezvous={"is_host": False})
     assert_refused(job.nodes[0].outcome(), rf"127\.0\.0\.1:{job.port}: nothing listens there\. .* is_host=True")
 
@@ -78,18 +72,25 @@ def test_a_store_that_no_node_serves_is_named(job):
 def test_a_port_that_a_silent_program_has_taken_is_named(job, is_host):
     with closing(socket.create_server(("127.0.0.1", job.port))):
         outcome = job.start(rendezvous={"is_host": is_host}).outcome()
-    assert_refused(outcome, f"port {job.port} is taken" if is_host else "does not answer as torch's store")
+    assert_refused(outcome, f"port {job.port} is taken" if is_host else "does not answer as mpwatch")
 
 
-def test_a_node_beyond_the_maximum_and_one_that_comes_after_the_end_are_refused(job):
-    job.start_store()
+def test_a_node_beyond_the_maximum_is_refused(job):
     job.rendezvous["nnodes"] = 1
     first = job.start()
     world = job.await_world(1)
     assert_refused(job.start().outcome(), r"the job has its maximum number of nodes \(1\)")
     world.order("return")
     job.results([first])
-    assert_refused(job.start().outcome(), "is over")
+
+
+def test_a_node_of_another_job_is_refused(job):
+    job.rendezvous["nnodes"] = 1
+    job.start()
+    world = job.await_world(1)
+    assert_refused(job.start(rendezvous={"run_id": "other"}).outcome(), "job 'job' is here, not 'other'")
+    world.order("return")
+    job.results(job.nodes[:1])
 
 
 def test_a_timeout_that_ends_before_the_nodes_have_met_is_named(job):

@@ -7,7 +7,7 @@ import pytest
 import mpwatch
 from nodes.harness import DETECTION_SECONDS, NODE_TIMEOUT
 
-STORE, CUT = 0, 2  # hosts
+COORDINATOR, CUT = 0, 2  # hosts
 
 
 def start(job, least=2):
@@ -23,10 +23,10 @@ def cut(job, host):
     return at
 
 
-def assert_store_lost(job, node):
+def assert_coordinator_lost(job, node):
     outcome = node.outcome()
     assert type(outcome.error) is mpwatch.RunFailedError
-    assert f"{job.network.address(STORE)}:{job.port}" in str(outcome.error)
+    assert f"{job.network.address(COORDINATOR)}:{job.port}" in str(outcome.error)
     return outcome
 
 
@@ -37,7 +37,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(job_on_
     assert job.await_end(first.of(nodes[CUT])) - at < NODE_TIMEOUT
     second = job.await_world(2)
     assert first.ended_at < min(process.started_at for process in second)
-    assert_store_lost(job, nodes[CUT])
+    assert_coordinator_lost(job, nodes[CUT])
     job.network.mend(CUT)
     back = job.start(host=CUT)
     third = job.await_world(3)
@@ -61,13 +61,13 @@ def test_a_short_cut_costs_no_restart(job_on_hosts):
     job.results()
 
 
-def test_no_node_goes_on_without_its_store(job_on_hosts):
-    """Nodes that can still reach one another do not go on either. The node that serves the store goes on alone."""
+def test_no_node_goes_on_without_its_coordinator(job_on_hosts):
+    """Nodes that can still reach one another do not go on either. The node of the coordinator goes on alone."""
     job = job_on_hosts
     nodes, world = start(job, least=1)
-    at = cut(job, STORE)
+    at = cut(job, COORDINATOR)
     for node in nodes[1:]:
         assert job.await_end(world.of(node)) - at < NODE_TIMEOUT
-        assert assert_store_lost(job, node).ended - at < DETECTION_SECONDS
+        assert assert_coordinator_lost(job, node).ended - at < DETECTION_SECONDS
     job.await_world(1).order("return")
     job.results(nodes[:1])

@@ -26,7 +26,7 @@ def patient_job(job):
 
 @SLOW
 def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, tmp_path):
-    job.rendezvous |= {"nnodes": (1, 2), "options": {"last_call_timeout": 10.0}}  # the nodes begin together, however busy
+    job.rendezvous |= {"nnodes": (1, 2), "last_call_timeout": 10.0}  # the nodes begin together, however busy
     kept, lost = job.start_several(2, training.train, 2, args=[str(tmp_path / "checkpoint")], **OVER_LOOPBACK)
     world = job.await_world(4, TRAINING_SECONDS)
     world.of(kept).order("return")  # they enter a collective, and wait for the ranks of the killed node

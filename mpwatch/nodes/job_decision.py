@@ -1,20 +1,20 @@
-"""Decide what the nodes do after an attempt: end, restart, or join the next round. Only the leader calls this module.
+"""Decide what the nodes do after an attempt: end, restart, or join the next round. The coordinator calls this.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
     a rank failed                                          RESTART if the restart policy allows it, else FAILED
     a node is lost, enough nodes remain                    RE_RENDEZVOUS; costs no restart
     a node is lost, too few nodes remain                   RE_RENDEZVOUS if a restart is left, else FAILED
-    the node that served the store is lost                 FAILED
+    the node of the coordinator is lost                    FAILED
     more nodes want to join                                RE_RENDEZVOUS; costs no restart
     a stop was requested                                   FAILED instead of RESTART and RE_RENDEZVOUS
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-The leader compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an attempt, the
-comparison also names the root cause. If the comparison does not explain all failures, the leader ignores failures that may
+The coordinator compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an attempt, the
+comparison also names the root cause. If the comparison does not explain all failures, the coordinator ignores failures that may
 be consequences of events on other nodes. The root cause is the first remaining failure, in the order in which the failures
-reached the leader. If no failure remains, the leader blames missing ranks. A missing rank has probably kept ranks of other
+reached the coordinator. If no failure remains, the coordinator blames missing ranks. A missing rank has probably kept ranks of other
 nodes waiting. A rank that failed by itself is a more likely root cause than a lost node.
 """
 
@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import random
 
-from mpwatch.multinode.job_verdict import blame_ranks, find_reported_verdict, is_explained
-from mpwatch.multinode.protocol.failure_codec import limit_total_size
-from mpwatch.multinode.protocol.messages import (
+from mpwatch.nodes.failure_codec import limit_total_size
+from mpwatch.nodes.job_verdict import blame_ranks, find_reported_verdict, is_explained
+from mpwatch.nodes.messages import (
     AttemptDecision,
     AttemptReport,
     LostNode,
@@ -40,13 +40,13 @@ from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
 MAX_FAILURES = 64  # failures that are sent in full. Further failures are only counted
-MAX_FAILURES_BYTES = 512 * 1024  # of all failures together, since a decision is one entry of the store
+MAX_FAILURES_BYTES = 512 * 1024  # of all failures together
 MAX_LOST_NODES = 1000  # lost nodes that are listed in a decision
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSummary:
-    """The facts that the leader knows about an attempt that is over."""
+    """The facts that the coordinator knows about an attempt that is over."""
 
     attempt: int
     has_started: bool
@@ -66,7 +66,7 @@ class AttemptSummary:
     stopped_for_waiting_nodes: bool = False
     """Whether the attempt was stopped because nodes wait to join. Then a victim may have failed because of this stop."""
     failure_order: Sequence[int]
-    """The nodes whose ranks failed, in the order of the inbox."""
+    """The nodes whose ranks failed, in the order of their messages."""
     reports: Mapping[int, AttemptReport]
     """The report of each node."""
     lost_nodes: Mapping[int, str]
@@ -155,9 +155,9 @@ def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng:
     first_rank = _first_rank(summary, node)
     reason = f"{describe_node(summary.node_infos, node)} was lost: {loss}"
     infos = summary.node_infos
-    server = next((lost for lost in summary.lost_nodes if lost in infos and infos[lost].serves_store), None)
-    if server is not None:
-        no_restart_reason = f"{describe_node(infos, server)} served the store, without which the others cannot go on"
+    host = next((lost for lost in summary.lost_nodes if lost in infos and infos[lost].is_host), None)
+    if host is not None:
+        no_restart_reason = f"the coordinator ran on {describe_node(infos, host)}, and the others cannot go on without it"
         return _make_decision(
             summary,
             NextStep.FAILED,
@@ -210,7 +210,7 @@ def _restart_or_fail(
             reason=reason,
             no_restart_reason=restart.no_restart_reason,
         )
-    if summary.lost_nodes or summary.waiting_nodes:  # without the delay, because the rendezvous itself takes time
+    if summary.lost_nodes or summary.waiting_nodes:  # without the delay: other nodes have to be awaited
         decision = _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=root_cause_rank, reason=reason)
         return replace(decision, is_restart_counted=True)
     decision = _make_decision(summary, NextStep.RESTART, root_cause_rank=root_cause_rank, reason=reason)
@@ -337,7 +337,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the failed node that most likely has the root cause, or None if no node has failed.
 
     A failure may be the consequence of a failure on another node, so choose the node with the lowest `_victim_level`. If
-    several nodes have the lowest `_victim_level`, choose the node whose failure reached the leader first.
+    several nodes have the lowest `_victim_level`, choose the node whose failure reached the coordinator first.
     """
     failed = [
         summary.reports[node]

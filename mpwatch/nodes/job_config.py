@@ -1,10 +1,9 @@
 """The options that must be the same on all nodes of a job, and the error text if they differ."""
 
-from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from mpwatch.multinode.protocol.messages import JobConfig, NodeInfo
+from mpwatch.nodes.messages import JobConfig
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.version import __version__
 
@@ -27,17 +26,6 @@ def make_job_config(spec: WorkerSpec[Any]) -> JobConfig:
     return JobConfig(tuple((name, str(value)) for name, value in items.items()))
 
 
-def describe_disagreement(infos: Iterable[NodeInfo]) -> str:
-    """Return an error text about the first option that differs between the nodes, or "" if none differs."""
-    first, *others = sorted(infos, key=lambda info: info.group_rank)
-    for name, value in first.job_config.items:
-        for other in others:
-            other_value = dict(other.job_config.items).get(name, "nothing")
-            if other_value != value:
-                return _describe(name, value, _describe_node(first), other_value, _describe_node(other))
-    return ""
-
-
 def describe_difference(ours: JobConfig, theirs: JobConfig, our_name: str, their_name: str) -> str:
     """Return an error text about the first option that differs between two nodes, or "" if none differs."""
     their_items = dict(theirs.items)
@@ -46,10 +34,6 @@ def describe_difference(ours: JobConfig, theirs: JobConfig, our_name: str, their
         if their_value != value:
             return _describe(name, value, our_name, their_value, their_name)
     return ""
-
-
-def _describe_node(info: NodeInfo) -> str:
-    return f"node {info.group_rank} ({info.hostname})"
 
 
 def _describe(name: str, value: str, node: str, other_value: str, other_node: str) -> str:

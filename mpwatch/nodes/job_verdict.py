@@ -1,8 +1,8 @@
 """Compare the collectives of all nodes, to find a rank that has called a wrong collective. All functions are pure.
 
-If ranks of a node have stalled, the node sends the latest collectives of its ranks to the leader (RanksStalled). Each
-AttemptReport also contains the latest collectives of the node's ranks. The leader uses the functions of watcher/diagnosis/
-to compare the collectives of all ranks. A run on one node uses the same functions. The leader ignores the comparison if a
+If ranks of a node have stalled, the node sends the latest collectives of its ranks to the coordinator (RanksStalled). Each
+AttemptReport also contains the latest collectives of the node's ranks. The coordinator uses the functions of watcher/diagnosis/
+to compare the collectives of all ranks. A run on one node uses the same functions. The coordinator ignores the comparison if a
 node was lost, or if the comparison leaves a failure unexplained.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
-from mpwatch.multinode.protocol.json_codec import MAX_TEXT, to_json
-from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
+from mpwatch.nodes.failure_codec import decode_failure, encode_failure
+from mpwatch.nodes.json_codec import MAX_TEXT, InvalidMessageError, dump_json, to_json
+from mpwatch.nodes.messages import AttemptReport, NodeInfo, RankRecord
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
 from mpwatch.results.rank_collectives import RankCollectives
@@ -164,7 +163,7 @@ def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict:
 def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
     try:
         return None if failure is None else decode_failure(failure)
-    except InvalidEntryError:  # the node may have another version of mpwatch
+    except InvalidMessageError:  # the node may have another version of mpwatch
         return None
 
 

@@ -20,8 +20,7 @@ from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
-from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
+from mpwatch.nodes.json_codec import MAX_INTEGER, MAX_TEXT, InvalidMessageError, dump_json, from_json, to_json
 from mpwatch.results.clean_text import clean_line, clean_text
 from mpwatch.results.failure import ProcessFailure
 from mpwatch.wire.exceptions import source_lines
@@ -116,10 +115,10 @@ def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -
 def decode_failure(data: object) -> ProcessFailure:
     """Decode a failure, and build a stand-in for the failure's exception.
 
-    If the data are invalid, raises InvalidEntryError with a text that names the invalid field.
+    If the data are invalid, raises InvalidMessageError with a text that names the invalid field.
     """
     if not isinstance(data, dict):
-        raise InvalidEntryError(f"ProcessFailure must be a mapping, not {data!r:.80}")
+        raise InvalidMessageError(f"ProcessFailure must be a mapping, not {data!r:.80}")
     body = dict(data)
     graph = body.pop("exception", None)
     failure = from_json(ProcessFailure, body, omit=LOCAL_FIELDS)
@@ -312,13 +311,13 @@ def _json_size(data: object) -> int:
 
 def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
     if not graph.exceptions:
-        raise InvalidEntryError("ExceptionGraph.exceptions is empty")
+        raise InvalidMessageError("ExceptionGraph.exceptions is empty")
     for index, exception in enumerate(graph.exceptions):
         _check_exception(exception, f"ExceptionGraph.exceptions[{index}]", len(graph.exceptions))
     try:
         TopologicalSorter({index: exception.members for index, exception in enumerate(graph.exceptions)}).prepare()
     except CycleError:
-        raise InvalidEntryError("ExceptionGraph.exceptions has a group that is a member of itself") from None
+        raise InvalidMessageError("ExceptionGraph.exceptions has a group that is a member of itself") from None
     renamed = {name: f"<{name.strip('<>')} on {hostname}>" for name in graph.sources}
     used_files = {frame[0] for exception in graph.exceptions for frame in exception.frames}
     exception_nodes: list[ExceptionNode] = []
@@ -328,7 +327,7 @@ def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
     try:
         error = build_graph(exception_nodes)
     except (TypeError, ValueError, OverflowError) as wrong:  # no class can have these bases, or no frame such a line
-        raise InvalidEntryError(f"ExceptionGraph.exceptions cannot be built: {wrong}") from None
+        raise InvalidMessageError(f"ExceptionGraph.exceptions cannot be built: {wrong}") from None
     source_lines.add_to_linecache({renamed[name]: text for name, text in graph.sources.items() if name in used_files})
     return error
 
@@ -340,9 +339,9 @@ def _decode_frame(encoded: EncodedFrame, renamed: Mapping[str, str]) -> Frame:
 
 def _check_exception(exception: EncodedException, path: str, count: int) -> None:
     if not exception.bases:
-        raise InvalidEntryError(f"{path}.bases is empty")
+        raise InvalidMessageError(f"{path}.bases is empty")
     if unknown := set(exception.bases) - BUILTIN_EXCEPTIONS:  # a newer version of Python may have more builtin exceptions
-        raise InvalidEntryError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
+        raise InvalidMessageError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
     for index in (exception.cause, exception.context, *exception.members):
         if index is not None and not 0 <= index < count:
-            raise InvalidEntryError(f"{path} refers to exception {index} of {count}")
+            raise InvalidMessageError(f"{path} refers to exception {index} of {count}")

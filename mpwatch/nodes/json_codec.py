@@ -9,6 +9,7 @@ readers of JSON round integers beyond 2**53. `to_json` escapes control character
 control characters could disturb a terminal that shows the text.
 """
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
@@ -17,10 +18,15 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 from mpwatch.results.clean_text import CONTROL_CHARACTERS, clean_text
 
 T = TypeVar("T")
+
+
+class InvalidMessageError(ValueError):
+    """What another node has sent is invalid. The text says what is wrong."""
+
+
 MAX_TEXT = 1 << 16  # characters of one text
 MAX_INTEGER = 1 << 53  # the largest integer that every JSON reader keeps exactly
 SCALAR_TYPES: Mapping[type, str] = {
@@ -56,13 +62,18 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
         data: JSON data of unknown origin.
         omit: names of fields of the outermost dataclass that are not in the data. These fields get their defaults.
 
-    If the data are invalid, raises InvalidEntryError with a text that names the invalid field.
+    If the data are invalid, raises InvalidMessageError with a text that names the invalid field.
     """
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)
     except RecursionError:
-        raise InvalidEntryError(f"{wanted.__name__} is nested too deeply") from None
+        raise InvalidMessageError(f"{wanted.__name__} is nested too deeply") from None
     return decoded
+
+
+def dump_json(body: object) -> str:
+    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if JSON cannot represent the data."""
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _encode(value: Any, path: str, omit: Collection[str] = ()) -> Any:
@@ -150,12 +161,12 @@ def _decode_any(data: Any, path: str) -> Any:
 def _decode_union(kinds: tuple[Any, ...], data: Any, path: str) -> Any:
     if data is None and NoneType in kinds:
         return None
-    error: InvalidEntryError | None = None
+    error: InvalidMessageError | None = None
     for kind in kinds:
         if kind is not NoneType:
             try:
                 return _decode(kind, data, path)
-            except InvalidEntryError as wrong:
+            except InvalidMessageError as wrong:
                 error = wrong
     raise error or _make_error(path, "null", data)
 
@@ -200,9 +211,9 @@ def _decode_fields(kind: Any, data: Any, path: str, omit: Collection[str]) -> An
         raise _make_error(path, "a mapping", data)
     names = [field.name for field in fields(kind) if field.name not in omit]
     if unknown := data.keys() - set(names):
-        raise InvalidEntryError(f"{path} has no field {min(unknown, key=str)!r:.100}")
+        raise InvalidMessageError(f"{path} has no field {min(unknown, key=str)!r:.100}")
     if missing := [name for name in names if name not in data]:
-        raise InvalidEntryError(f"{path}.{missing[0]} is missing")
+        raise InvalidMessageError(f"{path}.{missing[0]} is missing")
     hints = _type_hints(kind)
     return kind(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in names})
 
@@ -212,9 +223,9 @@ def _type_hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _make_error(path: str, wanted: str, data: object) -> InvalidEntryError:
+def _make_error(path: str, wanted: str, data: object) -> InvalidMessageError:
     try:
         shown = f"{data!r:.80}"
     except (ValueError, RecursionError):  # an integer with too many digits, or a list that is nested too deeply
         shown = f"a {type(data).__name__} that is too large to show"
-    return InvalidEntryError(f"{path} must be {wanted}, not {shown}")
+    return InvalidMessageError(f"{path} must be {wanted}, not {shown}")

@@ -9,8 +9,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeVar
 
-from mpwatch.multinode.node_thread import NodeThread
-from mpwatch.multinode.run_controller import MultiNodeRunController
+from mpwatch.nodes.node_thread import NodeThread
+from mpwatch.nodes.run_controller import MultiNodeRunController
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.run_result import RunResult

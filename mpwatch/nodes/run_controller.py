@@ -1,9 +1,9 @@
-"""In a run of several nodes, the caller's thread reports attempts to the leader and follows the leader's decisions.
+"""In a run of several nodes, the caller's thread reports attempts to the coordinator and follows its decisions.
 
 This module is like watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
-    watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> the leader decides
+    watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> the coordinator decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
 User code runs in the caller's thread: the functions `retry_if` and `env`, and methods of exception classes during
@@ -18,25 +18,23 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
-from mpwatch.multinode.job_verdict import make_records
-from mpwatch.multinode.local_ranks import NodeUpdate
-from mpwatch.multinode.node_machine import PrepareRanks, ReportJob, StopRanks
-from mpwatch.multinode.node_thread import NodeThread
-from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure, limit_total_size
-from mpwatch.multinode.protocol.json_codec import MAX_INTEGER
-from mpwatch.multinode.protocol.messages import (
+from mpwatch.nodes.failure_codec import decode_failure, encode_failure, limit_total_size
+from mpwatch.nodes.job_verdict import make_records
+from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
+from mpwatch.nodes.local_ranks import NodeUpdate
+from mpwatch.nodes.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptReport,
     LostNode,
     NextStep,
     NodeOutcome,
-    RankAssignment,
     StartAttempt,
 )
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError
-from mpwatch.multinode.rank_assignment import build_assigned_workers
+from mpwatch.nodes.node_machine import PrepareRanks, ReportJob, StopRanks
+from mpwatch.nodes.node_thread import NodeThread
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.clock import monotonic
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
@@ -123,10 +121,10 @@ class MultiNodeRunController(RunController[T]):
         return self.is_job_decided or is_interrupted or self._watcher.loop.interrupted is not None
 
     def _serve(self) -> None:
-        """Report to the leader the attempt that has ended on this node, and do what the leader decides."""
+        """Report to the coordinator the attempt that has ended on this node, and do what the coordinator decides."""
         try:
             call = self._latest_call
-            # After an interrupt nothing is reported: the leader knows of it, and this node leaves the job.
+            # After an interrupt nothing is reported: the coordinator knows of it, and this node leaves the job.
             if call is not None and call.evidence is not None and call.evidence.signum is None:
                 self._latest_call = None
                 self._watcher.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
@@ -157,20 +155,20 @@ class MultiNodeRunController(RunController[T]):
         super().end_with_error(error)
 
     def _abort(self, error: BaseException) -> None:
-        """Report the error to the leader, with the failures of this node that the other nodes do not know yet."""
+        """Report the error to the coordinator, with the failures of this node that the other nodes do not know yet."""
         attempt = self._attempts[-1] if self._attempts else None
         decision = self._latest_decision
         is_known = attempt is None or (decision is not None and decision.attempt >= attempt.number)
         failures = () if attempt is None or is_known else _encode_failures(attempt)
         reason = summarize_exception(error)[:MAX_REASON]
-        self._node_thread.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=reason))
+        self._node_thread.abort(AttemptReport(0, NodeOutcome.ABORTED, failures=failures, reason=reason))
         self._publish_pending_outcomes()
 
     def _handle_update(self, update: NodeUpdate) -> None:
         if isinstance(update, BaseException):
             raise update
         if isinstance(update, PrepareRanks):
-            self._prepare_ranks(update.start, update.assignment)
+            self._prepare_ranks(update.start)
             return
         if isinstance(update, StopRanks):
             log_now(logging.INFO, "the ranks of this node are stopped: %s", update.reason)
@@ -180,23 +178,39 @@ class MultiNodeRunController(RunController[T]):
         if isinstance(update, ReportJob):
             self._end_job(decision)
 
-    def _prepare_ranks(self, start: StartAttempt, assignment: RankAssignment) -> None:
+    def _prepare_ranks(self, start: StartAttempt) -> None:
         self._missing_ranks.clear()
         self._latest_start = start
         facts: dict[str, Any] = {
             "attempt": start.attempt,
             "job": self._rendezvous.run_id,
-            "group_rank": assignment.group_rank,
+            "group_rank": start.group_rank,
             "group_world_size": start.group_world_size,
             "world_size": start.world_size,
-            "role_rank": assignment.first_role_rank,
-            "role_world_size": assignment.role_world_size,
+            "role_rank": start.first_role_rank,
+            "role_world_size": start.role_world_size,
             "master_addr": start.master_addr,
             "master_port": start.master_port,
         }
-        workers = build_assigned_workers(self._spec, assignment.first_rank, **facts)
+        assert isinstance(self._spec.nprocs, int)
+        shared = {name: facts[name] for name in ("world_size", "group_rank", "group_world_size", "role_world_size")}
+        workers = [
+            Worker(
+                rank=start.first_rank + local_rank,
+                local_rank=local_rank,
+                local_world_size=self._spec.nprocs,
+                role=self._spec.role,
+                role_rank=start.first_role_rank + local_rank,
+                restart_count=start.attempt,
+                run_id=self._rendezvous.run_id,
+                master_addr=start.master_addr,
+                master_port=start.master_port,
+                **shared,
+            )
+            for local_rank in range(self._spec.nprocs)
+        ]
         self.event_bus.ranks = [worker.rank for worker in workers]
-        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._rendezvous.backend, **facts)
+        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, **facts)
         setups = build_rank_setups(self._spec, workers)
         # The node thread ignores the setups if the attempt has been stopped meanwhile.
         hand_over = partial(self._node_thread.set_rank_setups, start, setups)
@@ -214,7 +228,7 @@ class MultiNodeRunController(RunController[T]):
         return attempt > 0 and latest is not None and latest.is_restart_counted
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
-        """Diagnose the attempt on this node, and make the AttemptReport for the leader."""
+        """Diagnose the attempt on this node, and make the AttemptReport for the coordinator."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
         ranks = observations.ranks
@@ -236,8 +250,7 @@ class MultiNodeRunController(RunController[T]):
         is_restart_possible = has_failed and self._spec.policy.max_restarts
         no_restart_reason = find_no_restart_reason(self._spec.policy, failed_attempt) if is_restart_possible else ""
         return AttemptReport(
-            group_rank=0,
-            attempt=0,  # NodeMachine.report_attempt fills in both
+            attempt=0,  # NodeMachine.report_attempt fills it in
             outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(stop_reason, NodeOutcome.FAILED),
             failures=failures,
             failures_omitted=len(result.failures) - len(failures),
@@ -290,7 +303,7 @@ class MultiNodeRunController(RunController[T]):
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures that the leader's decision contains, as a dict with the failed ranks as keys."""
+        """Return the failures that the coordinator's decision contains, as a dict with the failed ranks as keys."""
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
@@ -302,7 +315,7 @@ class MultiNodeRunController(RunController[T]):
         for encoded in decision.failures:
             try:
                 failure = decode_failure(encoded)
-            except InvalidEntryError as error:
+            except InvalidMessageError as error:
                 log_now(logging.WARNING, "a failure that another node has reported is dropped: %s", error)
                 continue
             if failure.rank not in self.event_bus.ranks:
@@ -336,7 +349,7 @@ class MultiNodeRunController(RunController[T]):
             raise LaunchError(decision.reason)
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Store the outcomes of the ranks until the leader has decided which rank failed first."""
+        """Store the outcomes of the ranks until the coordinator has decided which rank failed first."""
         self._publish_pending_outcomes()
         self._unpublished = observations, result
 

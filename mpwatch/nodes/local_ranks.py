@@ -1,25 +1,19 @@
-"""Start and stop the ranks of this node, on behalf of the node thread.
+"""The ranks of this node, as the node thread sees them.
 
-node thread --- commands ---> watcher thread: start the ranks, stop them, renew their lease
-            --- updates ----> caller's thread: prepare the ranks, decisions, errors
+    node thread --- start, stop, hold, lease ---> watcher thread
+                --- updates --------------------> caller's thread: prepare the ranks, decisions, errors
 
-This table shows how an event on another node stops the ranks of this node:
-
-    the leader     StopAttempt        The leader broadcasts it to all nodes, and NodeMachine returns a StopRanks. It also
-                                      returns a StopRanks if the leader or the store is lost, or if this node was silent.
-    node thread    StopRanks          LocalRanks posts EventLoop.cancel_attempt. The caller's thread logs the reason.
-    watcher thread CancelAttempt      The machine of the call stops the ranks, as after a failure.
-                   CANCELLED_BY_JOB   The StopReason of the attempt, which becomes the NodeOutcome STOPPED.
-
-The ranks may run only until their lease expires. The node thread renews the lease after each heartbeat of this node. If the
-lease expires, the watcher thread stops the ranks without a message from the leader.
+If another node fails: the coordinator sends StopAttempt, NodeMachine returns StopRanks, `stop` posts EventLoop.cancel_attempt,
+and the machine of the call stops the ranks (CANCELLED_BY_JOB, which becomes the NodeOutcome STOPPED). If nothing comes from the
+coordinator any more, the lease expires, and the watcher thread stops the ranks by itself.
 """
 
 import socket
 from collections import deque
 from collections.abc import Callable
 
-from mpwatch.multinode.node_machine import (
+from mpwatch.nodes.messages import StartAttempt
+from mpwatch.nodes.node_machine import (
     AgreeOnStep,
     HoldRanks,
     PrepareRanks,
@@ -27,7 +21,6 @@ from mpwatch.multinode.node_machine import (
     ReportJob,
     StopRanks,
 )
-from mpwatch.multinode.protocol.messages import StartAttempt
 from mpwatch.watcher.machine.transitions import NO_LEASE, Lease, StopRequested
 from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
 from mpwatch.watcher.watcher import Watcher
@@ -58,10 +51,7 @@ class LocalRanks:
 
     @property
     def prepared_attempt(self) -> int | None:
-        """The attempt whose ranks can be started now, or None.
-
-        If the leader has already stopped this attempt, NodeMachine does not start the ranks.
-        """
+        """The attempt whose ranks can be started now, or None."""
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
@@ -107,20 +97,12 @@ class LocalRanks:
         self._watcher.post(self._watcher.loop.agree_on_step, action.after_step, action.cause)
 
     def renew_lease(self, since: float) -> None:
-        """Extend the lease of the ranks. The new lease begins at `since`, and is shorter than `node_timeout`.
-
-        Call this method after each heartbeat of this node, with the time of the heartbeat. If the lease is not renewed, the
-        watcher thread stops the ranks before the other nodes can count this node as lost.
-        """
+        """Let the ranks run for a while, since this node has heard from the coordinator what it has sent at this time."""
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
         self._watcher.post(self._watcher.loop.renew_lease, Lease(stop_at, kill_at))
 
     def end_lease(self) -> None:
-        """End the lease of the ranks, because the job is over for this node.
-
-        When the job is over, the node thread does not renew the lease any more. Without `end_lease`, the lease would expire,
-        and the watcher thread would kill the ranks, even if their grace period is not over.
-        """
+        """The job is over for this node: the ranks have their whole grace period."""
         self._watcher.post(self._watcher.loop.renew_lease, NO_LEASE)
 
     def reserve_port(self) -> int:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, get_args
 
-from mpwatch.multinode.protocol.json_codec import from_json, to_json
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError
+from mpwatch.nodes.json_codec import InvalidMessageError, from_json, to_json
 
 NO_ATTEMPT = -1  # no attempt has been started
 
@@ -37,10 +36,7 @@ class NextStep(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """Numbers about the earlier attempts of a job, such as the number of restarts.
-
-    Each node keeps the RestartHistory and sends it to the leader of each round, because the next leader may be another node.
-    """
+    """Numbers about the earlier attempts of a job, such as the number of restarts."""
 
     attempts: int = 0
     """Number of attempts."""
@@ -53,16 +49,6 @@ class RestartHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedNodes:
-    """An entry in the store of the job: the number of nodes that can join at present.
-
-    A new node reads ExpectedNodes. When `count` nodes have joined, the new node usually does not wait for more nodes.
-    """
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class JobConfig:
     """The options that must be the same on all nodes, as pairs of name and value. See job_config.py."""
 
@@ -71,28 +57,41 @@ class JobConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A message to the leader: this node has joined the round."""
+    """The first message of a node: it wants to join."""
 
-    group_rank: int
+    run_id: str
     hostname: str
     address: str
+    port: int
+    """A free port of the node, for MASTER_PORT if it has rank 0. Each AttemptReport has another one."""
     nprocs: int
     role: str
-    serves_store: bool
+    rank: int | None
+    """The node's place among the nodes, if it was set."""
+    is_host: bool
+    """Whether the coordinator runs in the program of this node."""
     grace_period: float
+    join_timeout: float
+    seconds_left: float | None
+    """Until the run's `timeout`, or None if it has none."""
     job_config: JobConfig
-    history: RestartHistory
+    group_rank: int = -1
+    """The coordinator fills it in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life. The coordinator sends it back."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailing:
-    """A message to the leader: a rank of this node has failed, or the run's timeout is over.
+    """A message to the coordinator: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The leader assumes
+    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The coordinator assumes
     that the nodes failed in the order of their AttemptFailing messages.
     """
 
-    group_rank: int
     attempt: int
 
 
@@ -110,13 +109,12 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class RanksStalled:
-    """A message to the leader: ranks of this node have stalled, or no rank of this node is stalled any more.
+    """A message to the coordinator: ranks of this node have stalled, or no rank of this node is stalled any more.
 
     A rank has stalled if it has called no collective for `stall_after` seconds. Each RanksStalled replaces the previous
     RanksStalled of the same node.
     """
 
-    group_rank: int
     attempt: int
     collectives: tuple[RankRecord, ...] = ()
     """The latest collectives of all ranks of this node. It is empty if no rank is stalled."""
@@ -124,18 +122,16 @@ class RanksStalled:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A message to the leader: a stop was requested on this node."""
+    """A message to the coordinator: a stop was requested on this node."""
 
-    group_rank: int
     cause: str
     """What has requested the stop, such as "SIGUSR1"."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepsHeld:
-    """A message to the leader: the ranks of this node wait before their next step until StopAtStep comes."""
+    """A message to the coordinator: the ranks of this node wait before their next step until StopAtStep comes."""
 
-    group_rank: int
     attempt: int
     step: int | None = None
     """The highest step that a rank of this node has passed, or None if no rank has passed a step."""
@@ -145,19 +141,21 @@ class StepsHeld:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """A message to the leader: all ranks of this node have ended. This node still has to send its AttemptReport."""
+    """A message to the coordinator: all ranks of this node have ended. This node still has to send its AttemptReport."""
 
-    group_rank: int
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """A message to the leader: how the attempt has ended for the ranks of this node."""
+    """A message to the coordinator: how the attempt has ended for the ranks of this node."""
 
-    group_rank: int
     attempt: int
     outcome: NodeOutcome
+    group_rank: int = -1
+    """The coordinator fills it in."""
+    port: int = 0
+    """See NodeInfo."""
     failures: tuple[Mapping[str, Any], ...] = ()
     """The failures of the node's ranks. The root cause of this node comes first."""
     failures_omitted: int = 0
@@ -183,46 +181,63 @@ class AttemptReport:
     step: int = -1
     """Highest step that the node's ranks have reported. It is -1 if no step was reported."""
 
+    def __post_init__(self) -> None:
+        """Raises InvalidMessageError."""
+        for failure in (*self.failures, *self.missing_ranks):
+            if not isinstance(failure.get("rank"), int):
+                raise InvalidMessageError("AttemptReport has a failure without the number of its rank")
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """A message to the leader: this node leaves the job for the given reason."""
+    """A message to the coordinator: this node leaves the job for the given reason."""
 
-    group_rank: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAck:
-    """A message to the leader: this node knows the result of the job, and does not need the store any more."""
-
-    group_rank: int
+    """A message to the coordinator: this node knows the result of the job, and needs the coordinator no more."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankAssignment:
-    """A message to one node: the numbers of this node's ranks in the next attempt. The numbers are consecutive."""
+class Joined:
+    """A message to one node, when it has joined, and once more if the job does not begin soon."""
 
-    group_rank: int
-    attempt: int
-    first_rank: int
-    first_role_rank: int
-    role_world_size: int
+    present: int
+    """How many nodes have joined, this one included."""
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A message to one node, which cannot join. The coordinator closes the connection."""
+
+    reason: str
+    may_retry: bool = False
+    """Whether another job may begin here soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """A message to one node, which the others count as lost. The coordinator closes the connection."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartAttempt:
-    """A message to all nodes: an attempt starts. Each node finds its RankAssignment in the store."""
+    """A message to each node: an attempt starts. The ranks of a node have consecutive numbers."""
 
     attempt: int
+    group_rank: int
+    first_rank: int
+    first_role_rank: int
+    role_world_size: int
     world_size: int
     group_world_size: int
     master_addr: str
     master_port: int
-    leader_hostname: str
-    """The hostname of the leader's node."""
-    leader_nprocs: int
-    """The number of the leader's ranks."""
     delay: float = 0.0
     """Seconds to wait before the start."""
 
@@ -285,46 +300,9 @@ class AttemptDecision:
     """Whether the next start of the ranks is one of the restarts that the policy allows."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobFinished:
-    """A message to all nodes: no node needs the store any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedJobConfig:
-    """An entry in the store of the job: the options of the first node.
-
-    A node whose options differ from the options of the first node cannot join.
-    """
-
-    hostname: str
-    job_config: JobConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RefusedNode:
-    """An entry in the store of the job: the hostname of a refused node, and the reason for the refusal.
-
-    Other nodes show the reason in error texts.
-    """
-
-    hostname: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RoundName:
-    """An entry in the store of a round: the name that the leader gives to the round.
-
-    If the job has a secret, the signature of each message depends on the name of the round. A signed message that a program
-    has copied from another round is invalid.
-    """
-
-    name: str
-
-
-MessageToLeader = (
+MessageToCoordinator = (
     NodeInfo
+    | Beat
     | AttemptFailing
     | RanksStalled
     | StopRequest
@@ -334,8 +312,8 @@ MessageToLeader = (
     | NodeLeaving
     | ShutdownAck
 )
-MessageToAll = StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision | JobFinished
-Message = MessageToLeader | MessageToAll | RankAssignment
+MessageToNode = Beat | Joined | Refused | Dismissed | StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision
+Message = MessageToCoordinator | MessageToNode
 MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -345,10 +323,10 @@ def encode_message(message: Message) -> dict[str, Any]:
 
 
 def decode_message(body: Mapping[str, Any]) -> Message:
-    """Decode a message. Raises InvalidEntryError."""
+    """Decode a message. Raises InvalidMessageError."""
     name = body.get("kind")
     kind = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise InvalidEntryError(f"there is no message of kind {name!r:.100}")
+        raise InvalidMessageError(f"there is no message of kind {name!r:.100}")
     message: Message = from_json(kind, {name: value for name, value in body.items() if name != "kind"})
     return message

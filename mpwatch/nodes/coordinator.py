@@ -1,0 +1,505 @@
+"""The decisions for the whole job: who takes part, when attempts start and stop, and what comes next. Pure.
+
+    server --- join, handle, lose, time ---> Coordinator ---> actions: Send, Refuse, Dismiss, LogWarning
+
+    JOINING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
+       ^           ^                       |   |
+       |           '------- RESTART -------'   |
+       '------------- RE_RENDEZVOUS -----------'
+
+    stage            it ends when ...                                               and then comes
+    JOINING          enough nodes have joined                                       RUNNING
+    RUNNING          all nodes have reported success                                the decision
+                     a rank fails, a node is lost, or more nodes wait               STOPPING
+                     the collectives of several nodes can never end                 STOPPING
+    STOPPING         all nodes that are not lost have reported                      the decision
+    the decision     (job_decision.py)  RESTART                                     RUNNING
+                                        RE_RENDEZVOUS: with other nodes             JOINING
+                                        DONE, FAILED                                SHUTTING_DOWN
+    SHUTTING_DOWN    all nodes that are not lost have sent ShutdownAck,             FINISHED
+                     or the time is over
+
+A node is lost if its connection ends, if it is silent for `node_timeout`, if it leaves, or if it does not stop its ranks in
+time. Then it is dismissed, and may join again like a new node. Nodes beyond the maximum wait until there is room.
+
+When a stop is requested on a node, all ranks hold before their next step (HoldSteps). Each node answers with the highest step
+that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted.
+
+Guarantees: at most one decision about an attempt. Before it, the reports of all nodes that are not lost. The number of messages
+grows linearly with the number of nodes.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from random import random
+
+from mpwatch.nodes.job_config import describe_difference
+from mpwatch.nodes.job_decision import AttemptSummary, decide_next_step, describe_node, describe_stop
+from mpwatch.nodes.job_verdict import NodeCollectives, find_job_verdicts, format_job_stall, read_records
+from mpwatch.nodes.messages import (
+    AttemptFailing,
+    AttemptReport,
+    Dismissed,
+    HoldSteps,
+    JobConfig,
+    Joined,
+    MessageToCoordinator,
+    MessageToNode,
+    NextStep,
+    NodeInfo,
+    NodeLeaving,
+    NodeOutcome,
+    RanksStalled,
+    RanksStopped,
+    Refused,
+    RestartHistory,
+    ShutdownAck,
+    StartAttempt,
+    StepsHeld,
+    StopAtStep,
+    StopAttempt,
+    StopRequest,
+)
+from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding, select_new_stalls
+
+STOP_SECONDS = 5.0  # a node has this time after its grace period to stop its ranks
+REJOIN_LAST_CALL_SECONDS = 2.0  # how long a job that has lost nodes waits for more than the least number of nodes
+TELL_SECONDS = 3.0  # after which a node is told that it still waits
+
+
+class JobStage(Enum):
+    JOINING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    SHUTTING_DOWN = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node: int
+    message: MessageToNode
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Send the message to a node, and then close the connection."""
+
+    node: int
+    message: Refused | Dismissed
+
+
+@dataclass(frozen=True, slots=True)
+class LogWarning:
+    text: str
+
+
+CoordinatorAction = Send | Close | LogWarning
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A node that has joined and is not lost."""
+
+    number: int
+    """Of its connection."""
+    info: NodeInfo
+    port: int
+    joined_at: float
+    leaves_at: float
+    """When its time to wait for others is over."""
+    tell_at: float
+
+
+class Coordinator:
+    """Decides for one job. The server calls one method at a time, and executes what it returns.
+
+    Args:
+        run_id: name of the job.
+        nnodes: the lowest and the highest number of nodes.
+        policy: says after which failures the job is restarted, and how many restarts it has.
+        node_timeout: seconds of silence after which a node is lost. The server measures them.
+        exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
+        last_call: seconds to wait for more nodes once the lowest number has joined.
+        stall_after: seconds after which ranks that wait in a collective are told in a warning, or None.
+        config: what all nodes must have. None: what the first node has.
+        rng: returns a random number between 0 and 1, for the jitter of delays.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        nnodes: tuple[int, int],
+        policy: RestartPolicy,
+        node_timeout: float,
+        exit_barrier_timeout: float,
+        last_call: float,
+        stall_after: float | None = None,
+        config: tuple[str, JobConfig] | None = None,
+        rng: Callable[[], float] = random,
+    ) -> None:
+        self.stage = JobStage.JOINING
+        self._run_id, (self._min_nodes, self._max_nodes) = run_id, nnodes
+        self._expected_nodes = self._max_nodes
+        self._policy, self._rng = policy, rng
+        self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
+        self._last_call, self._stall_after, self._config = last_call, stall_after, config
+        self._members: dict[int, _Member] = {}  # by the number of the connection, in the order of their coming
+        self._refusal = ""  # of a node whose options differ
+        self._history = RestartHistory()
+        self._stop_cause = ""  # what has requested a stop of the job
+        self._acknowledged: set[int] = set()
+        self._begin_at = math.inf  # when the job begins with the nodes that have joined
+        self._begin_attempt(())
+
+    def _begin_attempt(self, members: Iterable[_Member], delay: float = 0.0) -> None:
+        """From here on, a node of the attempt is known by its group rank."""
+        self._round = list(members)
+        self._infos = {rank: replace(member.info, group_rank=rank) for rank, member in enumerate(self._round)}
+        self._lost: dict[int, str] = {}  # the reason for each lost node
+        self._attempt, self._delay = self._history.attempts, delay
+        self._first_ranks: dict[int, int] = {}
+        self._failure_order: list[int] = []  # the nodes whose ranks have failed
+        self._stopped: set[int] = set()  # the nodes whose ranks have all exited
+        self._reports: dict[int, AttemptReport] = {}
+        self._collectives: dict[int, NodeCollectives] = {}  # of each node whose ranks have stalled or ended
+        self._has_new_collectives = False
+        self._held_steps: dict[int, int | None] = {}  # the highest step that the ranks of a node have passed, if any
+        self._unstarted: set[int] = set()  # nodes that had not started their ranks when a stop was requested
+        self._warned: set[Finding] = set()
+        self._final_verdict: CollectiveVerdict | None = None  # which has ended the attempt
+        self._was_stopped_for_waiting = False
+        self._deadline = math.inf
+
+    @property
+    def is_finished(self) -> bool:
+        return self.stage is JobStage.FINISHED
+
+    @property
+    def deadline(self) -> float:
+        """When `handle_deadline` must be called."""
+        soonest = min(self._deadline, self._begin_at)
+        waiting = self._list_waiting() if self.stage is not JobStage.FINISHED else []
+        return min([soonest, *(min(member.leaves_at, member.tell_at) for member in waiting)])
+
+    @property
+    def _active(self) -> set[int]:
+        return set(range(len(self._round))) - self._lost.keys()
+
+    # ---- nodes come and go
+
+    def join(self, number: int, info: NodeInfo, now: float) -> list[CoordinatorAction]:
+        """A node with a new connection wants to join."""
+        if info.run_id != self._run_id:
+            reason = f"job {self._run_id!r} is here, not {info.run_id!r}; give each job a port of its own"
+            return [Close(number, Refused(reason, may_retry=True))]
+        if self.stage in (JobStage.SHUTTING_DOWN, JobStage.FINISHED):
+            return [Close(number, Refused(f"job {self._run_id!r} is over", may_retry=True))]
+        self._config = self._config or (info.hostname, info.job_config)
+        hostname, config = self._config
+        if reason := describe_difference(info.job_config, config, info.hostname, f"{hostname}, which came first"):
+            self._refusal = f" Node {info.hostname} was refused: {reason}"
+            return [Close(number, Refused(f"job {self._run_id!r}: {reason}"))]
+        seconds = info.join_timeout if info.seconds_left is None else min(info.join_timeout, info.seconds_left)
+        self._members[number] = _Member(number, info, info.port, now, now + seconds, now + TELL_SECONDS)
+        joined = Send(number, self._make_joined())
+        if self.stage is not JobStage.JOINING:
+            return [joined, *self._make_room(now)]
+        if self._history.attempts:
+            self._begin_at = min(self._begin_at, now + REJOIN_LAST_CALL_SECONDS)
+        return [joined, *self._begin_if_complete(now)]
+
+    def expect_nodes(self, count: int, now: float) -> list[CoordinatorAction]:
+        """Begin as soon as so many nodes have joined."""
+        self._expected_nodes = min(count, self._max_nodes)
+        return self._begin_if_complete(now) if self.stage is JobStage.JOINING else []
+
+    def continue_with(self, history: RestartHistory) -> None:
+        """All nodes were lost, but other ones will come."""
+        self._history, self.stage, self._begin_at = history, JobStage.JOINING, math.inf
+        self._begin_attempt(())
+
+    def lose(self, number: int, reason: str, now: float) -> list[CoordinatorAction]:
+        """The connection of a node has ended, or the node is silent or leaves."""
+        member = self._members.pop(number, None)
+        if member is None:
+            return []
+        if member in self._round and self.stage is not JobStage.JOINING:
+            node = self._round.index(member)
+            has_left = node in self._acknowledged and node in self._reports
+            return [] if has_left else self._lose(node, reason, now)
+        if self.stage is JobStage.JOINING and member.info.is_host:
+            return self._finish("the node whose program runs the coordinator has left")
+        if len(self._members) < self._min_nodes:
+            self._begin_at = math.inf
+        return []
+
+    def shift(self, seconds: float) -> None:
+        """Let all deadlines come later: the server did not run for so long."""
+        self._deadline += seconds
+        self._begin_at += seconds
+        for member in self._members.values():
+            member.leaves_at += seconds
+            member.tell_at += seconds
+
+    def _list_waiting(self) -> list[_Member]:
+        """Return the nodes that are not in the attempt."""
+        return [member for member in self._members.values() if self.stage is JobStage.JOINING or member not in self._round]
+
+    def _count_newcomers(self) -> int:
+        """Return how many nodes wait to join for which there is room."""
+        if self._stop_cause:
+            return 0
+        newcomers = sum(member not in self._round for member in self._members.values())
+        return max(0, min(newcomers, self._max_nodes - len(self._active)))
+
+    def _make_room(self, now: float) -> list[CoordinatorAction]:
+        if not self._count_newcomers() or self.stage is not JobStage.RUNNING:
+            return []
+        self._was_stopped_for_waiting = True
+        return self._stop_attempt("more nodes want to join", now)
+
+    def _make_joined(self) -> Joined:
+        return Joined(len(self._members), self._min_nodes)
+
+    def _begin_if_complete(self, now: float) -> list[CoordinatorAction]:
+        count = len(self._members)
+        if count < self._min_nodes:
+            self._begin_at = math.inf
+            return []
+        if self._begin_at == math.inf:
+            self._begin_at = now + self._last_call
+        if count < self._expected_nodes and now < self._begin_at:
+            return []
+        before = [member.number for member in self._round]
+        members = sorted(self._members.values(), key=lambda member: (member.number not in before, member.number))
+        chosen = sorted(
+            members[: self._max_nodes], key=lambda member: math.inf if member.info.rank is None else member.info.rank
+        )
+        self._begin_attempt(chosen)
+        return self._start_attempt()
+
+    def _start_attempt(self) -> list[CoordinatorAction]:
+        self.stage, self._begin_at = JobStage.RUNNING, math.inf
+        infos = self._infos.values()
+        role_sizes = {
+            role: sum(info.nprocs for info in infos if info.role == role) for role in {info.role for info in infos}
+        }
+        rank, role_ranks = 0, dict.fromkeys(role_sizes, 0)
+        actions: list[CoordinatorAction] = []
+        for number, info in self._infos.items():
+            self._first_ranks[number] = rank
+            start = StartAttempt(
+                attempt=self._attempt,
+                group_rank=number,
+                first_rank=rank,
+                first_role_rank=role_ranks[info.role],
+                role_world_size=role_sizes[info.role],
+                world_size=sum(role_sizes.values()),
+                group_world_size=len(self._round),
+                master_addr=self._infos[0].address,
+                master_port=self._round[0].port,
+                delay=self._delay,
+            )
+            actions.append(Send(self._round[number].number, start))
+            rank += info.nprocs
+            role_ranks[info.role] += info.nprocs
+        return actions + (self._broadcast(HoldSteps(self._attempt, self._stop_cause)) if self._stop_cause else [])
+
+    def _broadcast(self, message: MessageToNode) -> list[CoordinatorAction]:
+        return [Send(self._round[node].number, message) for node in sorted(self._active)]
+
+    # ---- an attempt
+
+    def handle(self, number: int, message: MessageToCoordinator, now: float) -> list[CoordinatorAction]:
+        """Handle what a node has sent after its NodeInfo."""
+        if isinstance(message, NodeLeaving):
+            return self.lose(number, message.reason, now)
+        member = self._members.get(number)
+        if member is None or member not in self._round or self.stage is JobStage.FINISHED:
+            return self.lose(number, "it has left", now) if isinstance(message, ShutdownAck) else []
+        node = self._round.index(member)
+        if isinstance(message, ShutdownAck):
+            self._acknowledged.add(node)
+            has_left_early = self.stage is not JobStage.SHUTTING_DOWN and node not in self._reports
+            return self.lose(number, "it has left", now) if has_left_early else self._finish_if_acknowledged()
+        if isinstance(message, StopRequest):
+            return self._request_stop(message.cause)
+        if isinstance(message, AttemptReport):
+            member.port = message.port or member.port
+        if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
+            return []
+        if message.attempt != self._attempt or self.stage not in (JobStage.RUNNING, JobStage.STOPPING):
+            return []
+        if isinstance(message, AttemptFailing):
+            self._failure_order.append(node)
+            return self._stop_attempt(f"the attempt failed on {self._describe(node)}", now)
+        if isinstance(message, RanksStopped):
+            self._stopped.add(node)
+            return []
+        if isinstance(message, RanksStalled):
+            self._set_collectives(node, message)
+            return []
+        if isinstance(message, StepsHeld):
+            return self._handle_held_steps(node, message, now)
+        return self._handle_report(node, replace(message, group_rank=node), now)
+
+    def _request_stop(self, cause: str) -> list[CoordinatorAction]:
+        is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
+        is_running = self.stage is JobStage.RUNNING
+        return self._broadcast(HoldSteps(self._attempt, cause)) if is_first and is_running else []
+
+    def _handle_held_steps(self, node: int, message: StepsHeld, now: float) -> list[CoordinatorAction]:
+        """When the ranks of all nodes hold, let all stop at one step. End the job if none is started yet in a restart."""
+        if message.has_started:
+            self._held_steps[node] = message.step
+            if self.stage is not JobStage.RUNNING or not self._active <= self._held_steps.keys():
+                return []
+            highest = max((step for step in self._held_steps.values() if step is not None), default=None)
+            return self._broadcast(StopAtStep(self._attempt, self._stop_cause, highest))
+        self._unstarted.add(node)
+        is_before_restart = self._attempt > 0 and self._active <= self._unstarted
+        return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
+
+    def judge_stalls(self, now: float) -> list[CoordinatorAction]:
+        """If nodes have sent new collectives, compare those of all nodes. Stop the attempt if one can never end.
+
+        Called once after all new messages, since a comparison of thousands of ranks takes a second.
+        """
+        if not self._has_new_collectives or self.stage is not JobStage.RUNNING:
+            return []
+        self._has_new_collectives = False
+        if self._stall_after is None:
+            return []
+        nodes = list(self._collectives.values())
+        stalls = [verdict for verdict in find_job_verdicts(nodes) if verdict.seconds >= self._stall_after]
+        if final := next((stall for stall in stalls if stall.cannot_end_well), None):
+            self._final_verdict = final
+            return self._stop_attempt(final.sentence, now)
+        return [LogWarning(format_job_stall(nodes, stall)) for stall in select_new_stalls(stalls, self._warned)]
+
+    def _set_collectives(self, node: int, message: RanksStalled | AttemptReport) -> None:
+        self._collectives[node] = read_records(message.collectives)
+        self._has_new_collectives = True
+
+    def _handle_report(self, node: int, report: AttemptReport, now: float) -> list[CoordinatorAction]:
+        if report.outcome is NodeOutcome.STOPPED and self.stage is JobStage.RUNNING:
+            # No StopAttempt was sent, so the lease of the node's ranks has expired (LocalRanks.renew_lease).
+            reason = "it could not reach the coordinator for a while, and has stopped its ranks"
+            return self.lose(self._round[node].number, reason, now)
+        self._reports[node] = report
+        self._set_collectives(node, report)
+        actions: list[CoordinatorAction] = []
+        if report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED):
+            if node not in self._failure_order:
+                self._failure_order.append(node)
+            actions = self._stop_attempt(f"the attempt failed on {self._describe(node)}", now)
+        return actions + self._decide_if_complete(now)
+
+    def _lose(self, node: int, reason: str, now: float) -> list[CoordinatorAction]:
+        self._lost[node] = reason
+        actions: list[CoordinatorAction] = [Close(self._round[node].number, Dismissed(reason))]
+        if self.stage is JobStage.SHUTTING_DOWN:
+            return actions + self._finish_if_acknowledged()
+        text = f"{self._describe(node)} was lost: {reason}"
+        return actions + self._stop_attempt(text, now) + self._decide_if_complete(now)
+
+    def _stop_attempt(self, reason: str, now: float) -> list[CoordinatorAction]:
+        if self.stage is not JobStage.RUNNING:
+            return []
+        self.stage = JobStage.STOPPING
+        self._deadline = now + max(info.grace_period for info in self._infos.values()) + STOP_SECONDS
+        return self._broadcast(StopAttempt(self._attempt, reason))
+
+    def handle_deadline(self, now: float) -> list[CoordinatorAction]:
+        """Do what is due."""
+        actions: list[CoordinatorAction] = []
+        if now >= self._deadline:
+            self._deadline = math.inf
+            if self.stage is JobStage.SHUTTING_DOWN:
+                return self._finish()
+            for node in sorted(self._active - self._stopped - self._reports.keys()):
+                actions += self.lose(self._round[node].number, "it does not stop its ranks", now)
+        if self.stage is JobStage.JOINING and now >= self._begin_at:
+            actions += self._begin_if_complete(now)
+        for member in self._list_waiting():
+            if now >= member.leaves_at:
+                del self._members[member.number]
+                actions.append(Close(member.number, Refused(self._describe_wait(now - member.joined_at))))
+            elif now >= member.tell_at:
+                member.tell_at = math.inf
+                actions.append(Send(member.number, self._make_joined()))
+        return actions
+
+    def _describe_wait(self, seconds: float) -> str:
+        if self.stage is JobStage.JOINING:
+            return (
+                f"{len(self._members) + 1} of {self._min_nodes} nodes had joined after {seconds:.1f} s. Check that mpwatch.run"
+                f" has been called on all nodes, with the same run_id and endpoint.{self._refusal}"
+            )
+        if len(self._round) >= self._max_nodes:
+            return (
+                f"the job has its maximum number of nodes ({self._max_nodes}), and none of them has left in {seconds:.1f} s."
+                " To allow more nodes, give all nodes a larger nnodes=(min, max)"
+            )
+        return f"the job has not taken in this node within {seconds:.1f} s. Check what the other nodes report"
+
+    # ---- the decision
+
+    def _decide_if_complete(self, now: float) -> list[CoordinatorAction]:
+        is_started = self.stage in (JobStage.RUNNING, JobStage.STOPPING)
+        return self._decide(now) if is_started and self._active <= self._reports.keys() else []
+
+    def _decide(self, now: float) -> list[CoordinatorAction]:
+        decision = decide_next_step(self._summarize_attempt(), self._policy, self._rng)
+        self._history, self._deadline = decision.history, math.inf
+        actions = self._broadcast(decision)
+        if decision.next_step is NextStep.RESTART:
+            self._begin_attempt(self._round, decision.delay)
+            return actions + self._start_attempt()
+        if decision.next_step is NextStep.RE_RENDEZVOUS:
+            self.stage, self._begin_at = JobStage.JOINING, now
+            for member in self._members.values():
+                left = math.inf if member.info.seconds_left is None else member.joined_at + member.info.seconds_left
+                member.joined_at, member.leaves_at = now, min(now + member.info.join_timeout, left)
+                member.tell_at = now + TELL_SECONDS
+            return actions + self._begin_if_complete(now)
+        self.stage = JobStage.SHUTTING_DOWN
+        has_succeeded = decision.next_step is NextStep.DONE
+        self._deadline = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
+        for member in self._list_waiting():
+            actions.append(Close(member.number, Refused(f"job {self._run_id!r} is over")))
+        return actions + self._finish_if_acknowledged()
+
+    def _summarize_attempt(self) -> AttemptSummary:
+        return AttemptSummary(
+            attempt=self._attempt,
+            has_started=True,
+            history=self._history,
+            node_infos=self._infos,
+            first_ranks=self._first_ranks,
+            size=len(self._round),
+            min_nodes=self._min_nodes,
+            waiting_nodes=self._count_newcomers(),
+            stopped_for_waiting_nodes=self._was_stopped_for_waiting,
+            failure_order=self._failure_order,
+            reports=self._reports,
+            lost_nodes=self._lost,
+            verdict=self._final_verdict,
+            stop_cause=self._stop_cause,
+        )
+
+    def _finish_if_acknowledged(self) -> list[CoordinatorAction]:
+        is_complete = self.stage is JobStage.SHUTTING_DOWN and self._active <= self._acknowledged
+        return self._finish() if is_complete else []
+
+    def _finish(self, reason: str = "") -> list[CoordinatorAction]:
+        waiting, self.stage = self._list_waiting() if reason else [], JobStage.FINISHED
+        return [Close(member.number, Refused(reason)) for member in waiting]
+
+    def _describe(self, node: int) -> str:
+        return describe_node(self._infos, node)

@@ -1,0 +1,227 @@
+"""Messages over TCP: framed, limited in size, and signed if the job has a secret.
+
+    each end at first     mpwatch/1 NONCE KEY-ID          one line of text
+    then                  length, HMAC-SHA256, JSON       the HMAC only with a secret
+
+The key of each direction is made of the secret and of both nonces, and each HMAC includes the number of the frame. So no frame
+is accepted that was recorded in another connection, or earlier or at the other end of this one. Sizes and HMACs are checked
+before the JSON is read. A stranger can make this end keep FIRST_BYTES at most.
+"""
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from mpwatch.nodes.json_codec import InvalidMessageError, dump_json
+from mpwatch.nodes.messages import Message, decode_message, encode_message
+
+FIRST_BYTES = 1 << 14  # of the first frame of a node, which says who it is
+MAX_BYTES = 1 << 21  # of any other frame; a decision has at most 64 failures, of 0.5 MiB together
+MAX_UNSENT_BYTES = 1 << 24  # for a node that does not read
+READ_SIZE = 1 << 16
+READS = 64  # of one connection before the others get their turn
+PREFIX = b"mpwatch/1 "
+NONCE_LENGTH, KEY_ID_LENGTH = 32, 8  # characters
+NO_KEY_ID = b"-" * KEY_ID_LENGTH
+GREETING_LENGTH = len(PREFIX) + NONCE_LENGTH + 1 + KEY_ID_LENGTH + 1
+LENGTH = struct.Struct("!I")
+COUNTER = struct.Struct("!Q")
+TAG_LENGTH = 32
+
+
+class SecretMismatchError(InvalidMessageError):
+    """The two ends have not the same secret, or only one of them has one."""
+
+
+class ForeignProgramError(InvalidMessageError):
+    """The other end is not mpwatch."""
+
+
+class Framing:
+    """One end of one connection: bytes in, JSON objects out, and the reverse. Pure.
+
+    Args:
+        secret: of the job; empty if it has none.
+        is_server: which end this is.
+    """
+
+    def __init__(self, secret: bytes, *, is_server: bool) -> None:
+        self._secret, self._is_server = secret, is_server
+        self._key_id = _compute_hmac(secret, b"key id").hex()[:KEY_ID_LENGTH].encode() if secret else NO_KEY_ID
+        self._nonce = secrets.token_hex(NONCE_LENGTH // 2).encode()
+        self._send_key = self._receive_key = b""
+        self._sent = self._received = 0
+        self._data = bytearray()
+        self.is_greeted = False
+        self.limit = FIRST_BYTES if is_server else MAX_BYTES
+
+    @property
+    def greeting(self) -> bytes:
+        return PREFIX + self._nonce + b" " + self._key_id + b"\n"
+
+    def encode(self, body: Mapping[str, Any]) -> bytes:
+        """Return a frame. Raises ValueError if it is too large. The other end must have sent its greeting."""
+        assert self.is_greeted
+        data = dump_json(body).encode()
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes is too large for the other nodes")
+        tag = _sign(self._send_key, self._sent, data) if self._secret else b""
+        self._sent += 1
+        return LENGTH.pack(len(data)) + tag + data
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """Return what is complete now. Raises InvalidMessageError; then the connection must be closed."""
+        self._data += data
+        if not self.is_greeted and not self._read_greeting():
+            return []
+        bodies = []
+        while (body := self._read_frame()) is not None:
+            bodies.append(_load_json(body))
+        return bodies
+
+    def _read_greeting(self) -> bool:
+        start = bytes(self._data[: len(PREFIX)])
+        if not PREFIX.startswith(start):
+            raise ForeignProgramError(f"it is not mpwatch: it has sent {bytes(self._data[:40])!r}")
+        if len(self._data) < GREETING_LENGTH:
+            return False
+        nonce, _, key_id = bytes(self._data[len(PREFIX) : GREETING_LENGTH - 1]).partition(b" ")
+        if len(nonce) != NONCE_LENGTH or len(key_id) != KEY_ID_LENGTH:
+            raise ForeignProgramError("it is another version of mpwatch")
+        del self._data[:GREETING_LENGTH]
+        self._check_key_id(key_id)
+        nonces = nonce + self._nonce if not self._is_server else self._nonce + nonce  # that of the server comes first
+        keys = [_compute_hmac(self._secret, sender, nonces) for sender in (b"server", b"node")]
+        self._send_key, self._receive_key = keys if self._is_server else reversed(keys)
+        self.is_greeted = True
+        return True
+
+    def _check_key_id(self, key_id: bytes) -> None:
+        if key_id != self._key_id:
+            how = "signed with another secret than this node's"
+            if key_id == NO_KEY_ID:
+                how = "not signed, but this node has a secret"
+            elif not self._secret:
+                how = "signed, but this node has no secret"
+            raise SecretMismatchError(f"{how}: give all nodes the same secret")
+
+    def _read_frame(self) -> bytes | None:
+        if len(self._data) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._data)
+        if length > self.limit:
+            raise InvalidMessageError(f"a message of {length} bytes is too large")
+        start = LENGTH.size + (TAG_LENGTH if self._secret else 0)
+        if len(self._data) < start + length:
+            return None
+        tag, body = bytes(self._data[LENGTH.size : start]), bytes(self._data[start : start + length])
+        del self._data[: start + length]
+        if self._secret and not hmac.compare_digest(tag, _sign(self._receive_key, self._received, body)):
+            raise InvalidMessageError("wrongly signed: it was altered, or copied from another connection")
+        self._received += 1
+        return body
+
+
+def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
+    """The parts and their lengths, so that `b"ab", b"c"` and `b"a", b"bc"` have unequal HMACs."""
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+
+
+def _sign(key: bytes, number: int, data: bytes) -> bytes:
+    return _compute_hmac(key, COUNTER.pack(number), data)
+
+
+def _load_json(data: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise InvalidMessageError(f"not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidMessageError("not a mapping")
+    return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class Connection:
+    """A connected socket, at either end. No method waits.
+
+    Attributes:
+        end: why nothing more can be read or written; empty as long as it can.
+    """
+
+    def __init__(self, connected: socket.socket, secret: bytes, *, is_server: bool) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.end = connected, ""
+        self.framing = Framing(secret, is_server=is_server)
+        self._unsent = bytearray(self.framing.greeting)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent) and not self.end
+
+    def send(self, message: Message) -> None:
+        self._unsent += self.framing.encode(encode_message(message))
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self.end = self.end or "it does not read what it is sent"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes."""
+        try:
+            while self.has_unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.end = self.end or str(error.strerror)
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have come. Raises InvalidMessageError."""
+        data = bytearray()
+        try:
+            for _ in range(READS):
+                piece = self.socket.recv(READ_SIZE)
+                data += piece
+                if not piece:
+                    self.end = self.end or "it has closed the connection"
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.end = self.end or str(error.strerror)
+        return [decode_message(body) for body in self.framing.feed(bytes(data))]
+
+    def drain(self) -> bool:
+        """Read what comes and drop it. Return whether the other end has closed the connection."""
+        try:
+            while piece := self.socket.recv(READ_SIZE):
+                del piece
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def shut_down(self) -> None:
+        """Send no more. The other end reads what was sent before, and then that this is the end."""
+        self.flush()
+        self.end = self.end or "closed"
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it is not connected any more
+            return
+
+    def close(self) -> None:
+        self.end = self.end or "closed"
+        self.socket.close()

@@ -1,0 +1,163 @@
+"""How a node comes to the coordinator: start its server here, if this is its place, connect, and be accepted.
+
+Everything is tried again until the deadline, because the node with the coordinator may start later than this one, and name
+servers do not know a new node at once.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import wait
+
+from mpwatch.errors import LaunchError
+from mpwatch.nodes.address import (
+    CHECK_SECONDS,
+    Deadline,
+    Endpoint,
+    connect,
+    is_local_address,
+    is_loopback,
+    listen,
+    resolve,
+)
+from mpwatch.nodes.frames import Connection, ForeignProgramError, SecretMismatchError
+from mpwatch.nodes.json_codec import InvalidMessageError
+from mpwatch.nodes.messages import Message, NodeInfo, Refused
+from mpwatch.nodes.server import Server
+from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.os_support.clock import monotonic
+
+ANSWER_SECONDS = 2.0  # for the program that listens there to greet
+RETRY_OVER_SECONDS = 10.0  # for the end of an earlier job at the same endpoint
+
+
+class Joining:
+    """Connects one node, at first and after it was dismissed.
+
+    Args:
+        rendezvous: the options.
+        make_info: makes the NodeInfo from the address of this node.
+        serve: starts the server on a listening socket.
+        log_warning: logs a warning.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        make_info: Callable[[str, bool], NodeInfo],
+        serve: Callable[[socket.socket], Server],
+        log_warning: Callable[[str], object],
+    ) -> None:
+        self._rendezvous, self._make_info, self._serve = rendezvous, make_info, serve
+        self._log_warning = log_warning
+        self.endpoint = Endpoint.parse(rendezvous.endpoint)
+        self.server: Server | None = None
+        self.cancelled = threading.Event()
+
+    def run(self, until: float) -> tuple[Connection, list[Message]]:
+        """Return a connection on which this node was accepted, and what has come on it.
+
+        Raises LaunchError. Raises CancelledError if `cancelled` was set.
+        """
+        deadline = Deadline(until, self.cancelled)
+        started_at, refused_until = monotonic(), monotonic() + RETRY_OVER_SECONDS
+        while True:
+            problem = self._try(deadline)
+            if not isinstance(problem, str):
+                connection, messages = problem
+                refusal = messages[0] if messages else None
+                if not isinstance(refusal, Refused):
+                    return problem
+                connection.close()
+                problem = refusal.reason
+                if not refusal.may_retry or self.server is not None or monotonic() >= refused_until:
+                    raise LaunchError(self.describe(problem))
+            if not deadline.wait_before_retry():
+                seconds = monotonic() - started_at
+                raise LaunchError(f"rendezvous at {self.endpoint}: {problem}. Tried for {seconds:.1f} s")
+
+    def describe(self, problem: str) -> str:
+        return f"rendezvous of job {self._rendezvous.run_id!r} at {self.endpoint}: {problem}"
+
+    def _try(self, deadline: Deadline) -> tuple[Connection, list[Message]] | str:
+        endpoint, options = self.endpoint, self._rendezvous
+        try:
+            addresses = resolve(endpoint, deadline)
+        except socket.gaierror as error:
+            if not options.is_host:
+                return (
+                    f"the name {endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this machine's"
+                    " name service, or give the address instead"
+                )
+            addresses = []
+        local = next(filter(is_local_address, addresses), None)
+        if self.server is None and (options.is_host or (local is not None and options.is_host is None)):
+            listener = listen(endpoint, local, must_serve=bool(options.is_host))
+            if listener is not None:
+                self.server = self._serve(listener)
+                self._warn_of_strangers(self.server.address[0])
+        if self.server is not None:
+            host, port = self.server.address[:2]
+            own = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(host, host)  # noqa: S104  not bound to it
+            addresses = [(socket.AF_INET6 if ":" in own else socket.AF_INET, (own, port))]
+        connected = connect(endpoint, addresses, deadline)
+        if isinstance(connected, str):
+            return connected
+        connection = Connection(connected, options.key, is_server=False)
+        try:
+            return connection, self._introduce(connection, deadline)
+        except (SecretMismatchError, ForeignProgramError) as error:
+            connection.close()
+            raise self._make_error(error) from error
+        except (ConnectionError, TimeoutError, InvalidMessageError) as error:
+            connection.close()
+            return str(error)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _make_error(self, error: Exception) -> LaunchError:
+        if isinstance(error, SecretMismatchError):
+            return LaunchError(f"rendezvous at {self.endpoint}: what the coordinator sends is {error}")
+        return LaunchError(
+            f"rendezvous at {self.endpoint}: port {self.endpoint.port} is taken by another program ({error}). Use another"
+            " port, the same one on all nodes"
+        )
+
+    def _introduce(self, connection: Connection, deadline: Deadline) -> list[Message]:
+        """Exchange greetings, say who this node is, and return the first messages of the coordinator."""
+        messages: list[Message] = []
+        has_sent, answer_by = False, monotonic() + ANSWER_SECONDS
+        while not messages:
+            if connection.framing.is_greeted and not has_sent:
+                has_sent, answer_by = True, answer_by + ANSWER_SECONDS
+                address = self._rendezvous.local_addr or self._find_own_address(connection)
+                connection.send(self._make_info(address, self.server is not None))
+            connection.flush()
+            wait([connection.socket], deadline.seconds_left(CHECK_SECONDS))
+            messages = connection.receive()
+            if connection.end and not messages:
+                raise ConnectionError(f"what listens there has ended the connection ({connection.end})")
+            if monotonic() >= answer_by:
+                raise TimeoutError(
+                    "what listens there does not answer as mpwatch. Check on that machine whether another program has taken"
+                    " the port"
+                )
+            deadline.seconds_left(0.0)
+        return messages
+
+    def _find_own_address(self, connection: Connection) -> str:
+        if self.server is not None:
+            return self.endpoint.host
+        return str(connection.socket.getsockname()[0])
+
+    def _warn_of_strangers(self, host: str) -> None:
+        if not is_loopback(host) and not self._rendezvous.key:
+            self._log_warning(
+                f"rendezvous at {self.endpoint}: there is no secret, so whoever can reach port {self.endpoint.port} can take"
+                " part in the job, and lead its ranks anywhere; set MPWATCH_SECRET to the same text on all nodes"
+            )
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()

@@ -1,0 +1,292 @@
+"""What one node does in a job. Pure: the node thread calls a method for each event, and executes the actions that it returns.
+
+    JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
+       ^           ^                                        |      |
+       |           '-------------- RESTART -----------------'      |
+       '--------------------- RE_RENDEZVOUS -----------------------'
+
+    stage                it ends when ...                                               and then comes
+    JOINING              StartAttempt comes                                             PREPARING
+    PREPARING            the environments are made and the delay is over                RUNNING
+                         StopAttempt comes                                              AWAITING_DECISION
+    RUNNING              a rank fails, or StopAttempt comes                             STOPPING
+                         all ranks have returned, and the report is sent                AWAITING_DECISION
+    STOPPING             all ranks have exited, and the report is sent                  AWAITING_DECISION
+    AWAITING_DECISION    the decision is RESTART, and StartAttempt follows              PREPARING
+                         the decision is RE_RENDEZVOUS                                  JOINING
+                         the decision is DONE or FAILED                                 SHUTTING_DOWN
+    SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
+
+If the coordinator is lost, this node stops its ranks, and the job has failed here. If the coordinator has dismissed this node,
+because it was silent, the node stops its ranks and joins again like a new node.
+
+Guarantees: the stages PREPARING, RUNNING and AWAITING_DECISION wait for user code, STOPPING lasts until the ranks have exited.
+If nothing comes from the coordinator, the watcher thread stops the ranks within `node_timeout` (LocalRanks.renew_lease); others
+count this node as lost only after `node_timeout`.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+from mpwatch.nodes.job_decision import describe_stop
+from mpwatch.nodes.messages import (
+    NO_ATTEMPT,
+    AttemptDecision,
+    AttemptFailing,
+    AttemptReport,
+    Dismissed,
+    HoldSteps,
+    MessageToCoordinator,
+    MessageToNode,
+    NextStep,
+    NodeLeaving,
+    NodeOutcome,
+    RankRecord,
+    RanksStalled,
+    RanksStopped,
+    RestartHistory,
+    ShutdownAck,
+    StartAttempt,
+    StepsHeld,
+    StopAtStep,
+    StopAttempt,
+    StopRequest,
+)
+
+
+class NodeStage(Enum):
+    JOINING = auto()
+    PREPARING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    AWAITING_DECISION = auto()
+    SHUTTING_DOWN = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    message: MessageToCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareRanks:
+    """Make the environment variables of the ranks in the caller's thread, where the user's function `env` must run."""
+
+    start: StartAttempt
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanks:
+    """Start the ranks that were prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRanks:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRanks:
+    """Let the ranks of this node wait at their next call of `should_stop`, and then report the highest step."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeOnStep:
+    """Let the ranks stop at their first step after `after_step`. None: at their next call of `should_stop`."""
+
+    after_step: int | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAttempt:
+    """Tell the caller's thread the decision about an attempt. The job goes on."""
+
+    decision: AttemptDecision
+
+
+@dataclass(frozen=True, slots=True)
+class ReportJob:
+    """Tell the caller's thread the decision about the job, which is over."""
+
+    decision: AttemptDecision
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Connect to the coordinator anew."""
+
+
+NodeAction = (
+    SendMessage | PrepareRanks | StartRanks | StopRanks | HoldRanks | AgreeOnStep | ReportAttempt | ReportJob | Rejoin
+)
+
+
+class NodeMachine:
+    """Lives as long as the run."""
+
+    def __init__(self) -> None:
+        self.stage = NodeStage.JOINING
+        self.attempt = NO_ATTEMPT  # the latest one that was started
+        self._stop_cause = ""  # what has requested a stop of the job
+        self._loss = ""  # why the coordinator is lost
+        self._dismissal = ""  # why the others count this node as lost
+        self._has_ranks = False  # whether this attempt has ranks that were not reported yet
+        self._is_leaving = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.stage is NodeStage.FINISHED
+
+    @property
+    def is_joining(self) -> bool:
+        return self.stage is NodeStage.JOINING
+
+    # ---- the coordinator
+
+    def handle(self, message: MessageToNode) -> list[NodeAction]:
+        """Handle a message of the coordinator."""
+        if self.stage is NodeStage.FINISHED:
+            return []
+        if isinstance(message, Dismissed):
+            return self._handle_dismissal(message.reason)
+        if isinstance(message, StartAttempt):
+            if self.stage not in (NodeStage.JOINING, NodeStage.AWAITING_DECISION):
+                return []
+            self.stage, self.attempt = NodeStage.PREPARING, message.attempt
+            return [PrepareRanks(message)]
+        if isinstance(message, AttemptDecision):
+            return self._follow_decision(message) if self.stage is NodeStage.AWAITING_DECISION else []
+        if not isinstance(message, StopAttempt | HoldSteps | StopAtStep) or message.attempt != self.attempt:
+            return []
+        if isinstance(message, StopAttempt):
+            return self._handle_stop(message)
+        if isinstance(message, HoldSteps):
+            return self._handle_hold(message)
+        return [AgreeOnStep(message.after_step, message.cause)] if self.stage is NodeStage.RUNNING else []
+
+    def lose_coordinator(self, reason: str) -> list[NodeAction]:
+        """Stop the ranks, and let the job fail here: nobody can take the place of the coordinator."""
+        if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED) or self._is_leaving:
+            self.stage = NodeStage.FINISHED  # the decision about the job is known, or not awaited
+            return []
+        if self._loss or self._dismissal:
+            return []
+        self._loss = reason
+        return self._stop_ranks(reason) if self._has_ranks else self._fail_job(reason)
+
+    def _handle_dismissal(self, reason: str) -> list[NodeAction]:
+        if self.stage is NodeStage.SHUTTING_DOWN or self._is_leaving:
+            self.stage = NodeStage.FINISHED
+            return []
+        self._dismissal = reason
+        return self._stop_ranks(f"the other nodes go on without it: {reason}") if self._has_ranks else self._rejoin()
+
+    def _stop_ranks(self, reason: str) -> list[NodeAction]:
+        """Stop the ranks, if that has not begun. `report_attempt` follows."""
+        was_running, self.stage = self.stage is NodeStage.RUNNING, NodeStage.STOPPING
+        return [StopRanks(reason)] if was_running else []
+
+    def _rejoin(self) -> list[NodeAction]:
+        reason, self._dismissal = self._dismissal, ""
+        if self._stop_cause:
+            return self._fail_job(describe_stop(self._stop_cause))
+        self.stage = NodeStage.JOINING
+        history = RestartHistory(attempts=self.attempt + 1)
+        decision = AttemptDecision(self.attempt, NextStep.RE_RENDEZVOUS, history, reason=f"this node was lost: {reason}")
+        return [ReportAttempt(decision), Rejoin()]
+
+    def _fail_job(self, reason: str, **facts: Any) -> list[NodeAction]:
+        self.stage = NodeStage.FINISHED
+        history = RestartHistory(attempts=self.attempt + 1)
+        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, history, reason=reason, **facts))]
+
+    # ---- the ranks of this node, and its caller
+
+    def start_ranks(self, attempt: int) -> list[NodeAction]:
+        """The environments of this attempt's ranks are made, and the delay before a restart is over."""
+        if self.stage is not NodeStage.PREPARING or attempt != self.attempt:
+            return []  # the attempt was stopped meanwhile
+        self.stage, self._has_ranks = NodeStage.RUNNING, True
+        return [StartRanks(), *([HoldRanks(self._stop_cause)] if self._stop_cause else [])]
+
+    def report_failing(self) -> list[NodeAction]:
+        """The attempt fails on this node. Its ranks have not exited yet."""
+        if self.stage is not NodeStage.RUNNING:
+            return []
+        self.stage = NodeStage.STOPPING
+        return [SendMessage(AttemptFailing(self.attempt))]
+
+    def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
+        """Ranks of this node have called no collective for a long time; or none any more, if `collectives` is empty."""
+        return [SendMessage(RanksStalled(self.attempt, collectives))] if self.stage is NodeStage.RUNNING else []
+
+    def request_stop(self, cause: str) -> list[NodeAction]:
+        self._stop_cause = self._stop_cause or cause
+        return [] if self._is_over() else [SendMessage(StopRequest(cause))]
+
+    def report_steps_held(self, step: int | None) -> list[NodeAction]:
+        """The ranks of this node hold, and this is the highest step that one of them has passed."""
+        return [] if self._is_over() else [SendMessage(StepsHeld(self.attempt, step))]
+
+    def report_ranks_stopped(self) -> list[NodeAction]:
+        """All ranks of this node have exited. The AttemptReport follows."""
+        has_ranks = self.stage in (NodeStage.RUNNING, NodeStage.STOPPING)
+        return [SendMessage(RanksStopped(self.attempt))] if has_ranks else []
+
+    def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
+        if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
+            return []
+        self.stage, self._has_ranks = NodeStage.AWAITING_DECISION, False
+        if self._loss:
+            return self._fail_job(self._loss)
+        if self._dismissal:
+            return self._rejoin()
+        return [SendMessage(replace(report, attempt=self.attempt))]
+
+    def abort(self, report: AttemptReport) -> list[NodeAction]:
+        """The run has ended on this node because of an error in the watcher. The others do not wait for this node."""
+        if self._is_over():
+            return self.acknowledge_shutdown()
+        self.stage = NodeStage.SHUTTING_DOWN
+        return [SendMessage(replace(report, attempt=max(self.attempt, 0))), *self.acknowledge_shutdown()]
+
+    def report_signal(self, reason: str) -> list[NodeAction]:
+        """This node leaves the job, because of a signal for example. The watcher thread itself stops the ranks."""
+        self._is_leaving = True
+        return self.acknowledge_shutdown() if self._is_over() else [SendMessage(NodeLeaving(reason))]
+
+    def acknowledge_shutdown(self) -> list[NodeAction]:
+        """The caller's thread knows the decision about the job."""
+        if self.stage is not NodeStage.SHUTTING_DOWN:
+            return []
+        self.stage = NodeStage.FINISHED
+        return [SendMessage(ShutdownAck())]
+
+    def _is_over(self) -> bool:
+        return self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED)
+
+    def _handle_stop(self, stop: StopAttempt) -> list[NodeAction]:
+        if self.stage is NodeStage.PREPARING:
+            self.stage = NodeStage.AWAITING_DECISION
+            return [SendMessage(AttemptReport(self.attempt, NodeOutcome.STOPPED))]
+        return self._stop_ranks(stop.reason) if self.stage is NodeStage.RUNNING else []
+
+    def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
+        """Hold the ranks, now or when they are started. If they have exited, only the highest step is reported."""
+        self._stop_cause = hold.cause
+        if self.stage is NodeStage.PREPARING:
+            return [SendMessage(StepsHeld(self.attempt, has_started=False))]
+        return [HoldRanks(hold.cause)] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
+
+    def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
+        if decision.next_step in (NextStep.DONE, NextStep.FAILED):
+            self.stage = NodeStage.SHUTTING_DOWN
+            return [ReportJob(decision)]
+        if decision.next_step is NextStep.RE_RENDEZVOUS:
+            self.stage = NodeStage.JOINING
+        return [ReportAttempt(decision)]

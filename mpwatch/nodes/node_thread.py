@@ -1,0 +1,401 @@
+"""The node thread: it connects to the coordinator, and exchanges messages with it until the job is over.
+
+    caller's thread  --- set_rank_setups, report_attempt, finish_within, ... --------> |          |
+                     <-- updates: PrepareRanks, StopRanks, ReportAttempt, ReportJob -- |NodeThread| <--- TCP ---> Server
+    watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      (on one of the nodes,
+                     <-- commands: start, stop, renew the lease ---------------------- |          |      or in the driver)
+
+On the node of the endpoint it also starts the server, and then waits until the other nodes know the end of the job.
+
+Guarantee: when `close` has returned, the threads have ended, and the sockets and the port are released.
+"""
+
+import math
+import platform
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from mpwatch.errors import LaunchError
+from mpwatch.nodes.address import CancelledError
+from mpwatch.nodes.coordinator import Coordinator
+from mpwatch.nodes.frames import Connection
+from mpwatch.nodes.job_config import make_job_config
+from mpwatch.nodes.job_verdict import make_records
+from mpwatch.nodes.joining import Joining
+from mpwatch.nodes.json_codec import MAX_INTEGER, InvalidMessageError
+from mpwatch.nodes.local_ranks import LocalRanks, NodeUpdate
+from mpwatch.nodes.messages import (
+    NO_ATTEMPT,
+    AttemptDecision,
+    AttemptReport,
+    Beat,
+    Joined,
+    Message,
+    MessageToNode,
+    NextStep,
+    NodeInfo,
+    Refused,
+    RestartHistory,
+    StartAttempt,
+)
+from mpwatch.nodes.node_machine import (
+    AgreeOnStep,
+    HoldRanks,
+    NodeAction,
+    NodeMachine,
+    Rejoin,
+    ReportJob,
+    SendMessage,
+    StartRanks,
+    StopRanks,
+)
+from mpwatch.nodes.server import Server
+from mpwatch.options.spec import WorkerSpec
+from mpwatch.os_support.clock import monotonic
+from mpwatch.os_support.processes import wait_for_thread_exit
+from mpwatch.os_support.signals import name_signal
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.machine.call_machine import CallMachine
+from mpwatch.watcher.machine.transitions import CallStage, InterruptCause, StopReason
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.processes.rank_environment import RankSetup
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.watcher.watcher import Watcher
+from mpwatch.wire.resource_errors import with_remedy
+
+INTERRUPT_REASONS = {
+    InterruptCause.STOP: "its program called terminate()",
+    InterruptCause.PROGRAM_END: "its program ended",
+    InterruptCause.STOP_REQUEST: "a stop was requested there before its ranks were started",
+}
+BEATS_PER_TIMEOUT = 8
+# When the ranks of this node have ended, the other nodes can see for the grace period and this time that this node leaves.
+LEAVE_SECONDS = 2.0
+SERVER_CHECK_SECONDS = 0.05  # how often a node that waits for the end of its server looks whether it may leave before
+
+
+def make_coordinator(spec: WorkerSpec[Any], *, has_own_node: bool) -> Coordinator:
+    """Make the coordinator of a job. The node in whose program it runs decides what the others must have."""
+    options = spec.rendezvous
+    assert options is not None
+    return Coordinator(
+        run_id=options.run_id,
+        nnodes=(options.min_nodes, options.max_nodes),
+        policy=spec.policy,
+        node_timeout=options.node_timeout,
+        exit_barrier_timeout=options.exit_barrier_timeout,
+        last_call=options.last_call_timeout,
+        stall_after=spec.torch_backend.stall_after,
+        config=(platform.node(), make_job_config(spec)) if has_own_node else None,
+    )
+
+
+class NodeThread:
+    """The thread of one run.
+
+    Args:
+        spec: the options of the run.
+        run_deadline: when the run's `timeout` is over, by CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, spec: WorkerSpec[Any], run_deadline: float = math.inf) -> None:
+        assert spec.rendezvous is not None
+        self._spec, self._rendezvous, self._run_deadline = spec, spec.rendezvous, run_deadline
+        self._local_ranks: LocalRanks
+        self._deferred_log: DeferredLog
+        self._joining = Joining(spec.rendezvous, self._make_info, self._serve, self._log_warning)
+        self._machine = NodeMachine()
+        self._connection: Connection | None = None
+        self._requests: deque[Callable[[], list[NodeAction]]] = deque()
+        self._wakeup = WakeupPipe()
+        self._beats: deque[float] = deque()  # when those were sent that have not come back
+        self._heard_at = self._beat_at = 0.0
+        self._leave_at = math.inf
+        self._joined_at = 0.0
+        self._is_acknowledged = False
+        self._thread = threading.Thread(target=self._run, name="mpwatch-node")
+
+    # ---- called in the caller's thread
+
+    def start(self, watcher: Watcher, start_ranks: Callable[[list[RankSetup]], object]) -> None:
+        """Start the thread. `start_ranks` makes the watcher start ranks and call them. Raises LaunchError."""
+        self._local_ranks = LocalRanks(watcher, start_ranks, self._rendezvous.node_timeout)
+        self._deferred_log = watcher.deferred_log
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
+            raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
+
+    def take_updates(self) -> list[NodeUpdate]:
+        """Return the updates that the caller's thread has not received yet."""
+        return self._local_ranks.take_updates()
+
+    def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
+        """The ranks of this attempt can be started."""
+
+        def set_them() -> list[NodeAction]:
+            self._local_ranks.set_rank_setups(start, setups)
+            return []
+
+        self._post(set_them)
+
+    def report_attempt(self, report: AttemptReport) -> None:
+        """All ranks of this node have exited."""
+        self._post(lambda: self._machine.report_attempt(report))
+
+    def acknowledge_shutdown(self) -> None:
+        """The caller knows the result of the job, so the other nodes need not wait for this node."""
+        self._is_acknowledged = True
+        self._post(self._machine.acknowledge_shutdown)
+
+    def abort(self, report: AttemptReport) -> None:
+        """The run on this node has ended because of an error in the watcher."""
+        self._post(lambda: self._machine.abort(report))
+
+    def finish_within(self, seconds: float) -> None:
+        """End as soon as no other node needs this one, at the latest after `seconds`."""
+        self._joining.cancelled.set()
+        self._leave_at = monotonic() + seconds
+        self._wakeup.wake()
+
+    def close(self) -> None:
+        """Leave the job, and wait for the end of the thread. If an exception comes meanwhile, leave at once."""
+        if not self._is_acknowledged:
+            self.finish_within(self._spec.grace_period + LEAVE_SECONDS)
+        try:
+            self._join_thread()
+        except BaseException:
+            self.finish_within(0.0)
+            self._join_thread()
+            raise
+        finally:
+            self._wakeup.close()
+
+    def _join_thread(self) -> None:
+        if self._thread.native_id is not None:
+            self._thread.join()
+            wait_for_thread_exit(self._thread.native_id)
+
+    # ---- called in the watcher thread
+
+    def on_outcome_change(self, machine: CallMachine) -> None:
+        """A signal came, the attempt failed or timed out, or all ranks have exited. `machine` is that of the call."""
+        if machine.signum is not None:
+            reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
+            self._post(lambda: self._machine.report_signal(reason))
+        elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
+            self._post(self._machine.report_failing)
+        if machine.stage is CallStage.FINISHED and machine.signum is None:
+            self._post(self._machine.report_ranks_stopped)
+
+    def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
+        """See CollectiveMonitor."""
+        records = make_records(answers, returned, {})
+        self._post(lambda: self._machine.report_stall(records))
+
+    def on_stop(self, cause: str) -> bool:
+        """A stop was requested on this node. Return False if it takes part in no attempt; then it joins no further one."""
+        is_in_attempt = not self._machine.is_joining
+        self._post(lambda: self._machine.request_stop(cause))
+        return is_in_attempt
+
+    def on_steps_held(self, step: int | None) -> None:
+        """All ranks of this node wait before their next step. This is the highest one that has passed."""
+        step = None if step is None else max(-MAX_INTEGER, min(step, MAX_INTEGER))
+        self._post(lambda: self._machine.report_steps_held(step))
+
+    def _post(self, request: Callable[[], list[NodeAction]]) -> None:
+        self._requests.append(request)
+        self._wakeup.wake()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            with closing(self._local_ranks), closing(self._joining):
+                try:
+                    self._take_part()
+                    self._wait_for_server()
+                finally:
+                    if self._connection is not None:
+                        self._connection.close()
+        except CancelledError:
+            pass  # `finish_within` was called
+        except LaunchError as error:
+            self._report_launch_failure(error)
+        except BaseException as error:  # noqa: BLE001  a bug in mpwatch: the caller's thread raises it
+            self._local_ranks.notify_caller(error)
+
+    def _report_launch_failure(self, error: LaunchError) -> None:
+        if monotonic() >= self._run_deadline:
+            error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
+        if self._local_ranks.has_started:
+            decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error))
+            self._local_ranks.notify_caller(ReportJob(decision))
+        else:
+            self._local_ranks.notify_caller(error)
+
+    def _take_part(self) -> None:
+        self._connect()
+        beat_seconds = self._rendezvous.node_timeout / BEATS_PER_TIMEOUT
+        woken_at = monotonic()
+        while not self._machine.is_finished and not self._may_leave():
+            connection = self._connection
+            sockets = [] if connection is None else [connection.socket]
+            due_at = min(self._beat_at + beat_seconds, self._leave_at)
+            wait([self._wakeup.fileno(), *sockets], max(0.0, due_at - monotonic()))
+            self._wakeup.drain()
+            now = monotonic()
+            if now - woken_at > 2 * beat_seconds + 1.0:  # this program was suspended
+                self._heard_at += now - woken_at
+            woken_at = now
+            while self._requests:
+                self._execute(self._requests.popleft()())
+            if self._connection is not None:
+                self._exchange(self._connection, now, beat_seconds)
+            if (attempt := self._local_ranks.prepared_attempt) is not None:
+                self._execute(self._machine.start_ranks(attempt))
+        self._local_ranks.end_lease()
+        if self._connection is not None:
+            self._connection.shut_down()
+
+    def _may_leave(self) -> bool:
+        """Return whether this node leaves and has told it, or does not wait any longer. The server may be needed longer."""
+        if self._leave_at == math.inf:
+            return False
+        is_told = (self._connection is None or not self._connection.has_unsent) and not self._requests
+        is_needed = self._joining.server is not None and not self._machine.is_joining
+        return (is_told and not is_needed) or monotonic() >= self._leave_at
+
+    def _exchange(self, connection: Connection, now: float, beat_seconds: float) -> None:
+        try:
+            for message in connection.receive():
+                self._handle(message, now)
+        except InvalidMessageError as error:
+            connection.end = connection.end or f"it has sent what cannot be read: {error}"
+        if self._connection is not connection:
+            return
+        if now >= self._beat_at + beat_seconds and not connection.end:
+            self._beat_at = now
+            self._beats.append(now)
+            connection.send(Beat())
+        connection.flush()
+        if now - self._heard_at > self._rendezvous.node_timeout:
+            connection.end = connection.end or "it sends no sign of life"
+        if connection.end:
+            connection.close()
+            self._connection = None
+            self._execute(self._machine.lose_coordinator(self._describe_loss(connection.end)))
+
+    def _describe_loss(self, how: str) -> str:
+        return (
+            f"the coordinator at {self._joining.endpoint} cannot be reached any more ({how}): the node that runs it has ended,"
+            " or the network to it is cut"
+        )
+
+    def _handle(self, message: Message, now: float) -> None:
+        self._heard_at = now
+        if not isinstance(message, MessageToNode):
+            raise InvalidMessageError(f"{type(message).__name__} is not expected from the coordinator")
+        if isinstance(message, Beat):
+            if self._beats:
+                self._local_ranks.renew_lease(self._beats.popleft())
+        elif isinstance(message, Joined):
+            self._log_wait(message)
+        elif isinstance(message, Refused):
+            raise LaunchError(self._joining.describe(message.reason))
+        else:
+            self._execute(self._machine.handle(message))
+
+    def _log_wait(self, joined: Joined) -> None:
+        """The coordinator has sent a second Joined: the job still waits for nodes."""
+        if self._connection is None or not self._joined_at:
+            self._joined_at = monotonic()
+            return
+        seconds = min(self._rendezvous.join_timeout, self._run_deadline - monotonic())
+        text = "%d of %d nodes have joined at %s; waiting up to %.0f s for more"
+        self._deferred_log.warning(text, joined.present, joined.needed, self._joining.endpoint, seconds)
+
+    def _execute(self, actions: list[NodeAction]) -> None:
+        for action in actions:
+            if isinstance(action, SendMessage):
+                message = action.message
+                if isinstance(message, AttemptReport):
+                    message = replace(message, port=self._local_ranks.reserve_port())
+                if self._connection is not None and not self._connection.end:
+                    self._connection.send(message)
+            elif isinstance(action, StartRanks):
+                self._local_ranks.start()
+            elif isinstance(action, StopRanks):
+                self._local_ranks.stop(action)
+            elif isinstance(action, HoldRanks):
+                self._local_ranks.hold(action)
+            elif isinstance(action, AgreeOnStep):
+                self._local_ranks.agree_on_step(action)
+            elif isinstance(action, Rejoin):
+                self._connect()
+            else:
+                self._local_ranks.notify_caller(action)
+
+    # ---- the connection
+
+    def _connect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._joined_at = None, 0.0
+        until = min(monotonic() + self._rendezvous.join_timeout, self._run_deadline)
+        connection, messages = self._joining.run(until)
+        self._connection = connection
+        self._beats.clear()
+        self._beat_at = 0.0
+        self._joined_at = self._heard_at = monotonic()
+        for message in messages[1:]:  # the first one is Joined
+            self._handle(message, self._heard_at)
+
+    def _make_info(self, address: str, is_host: bool) -> NodeInfo:
+        assert isinstance(self._spec.nprocs, int)
+        left = self._run_deadline - monotonic()
+        return NodeInfo(
+            run_id=self._rendezvous.run_id,
+            hostname=platform.node(),
+            address=address,
+            port=self._local_ranks.reserve_port(),
+            nprocs=self._spec.nprocs,
+            role=self._spec.role,
+            rank=self._rendezvous.rank,
+            is_host=is_host,
+            grace_period=float(self._spec.grace_period),
+            join_timeout=float(self._rendezvous.join_timeout),
+            seconds_left=None if left == math.inf else max(0.0, left),
+            job_config=make_job_config(self._spec),
+        )
+
+    def _serve(self, listener: socket.socket) -> Server:
+        server = Server(
+            listener,
+            make_coordinator(self._spec, has_own_node=True),
+            secret=self._rendezvous.key,
+            node_timeout=self._rendezvous.node_timeout,
+            log_warning=self._log_warning,
+        )
+        try:
+            server.start()
+        except RuntimeError as error:
+            server.close()
+            raise LaunchError(with_remedy("the thread of the coordinator cannot be started", error)) from error
+        return server
+
+    def _wait_for_server(self) -> None:
+        """On the node of the server: wait until the other nodes know the end of the job, or until this node must end."""
+        server = self._joining.server
+        while server is not None and not server.join(SERVER_CHECK_SECONDS) and monotonic() < self._leave_at:
+            self._wakeup.drain()
+
+    def _log_warning(self, text: str) -> None:
+        self._deferred_log.warning("%s", text)
