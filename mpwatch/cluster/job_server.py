@@ -58,4 +58,5 @@ class JobServer:
         self._server.post(lambda: self._coordinator.expect_nodes(count, monotonic()))
 
     def close(self) -> None:
+        """End the server, and all connections of nodes."""
         self._server.close()

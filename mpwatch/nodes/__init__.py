@@ -6,9 +6,9 @@
     diagnosis, events, environments,            local_ranks.py            what comes next (job_decision.py, job_verdict.py)
     ranks of this node
 
-Nodes are pushed to, and send: NodeInfo, how an attempt goes, AttemptReport, ShutdownAck. The coordinator sends: StartAttempt,
-StopAttempt, AttemptDecision. Two clocks watch: whoever hears nothing for `node_timeout` gives the other end up; and the ranks of
-a node that hears nothing from the coordinator stop earlier, when their lease expires.
+Nodes are pushed to, and send: NodeInfo, how an attempt goes, AttemptReport, ShutdownAck. The coordinator sends:
+StartAttempt, StopAttempt, AttemptDecision. Two clocks watch: whoever hears nothing for `node_timeout` gives the other end
+up; and the ranks of a node that hears nothing from the coordinator stop earlier, when their lease expires.
 
 No clocks of different hosts are compared. What happens on different nodes has happened in the order in which the coordinator
 has heard of it. Without the coordinator nobody goes on: the node that runs it is chosen by the endpoint.

@@ -128,8 +128,8 @@ def listen(endpoint: Endpoint, local: SocketAddress | None, *, must_serve: bool)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise LaunchError(
-                f"rendezvous at {endpoint}: this machine cannot listen at port {endpoint.port} ({error.strerror}). Use a port"
-                " that it may use, the same one on all nodes"
+                f"rendezvous at {endpoint}: this machine cannot listen at port {endpoint.port} ({error.strerror}). Use a"
+                " port that it may use, the same one on all nodes"
             ) from error
         if must_serve or local is None:
             raise LaunchError(

@@ -22,11 +22,11 @@
 A node is lost if its connection ends, if it is silent for `node_timeout`, if it leaves, or if it does not stop its ranks in
 time. Then it is dismissed, and may join again like a new node. Nodes beyond the maximum wait until there is room.
 
-When a stop is requested on a node, all ranks hold before their next step (HoldSteps). Each node answers with the highest step
-that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted.
+When a stop is requested on a node, all ranks hold before their next step (HoldSteps). Each node answers with the highest
+step that its ranks have passed, and all ranks stop after the highest of these (StopAtStep). Then nothing is restarted.
 
-Guarantees: at most one decision about an attempt. Before it, the reports of all nodes that are not lost. The number of messages
-grows linearly with the number of nodes.
+Guarantees: at most one decision about an attempt. Before it, the reports of all nodes that are not lost. The number of
+messages grows linearly with the number of nodes.
 """
 
 import math
@@ -38,6 +38,7 @@ from random import random
 from mpwatch.nodes.job_config import describe_difference
 from mpwatch.nodes.job_decision import AttemptSummary, decide_next_step, describe_node, describe_stop
 from mpwatch.nodes.job_verdict import NodeCollectives, find_job_verdicts, format_job_stall, read_records
+from mpwatch.nodes.json_codec import InvalidMessageError
 from mpwatch.nodes.messages import (
     AttemptFailing,
     AttemptReport,
@@ -236,7 +237,7 @@ class Coordinator:
             return self._finish("the node whose program runs the coordinator has left")
         if len(self._members) < self._min_nodes:
             self._begin_at = math.inf
-        return []
+        return [Close(number, Dismissed(reason))]
 
     def shift(self, seconds: float) -> None:
         """Let all deadlines come later: the server did not run for so long."""
@@ -316,7 +317,7 @@ class Coordinator:
     # ---- an attempt
 
     def handle(self, number: int, message: MessageToCoordinator, now: float) -> list[CoordinatorAction]:
-        """Handle what a node has sent after its NodeInfo."""
+        """Handle what a node has sent after its NodeInfo. Raises InvalidMessageError."""
         if isinstance(message, NodeLeaving):
             return self.lose(number, message.reason, now)
         member = self._members.get(number)
@@ -330,6 +331,7 @@ class Coordinator:
         if isinstance(message, StopRequest):
             return self._request_stop(message.cause)
         if isinstance(message, AttemptReport):
+            check_failures(message)
             member.port = message.port or member.port
         if not isinstance(message, AttemptFailing | RanksStopped | RanksStalled | StepsHeld | AttemptReport):
             return []
@@ -438,8 +440,8 @@ class Coordinator:
     def _describe_wait(self, seconds: float) -> str:
         if self.stage is JobStage.JOINING:
             return (
-                f"{len(self._members) + 1} of {self._min_nodes} nodes had joined after {seconds:.1f} s. Check that mpwatch.run"
-                f" has been called on all nodes, with the same run_id and endpoint.{self._refusal}"
+                f"{len(self._members) + 1} of {self._min_nodes} nodes had joined after {seconds:.1f} s. Check that"
+                f" mpwatch.run has been called on all nodes, with the same run_id and endpoint.{self._refusal}"
             )
         if len(self._round) >= self._max_nodes:
             return (
@@ -503,3 +505,10 @@ class Coordinator:
 
     def _describe(self, node: int) -> str:
         return describe_node(self._infos, node)
+
+
+def check_failures(report: AttemptReport) -> None:
+    """Raises InvalidMessageError if a failure lacks what the decision needs. The rest is checked where it is shown."""
+    for failure in (*report.failures, *report.missing_ranks):
+        if not isinstance(failure.get("rank"), int):
+            raise InvalidMessageError("AttemptReport has a failure without the number of its rank")

@@ -3,9 +3,9 @@
     each end at first     mpwatch/1 NONCE KEY-ID          one line of text
     then                  length, HMAC-SHA256, JSON       the HMAC only with a secret
 
-The key of each direction is made of the secret and of both nonces, and each HMAC includes the number of the frame. So no frame
-is accepted that was recorded in another connection, or earlier or at the other end of this one. Sizes and HMACs are checked
-before the JSON is read. A stranger can make this end keep FIRST_BYTES at most.
+The key of each direction is made of the secret and of both nonces, and each HMAC includes the number of the frame. So no
+frame is accepted that was recorded in another connection, or earlier or at the other end of this one. Sizes and HMACs are
+checked before the JSON is read. A stranger can make this end keep FIRST_BYTES at most.
 """
 
 import hmac

@@ -11,11 +11,11 @@
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
-The coordinator compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an attempt, the
-comparison also names the root cause. If the comparison does not explain all failures, the coordinator ignores failures that may
-be consequences of events on other nodes. The root cause is the first remaining failure, in the order in which the failures
-reached the coordinator. If no failure remains, the coordinator blames missing ranks. A missing rank has probably kept ranks of other
-nodes waiting. A rank that failed by itself is a more likely root cause than a lost node.
+The coordinator compares the collectives of all ranks (job_verdict.py). If the comparison explains all failures of an
+attempt, the comparison also names the root cause. If the comparison does not explain all failures, the coordinator ignores
+failures that may be consequences of events on other nodes. The root cause is the first remaining failure, in the order in
+which the failures reached the coordinator. If no failure remains, the coordinator blames missing ranks. A missing rank has
+probably kept ranks of other nodes waiting. A rank that failed by itself is a more likely root cause than a lost node.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Compare the collectives of all nodes, to find a rank that has called a wrong collective. All functions are pure.
 
 If ranks of a node have stalled, the node sends the latest collectives of its ranks to the coordinator (RanksStalled). Each
-AttemptReport also contains the latest collectives of the node's ranks. The coordinator uses the functions of watcher/diagnosis/
-to compare the collectives of all ranks. A run on one node uses the same functions. The coordinator ignores the comparison if a
-node was lost, or if the comparison leaves a failure unexplained.
+AttemptReport also contains the latest collectives of the node's ranks. The coordinator uses the functions of
+watcher/diagnosis/ to compare the collectives of all ranks. A run on one node uses the same functions. The coordinator
+ignores the comparison if a node was lost, or if the comparison leaves a failure unexplained.
 """
 
 import signal

@@ -86,8 +86,8 @@ class Joining:
         except socket.gaierror as error:
             if not options.is_host:
                 return (
-                    f"the name {endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this machine's"
-                    " name service, or give the address instead"
+                    f"the name {endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this"
+                    " machine's name service, or give the address instead"
                 )
             addresses = []
         local = next(filter(is_local_address, addresses), None)

@@ -3,9 +3,10 @@
     node thread --- start, stop, hold, lease ---> watcher thread
                 --- updates --------------------> caller's thread: prepare the ranks, decisions, errors
 
-If another node fails: the coordinator sends StopAttempt, NodeMachine returns StopRanks, `stop` posts EventLoop.cancel_attempt,
-and the machine of the call stops the ranks (CANCELLED_BY_JOB, which becomes the NodeOutcome STOPPED). If nothing comes from the
-coordinator any more, the lease expires, and the watcher thread stops the ranks by itself.
+If another node fails: the coordinator sends StopAttempt, NodeMachine returns StopRanks, `stop` posts
+EventLoop.cancel_attempt, and the machine of the call stops the ranks (CANCELLED_BY_JOB, which becomes the NodeOutcome
+STOPPED). If nothing comes from the coordinator any more, the lease expires, and the watcher thread stops the ranks by
+itself.
 """
 
 import socket

@@ -88,8 +88,8 @@ class Beat:
 class AttemptFailing:
     """A message to the coordinator: a rank of this node has failed, or the run's timeout is over.
 
-    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The coordinator assumes
-    that the nodes failed in the order of their AttemptFailing messages.
+    A node sends AttemptFailing as soon as the attempt fails, even if other ranks of the node still run. The coordinator
+    assumes that the nodes failed in the order of their AttemptFailing messages.
     """
 
     attempt: int
@@ -180,12 +180,6 @@ class AttemptReport:
     """The time between the moment when all ranks were ready and the failure."""
     step: int = -1
     """Highest step that the node's ranks have reported. It is -1 if no step was reported."""
-
-    def __post_init__(self) -> None:
-        """Raises InvalidMessageError."""
-        for failure in (*self.failures, *self.missing_ranks):
-            if not isinstance(failure.get("rank"), int):
-                raise InvalidMessageError("AttemptReport has a failure without the number of its rank")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What one node does in a job. Pure: the node thread calls a method for each event, and executes the actions that it returns.
+"""What one node does in a job. Pure: the node thread calls a method for each event, and executes the actions that it
+returns.
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
        ^           ^                                        |      |
@@ -17,12 +18,12 @@
                          the decision is DONE or FAILED                                 SHUTTING_DOWN
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
 
-If the coordinator is lost, this node stops its ranks, and the job has failed here. If the coordinator has dismissed this node,
-because it was silent, the node stops its ranks and joins again like a new node.
+If the coordinator is lost, this node stops its ranks, and the job has failed here. If the coordinator has dismissed this
+node, because it was silent, the node stops its ranks and joins again like a new node.
 
-Guarantees: the stages PREPARING, RUNNING and AWAITING_DECISION wait for user code, STOPPING lasts until the ranks have exited.
-If nothing comes from the coordinator, the watcher thread stops the ranks within `node_timeout` (LocalRanks.renew_lease); others
-count this node as lost only after `node_timeout`.
+Guarantees: the stages PREPARING, RUNNING and AWAITING_DECISION wait for user code, STOPPING lasts until the ranks have
+exited. If nothing comes from the coordinator, the watcher thread stops the ranks within `node_timeout`
+(LocalRanks.renew_lease); others count this node as lost only after `node_timeout`.
 """
 
 from dataclasses import dataclass, replace
@@ -183,6 +184,8 @@ class NodeMachine:
         if self.stage is NodeStage.SHUTTING_DOWN or self._is_leaving:
             self.stage = NodeStage.FINISHED
             return []
+        if self.stage is NodeStage.JOINING:
+            return [Rejoin()]
         self._dismissal = reason
         return self._stop_ranks(f"the other nodes go on without it: {reason}") if self._has_ranks else self._rejoin()
 

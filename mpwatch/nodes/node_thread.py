@@ -2,7 +2,7 @@
 
     caller's thread  --- set_rank_setups, report_attempt, finish_within, ... --------> |          |
                      <-- updates: PrepareRanks, StopRanks, ReportAttempt, ReportJob -- |NodeThread| <--- TCP ---> Server
-    watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      (on one of the nodes,
+    watcher thread   --- on_outcome_change: a failure, a signal, no rank is left ----> |          |      (on one node,
                      <-- commands: start, stop, renew the lease ---------------------- |          |      or in the driver)
 
 On the node of the endpoint it also starts the server, and then waits until the other nodes know the end of the job.
@@ -295,8 +295,8 @@ class NodeThread:
 
     def _describe_loss(self, how: str) -> str:
         return (
-            f"the coordinator at {self._joining.endpoint} cannot be reached any more ({how}): the node that runs it has ended,"
-            " or the network to it is cut"
+            f"the coordinator at {self._joining.endpoint} cannot be reached any more ({how}): the node that runs it has"
+            " ended, or the network to it is cut"
         )
 
     def _handle(self, message: Message, now: float) -> None:

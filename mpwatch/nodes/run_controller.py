@@ -3,7 +3,7 @@
 This module is like watcher/restarts/run_controller.py, except that all nodes follow the same decision after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
-    watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> the coordinator decides
+    watcher thread -- the call is over ------> diagnose its ranks -- report_attempt --> NodeThread --> coordinator
     NodeThread -- ReportAttempt, ReportJob --> publish events, add the failures of other nodes
 
 User code runs in the caller's thread: the functions `retry_if` and `env`, and methods of exception classes during

@@ -3,8 +3,8 @@
     nodes --- TCP (frames.py) ---> Server --- join, handle, lose, time ---> Coordinator
           <----------------------         <--- actions --------------------
 
-A connection is a stranger's until its first message, a NodeInfo, was accepted: it has HELLO_SECONDS, may send FIRST_BYTES, and
-only MAX_STRANGERS are kept, the latest ones. So strangers can cost nothing but lines in the log.
+A connection is a stranger's until its first message, a NodeInfo, was accepted: it has HELLO_SECONDS, may send FIRST_BYTES,
+and only MAX_STRANGERS are kept, the latest ones. So strangers can cost nothing but lines in the log.
 """
 
 import socket

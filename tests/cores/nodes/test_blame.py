@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, RestartPolicy
-from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
-from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
-from mpwatch.multinode.protocol.messages import (
+from mpwatch.nodes.failure_codec import decode_failure, encode_failure
+from mpwatch.nodes.frames import MAX_BYTES
+from mpwatch.nodes.job_decision import AttemptSummary, decide_next_step
+from mpwatch.nodes.json_codec import dump_json
+from mpwatch.nodes.messages import (
     AttemptReport,
     JobConfig,
     NextStep,
@@ -17,7 +19,6 @@ from mpwatch.multinode.protocol.messages import (
     RestartHistory,
     encode_message,
 )
-from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import add_summary
 from mpwatch.results.rank_collectives import RankCollectives
@@ -30,15 +31,17 @@ VICTIM, MISSING = {"rank": 0, "is_secondary": True}, {"rank": 1, "is_secondary":
 
 
 def report(node, outcome, *failures, **details):
-    return AttemptReport(node, 0, NodeOutcome[outcome], failures, **details)
+    return AttemptReport(0, NodeOutcome[outcome], node, failures=failures, **details)
 
 
-def decide(*reports, policy=ONCE, first_ranks=None, server=None, **facts):
+def decide(*reports, policy=ONCE, first_ranks=None, host=None, **facts):
     """Decide about an attempt of nodes with one rank each. `order` is that in which ranks failed."""
     lost = facts.pop("lost_nodes", {})
     nodes = sorted({*(of_node.group_rank for of_node in reports), *lost})
     infos = {
-        node: NodeInfo(node, f"host{node}", "", 1, "default", node == server, 10.0, JobConfig(()), RestartHistory())
+        node: NodeInfo(
+            "job", f"host{node}", "", 1, 1, "default", None, node == host, 10.0, 600.0, None, JobConfig(()), group_rank=node
+        )
         for node in nodes
     }
     known = {
@@ -119,10 +122,10 @@ TOO_FEW = "node 1 (host1) was lost: gone"
         ),
         (
             [OK0],
-            {"lost_nodes": {1: "gone"}, "min_nodes": 1, "server": 1},
+            {"lost_nodes": {1: "gone"}, "min_nodes": 1, "host": 1},
             1,
-            f"{TOO_FEW}; node 1 (host1) served the store, without which the others cannot go on",
-            "node 1 (host1) served the store, without which the others cannot go on",
+            f"{TOO_FEW}; the coordinator ran on node 1 (host1), and the others cannot go on without it",
+            "the coordinator ran on node 1 (host1), and the others cannot go on without it",
         ),
         ([OWN0, STOPPED1], {"stop_cause": "SIGUSR1"}, 0, "", "a stop was requested (SIGUSR1)"),
         (
@@ -172,7 +175,7 @@ def test_a_decision_with_many_long_failures_fits_into_a_message():
     n = 64
     long = [report(node, "FAILED", {"rank": node, "is_secondary": node != 7, "text": "x" * 60_000}) for node in range(n)]
     decision = decide(*long)
-    SignedJson(b"secret", "job").encode("word/1", encode_message(decision), limit=1 << 20)
+    assert len(dump_json(encode_message(decision)).encode()) < MAX_BYTES
     assert decision.root_cause_rank == decision.failures[0]["rank"] == 7
     assert decision.failures_omitted == n - len(decision.failures)
 

@@ -1,8 +1,7 @@
 """What nodes send to one another: it arrives as it was sent, and anything else is refused with a reason."""
 
 import dataclasses
-import hashlib
-import hmac
+import itertools
 import json
 from contextlib import suppress
 
@@ -11,25 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cores.nodes.samples import make_sample
-from mpwatch.multinode.protocol.json_codec import from_json, to_json
-from mpwatch.multinode.protocol.messages import (
+from mpwatch.nodes.coordinator import check_failures
+from mpwatch.nodes.frames import FIRST_BYTES, ForeignProgramError, Framing, SecretMismatchError
+from mpwatch.nodes.json_codec import InvalidMessageError, from_json, to_json
+from mpwatch.nodes.messages import (
     MESSAGE_TYPES,
+    AttemptReport,
     JobConfig,
     NodeInfo,
-    PublishedJobConfig,
-    RefusedNode,
-    RestartHistory,
-    RoundName,
     decode_message,
     encode_message,
 )
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SecretMismatchError, SignedJson
 
-ENTRIES = [PublishedJobConfig, RefusedNode, RoundName]
-NODE_INFO = NodeInfo(1, "host", "10.0.0.1", 8, "trainer", False, 10.0, JobConfig((("nnodes", "2"),)), RestartHistory(3, 1))
-NAME = "round-7/inbox/3/12"
-SIGNED, UNSIGNED = SignedJson(b"secret", "job"), SignedJson(b"", "job")
-CODECS = pytest.mark.parametrize("codec", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+NODE_INFO = NodeInfo(
+    "job", "host", "10.0.0.1", 29500, 8, "trainer", None, False, 10.0, 600.0, None, JobConfig((("nnodes", "2"),))
+)
 WHOLE = st.integers(-(10**19) + 1, 10**19 - 1)
 LEAVES = st.none() | st.booleans() | WHOLE | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4))
@@ -43,12 +38,11 @@ def through_json(data):
 # --- messages
 
 
-@pytest.mark.parametrize("kind", [*MESSAGE_TYPES.values(), *ENTRIES], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*MESSAGE_TYPES.values()], ids=lambda kind: kind.__name__)
 def test_every_field_of_a_message_arrives(kind):
     message = make_sample(kind)
     assert from_json(kind, through_json(to_json(message))) == message
-    if kind not in ENTRIES:
-        assert decode_message(through_json(encode_message(message))) == message
+    assert decode_message(through_json(encode_message(message))) == message
 
 
 @given(st.text(st.characters(categories=None)))
@@ -66,78 +60,99 @@ def test_a_message_with_any_text_arrives(hostname):
         ({"nprocs": "8"}, r"NodeInfo\.nprocs must be a whole number"),
         ({"grace_period": float("nan")}, r"NodeInfo\.grace_period must be a finite number"),
         ({"hostname": "\x1b[2J"}, r"NodeInfo\.hostname must be a text"),
-        ({"history": {"attempts": 1}}, r"NodeInfo\.history\.restarts_used is missing"),
+        ({"job_config": {}}, r"NodeInfo\.job_config\.items is missing"),
         ({"more": 1}, "NodeInfo has no field 'more'"),
     ],
 )
 def test_the_bad_field_of_a_message_is_named(change, text):
-    with pytest.raises(InvalidEntryError, match=text) as caught:
+    with pytest.raises(InvalidMessageError, match=text) as caught:
         decode_message(encode_message(NODE_INFO) | change)
     assert len(str(caught.value)) < 300
+
+
+def test_a_failure_without_its_rank_is_refused():
+    report = dataclasses.replace(make_sample(AttemptReport), failures=({"rank": []},))
+    with pytest.raises(InvalidMessageError, match="without the number of its rank"):
+        check_failures(report)
 
 
 @given(st.sampled_from(list(MESSAGE_TYPES.values())), st.data())
 def test_a_message_with_a_changed_field_is_refused_or_is_another_message(kind, data):
     body = encode_message(make_sample(kind))
     name = data.draw(st.sampled_from(sorted(body)))
-    with suppress(InvalidEntryError):
+    with suppress(InvalidMessageError):
         assert type(decode_message(body | {name: data.draw(JSON)})) in MESSAGE_TYPES.values()
 
 
-# --- signatures
+# --- frames
 
 
-@CODECS
-@given(body=BODIES)
-def test_a_body_arrives(codec, body):
-    assert codec.decode(NAME, codec.encode(NAME, body).encode()) == body
+def connect(secret=b"secret", other=None):
+    """Return both ends of a connection, after their greetings."""
+    server, node = Framing(secret, is_server=True), Framing(secret if other is None else other, is_server=False)
+    assert node.feed(server.greeting) == server.feed(node.greeting) == []
+    return server, node
+
+
+@pytest.mark.parametrize("secret", [b"secret", b""], ids=["signed", "unsigned"])
+@given(bodies=st.lists(BODIES, max_size=4), sizes=st.lists(st.integers(1, 50), min_size=1))
+def test_bodies_arrive_in_pieces_of_any_size(secret, bodies, sizes):
+    server, node = connect(secret)
+    data, arrived = b"".join(map(node.encode, bodies)), []
+    for size in itertools.cycle(sizes):
+        piece, data = data[:size], data[size:]
+        arrived += server.feed(piece)
+        if not data:
+            break
+    assert arrived == bodies
 
 
 @given(body=BODIES, data=st.data())
 def test_a_changed_bit_is_detected(body, data):
-    entry = bytearray(SIGNED.encode(NAME, body).encode())
-    entry[data.draw(st.integers(0, len(entry) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(InvalidEntryError):
-        SIGNED.decode(NAME, bytes(entry))
+    server, node = connect()
+    frame = bytearray(node.encode(body))
+    frame[data.draw(st.integers(4, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(InvalidMessageError, match="wrongly signed"):
+        server.feed(bytes(frame))
 
 
-@given(st.binary() | st.text('[]{}",:\\u0d8 e1-.\n').map(lambda text: b"\n" + text.encode()))
-def test_garbage_is_refused_or_is_a_mapping(data):
-    with suppress(InvalidEntryError):
-        assert isinstance(UNSIGNED.decode(NAME, data), dict)
+def test_a_frame_is_accepted_once_by_one_end_of_one_connection():
+    server, node = connect()
+    frame = node.encode({"kind": "stop"})
+    assert server.feed(frame) == [{"kind": "stop"}]
+    for reader in (server, node, *connect()):
+        with pytest.raises(InvalidMessageError, match="wrongly signed"):
+            reader.feed(frame)
 
 
 @pytest.mark.parametrize(
-    ("reader", "name", "error", "why"),
+    ("own", "other", "why"),
     [
-        (UNSIGNED, NAME, SecretMismatchError, "^signed, but this node has no secret"),
-        (SignedJson(b"other", "job"), NAME, SecretMismatchError, "^signed with another secret"),
-        (SIGNED, "round-8/inbox/3/12", InvalidEntryError, "copied from another name or job"),
-        (SignedJson(b"secret", "other"), NAME, InvalidEntryError, "copied from another name or job"),
-        (SignedJson(b"secret", "jobr"), NAME[1:], InvalidEntryError, "wrongly signed"),
+        (b"", b"secret", "^signed, but this node has no secret"),
+        (b"secret", b"", "^not signed, but this node has a secret"),
+        (b"secret", b"other", "^signed with another secret"),
     ],
 )
-def test_a_signed_entry_is_valid_for_one_secret_one_job_and_one_name(reader, name, error, why):
-    entry = SIGNED.encode(NAME, {"kind": "stop"}).encode()
-    with pytest.raises(error, match=why):
-        reader.decode(name, entry)
+def test_each_end_says_how_the_secrets_differ(own, other, why):
+    with pytest.raises(SecretMismatchError, match=why):
+        Framing(own, is_server=False).feed(Framing(other, is_server=True).greeting)
 
 
-def test_a_valid_signature_needs_the_secret():
-    body = b'{"kind":"stop"}'
-    guess = hmac.digest(b"", body, hashlib.sha256).hex().encode()
-    with pytest.raises(InvalidEntryError, match="wrongly signed"):
-        SIGNED.decode(NAME, SIGNED.encode(NAME, {}).encode()[:8] + b" " + guess + b"\n" + body)
-    with pytest.raises(SecretMismatchError, match=r"^not signed, but this node has a secret"):
-        SIGNED.decode(NAME, UNSIGNED.encode(NAME, {}).encode())
+@given(st.binary(min_size=1))
+def test_garbage_is_refused(data):
+    with suppress(InvalidMessageError):
+        assert Framing(b"", is_server=True).feed(data) == []
+    server, _ = connect(b"")
+    with suppress(InvalidMessageError):
+        assert all(isinstance(body, dict) for body in server.feed(data))
 
 
-@CODECS
-def test_the_limit_is_the_same_on_both_sides(codec):
-    room = 1000 - len(codec.encode(NAME, {"a": ""}))
-    entry = codec.encode(NAME, {"a": "x" * room}, limit=1000)
-    assert codec.decode(NAME, entry.encode(), limit=len(entry))
-    with pytest.raises(InvalidEntryError, match=r"^too large: 1000 bytes, more than the limit of 999 bytes$"):
-        codec.decode(NAME, entry.encode(), limit=999)
-    with pytest.raises(ValueError, match=r"inbox/3/12' cannot be sent: too large: 1001 bytes"):
-        codec.encode(NAME, {"a": "x" * (room + 1)}, limit=1000)
+def test_another_program_is_told_from_mpwatch():
+    with pytest.raises(ForeignProgramError, match="HTTP"):
+        Framing(b"", is_server=False).feed(b"HTTP/1.1 400 Bad Request")
+
+
+def test_the_first_message_of_a_stranger_is_small():
+    server, _ = connect(b"")
+    with pytest.raises(InvalidMessageError, match="too large"):
+        server.feed((FIRST_BYTES + 1).to_bytes(4, "big"))

@@ -11,7 +11,7 @@ from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import merge_results
 from mpwatch.events import RendezvousCompleted, Restarting, RunEnded, Stopping
-from mpwatch.multinode.protocol.messages import RestartHistory
+from mpwatch.nodes.messages import RestartHistory
 
 BASE = {"monotonic": 0.0, "run_id": "job", "ranks": (0,)}
 OF_ROUND = {"group_world_size": 2, "world_size": 2, "role_rank": 0, "role_world_size": 2, "master_port": 1}
@@ -28,7 +28,7 @@ class DrivenJob(JobRestarts):
         super().__init__(mpwatch.RestartPolicy(max_restarts), "job")
 
     def start(self, attempt):
-        facts = {"time": 10.0 * attempt, "attempt": attempt, "job": "job", "backend": "c10d", "master_addr": "host0"}
+        facts = {"time": 10.0 * attempt, "attempt": attempt, "job": "job", "master_addr": "host0"}
         for node in range(2):
             self.handle_event(RendezvousCompleted(**BASE, **OF_ROUND, **facts, group_rank=node))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cores.nodes.samples import make_value
 from mpwatch import FailureKind, ProcessFailure
-from mpwatch.multinode.protocol.failure_codec import (
+from mpwatch.nodes.failure_codec import (
     LOCAL_FIELDS,
     MAX_FAILURE_BYTES,
     MAX_FRAMES,
@@ -23,7 +23,7 @@ from mpwatch.multinode.protocol.failure_codec import (
     decode_failure,
     encode_failure,
 )
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
+from mpwatch.nodes.json_codec import InvalidMessageError, dump_json
 
 SENT = {field.name for field in fields(ProcessFailure)} - LOCAL_FIELDS.keys()
 JSON = st.recursive(
@@ -192,7 +192,7 @@ def test_altered_data_is_refused_or_is_a_failure(changes):
     for path, value in changes:
         with suppress(TypeError, LookupError):  # another change has removed it
             change(encoded, path, value)
-    with suppress(InvalidEntryError):
+    with suppress(InvalidMessageError):
         back = decode_failure(encoded)
         assert isinstance(back, ProcessFailure)
         traceback.format_exception(back.exception)
