@@ -1,0 +1,103 @@
+"""Strangers at the port of the coordinator, while a job begins and runs: they change nothing but lines in the log."""
+
+import socket
+import threading
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+
+from nodes.harness import NODE_TIMEOUT
+
+MANY = 300  # connections; each of them is a descriptor of the node, too
+GREETING = b"mpwatch/1 " + b"0" * 32 + b" --------\n"
+PORT = {"secret": "of the job"}
+
+
+def send(job, *pieces):
+    """Connect, send each piece, and return the connection."""
+    connection = socket.create_connection(("127.0.0.1", job.port), NODE_TIMEOUT)
+    with suppress(ConnectionError):
+        for piece in pieces:
+            connection.sendall(piece)
+    return connection
+
+
+def attack(job, stack):
+    keep = lambda *pieces: stack.enter_context(closing(send(job, *pieces)))  # noqa: E731
+    keep(b"GET / HTTP/1.1\r\n\r\n")
+    keep(GREETING, b"\xff" * 100)
+    keep(GREETING, b"\0\0\x10\0half a frame")
+    keep(GREETING, b"\0\0\0\x02{}", b"\0\0\0\x02[]", b"\0\0\0\x0enot JSON at all")
+    keep(GREETING[:20])  # and no more
+    keep(b"\0" * (1 << 20))
+    send(job).close()
+    for _ in range(MANY):
+        keep()
+
+
+@pytest.mark.parametrize("rendezvous", [{}, PORT], ids=["open", "signed"])
+def test_strangers_change_nothing(job, rendezvous, eventually):
+    job.rendezvous |= rendezvous
+    first = job.start()
+    with ExitStack() as stack:
+        eventually(lambda: can_connect(job))
+        attack(job, stack)
+        job.start()
+        world = job.await_world(2)
+        attack(job, stack)
+        job.watch_for(1.5 * NODE_TIMEOUT)
+        assert [process.ended_at for process in world] == [None, None]
+        world.order("return")
+        job.results()
+    assert "Traceback" not in first.log
+    assert "a connection from 127.0.0.1 was refused: " in first.log
+
+
+def can_connect(job):
+    with suppress(ConnectionRefusedError):
+        send(job).close()
+        return True
+    return False
+
+
+def test_what_was_recorded_in_another_connection_is_refused(job, eventually):
+    """A stranger repeats what a node has sent, bit by bit."""
+    job.rendezvous |= PORT
+    with ExitStack() as stack:
+        relay = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        job.start()
+        eventually(lambda: can_connect(job))
+        job.start(rendezvous={"endpoint": f"127.0.0.1:{relay.getsockname()[1]}", "is_host": False})
+        recorded = pass_on(job, relay, stack)
+        world = job.await_world(2)
+        replay = stack.enter_context(closing(send(job, recorded)))
+        replay.settimeout(NODE_TIMEOUT)
+        assert len(b"".join(iter(lambda: replay.recv(1 << 16), b""))) == len(GREETING)  # and then the end
+        world.order("return")
+        job.results()
+    assert "wrongly signed" in job.nodes[0].log
+
+
+def pass_on(job, relay, stack):
+    """Let a node reach the coordinator through the relay, in two threads. Return what it has sent until it was accepted."""
+    ours, theirs = relay.accept()[0], send(job)
+    recorded, accepted = bytearray(), threading.Event()
+
+    def copy(source, target):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source is ours:
+                    recorded.extend(data)
+                target.sendall(data)
+                if source is theirs and len(recorded) > len(GREETING):
+                    accepted.set()
+            target.shutdown(socket.SHUT_WR)
+
+    threads = [threading.Thread(target=copy, args=ends) for ends in ((ours, theirs), (theirs, ours))]
+    stack.callback(ours.close)
+    stack.callback(theirs.close)
+    for thread in threads:
+        thread.start()
+        stack.callback(thread.join)
+    assert accepted.wait(NODE_TIMEOUT)
+    return bytes(recorded)
