@@ -1,6 +1,6 @@
 """Run one job on several nodes: each node makes the same call, and all ranks together fit a line to points.
 
-On one machine, in two shells (the first node serves the store):
+On one machine, in two shells (the coordinator runs in the first one):
 
     python examples/several_nodes.py 127.0.0.1:29400
     python examples/several_nodes.py 127.0.0.1:29400

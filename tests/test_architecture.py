@@ -25,15 +25,15 @@ LAYERS = {
     "data": {"os_support", "wire"},
     "watcher": {"os_support", "wire", "data"},
     "live_view": {"data"},
-    "multinode": {"version", "os_support", "torch_private", "wire", "data", "watcher", "live_view"},
+    "nodes": {"version", "os_support", "wire", "data", "watcher", "live_view"},
     "worker": {"os_support", "torch_private", "wire", "data"},
     "run_handle": {"os_support", "data", "watcher", "wire"},
-    "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
+    "api": {"data", "live_view", "watcher", "nodes", "run_handle"},
     "group": {"data", "live_view", "watcher", "run_handle"},
     "item_map": {"data", "live_view", "watcher", "wire", "worker", "group", "run_handle"},
     "script": set(),
     "facade": {"version", "api", "group", "item_map", "run_handle", "script", "data", "worker"},
-    "cluster": {"facade", "api", "live_view", "multinode", "watcher", "wire", "data"},
+    "cluster": {"facade", "api", "live_view", "nodes", "watcher", "wire", "data"},
     "integrations": {"facade", "cluster"},  # only what a user can import
 }
 PUBLIC = {"events", "cluster", "integrations"}

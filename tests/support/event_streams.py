@@ -103,7 +103,7 @@ class EventHistory:
         group = {"group_rank": group_rank, "group_world_size": nodes, "world_size": size}
         role = {"role_rank": first, "role_world_size": size}
         store = {"master_addr": "10.0.0.1", "master_port": 4711 + attempt}
-        return self.add(RendezvousCompleted, after, attempt=attempt, job="job", backend="c10d", **group, **role, **store)
+        return self.add(RendezvousCompleted, after, attempt=attempt, job="job", **group, **role, **store)
 
     def add_heartbeat_late(self, after, rank):
         return self.add(HeartbeatLate, after, (rank,), silent_seconds=5.0, heartbeat_timeout=10.0)
