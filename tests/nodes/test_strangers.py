@@ -23,8 +23,11 @@ def send(job, *pieces):
 
 
 def attack(job, stack):
+    """The first one is read before the others push it out."""
+    with closing(send(job, b"GET / HTTP/1.1\r\n\r\n")) as connection, suppress(ConnectionError):
+        while connection.recv(1 << 16):
+            pass
     keep = lambda *pieces: stack.enter_context(closing(send(job, *pieces)))  # noqa: E731
-    keep(b"GET / HTTP/1.1\r\n\r\n")
     keep(GREETING, b"\xff" * 100)
     keep(GREETING, b"\0\0\x10\0half a frame")
     keep(GREETING, b"\0\0\0\x02{}", b"\0\0\0\x02[]", b"\0\0\0\x0enot JSON at all")

@@ -16,6 +16,7 @@ from mpwatch.nodes.messages import NodeOutcome
 
 LATENCY, TIMEOUT = 0.05, 15.0
 JOIN_TIMEOUT = 120.0
+READ_SECONDS = 0.001
 STOP_SECONDS = 0.5  # seconds after it has woken up, for a node to stop ranks
 START_SECONDS, EXIT_SECONDS = 0.5, 0.05  # of ranks
 LEASE_SECONDS = 0.65 * TIMEOUT  # without a word of the coordinator, a node stops its ranks
@@ -29,13 +30,14 @@ class Ranks(Enum):
 
 
 def when_awake(method):
-    """Delay the call while the node is suspended."""
+    """Delay the call while the node is suspended. Then the node first reads what has come."""
+    lag = 0.0 if method.__name__ == "receive" else READ_SECONDS
 
     @wraps(method)
     def later(self, *args):
         asleep = self.asleep_until - self.job.now
         if asleep > 0:
-            self.job.after(asleep, lambda: later(self, *args))
+            self.job.after(asleep + lag, lambda: later(self, *args))
             return None
         return method(self, *args)
 
