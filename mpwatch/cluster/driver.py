@@ -31,17 +31,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
-from multiprocessing.connection import Connection
 from typing import Any
 
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.job_server import JobServer
 from mpwatch.cluster.links import NodeLinks
-from mpwatch.cluster.node import NodeSpec, run_node, shut_down
+from mpwatch.cluster.node import NodeSpec, run_node
 from mpwatch.cluster.queue_wait import QueueWait
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
+from mpwatch.cluster.signed_connection import SignedConnection, shut_down
 from mpwatch.cluster.view import JobView
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, Progressed, RendezvousCompleted
@@ -63,7 +63,7 @@ class _Node:
 
     number: int
     hostname: str = ""
-    connection: Connection | None = None
+    connection: SignedConnection | None = None
     """None until the node has connected."""
     has_ended: bool = False
     """Whether the node has announced its outcome."""

@@ -17,10 +17,11 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from typing import Any
 
 import mpwatch
-from mpwatch.cluster.node import shut_down
+from mpwatch.cluster.signed_connection import SignedConnection, limit_waits, shut_down
 from mpwatch.results.rank_status import RankStatus
 
 CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
+HELLO_SECONDS, MAX_STRANGERS = 10, 64  # for a program that connects to show that it knows the key, and of such programs
 MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until the driver has written them; then the node waits
 
 
@@ -53,6 +54,7 @@ class NodeLinks:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # no thread uses a connection whose descriptor another thread has just closed
         self._connections: set[Connection] = set()
+        self._strangers = 0  # that have not said "hello"
         self._output_slots: defaultdict[int, threading.Semaphore] = defaultdict(
             partial(threading.Semaphore, MAX_WAITING_OUTPUTS)
         )
@@ -71,10 +73,10 @@ class NodeLinks:
         """
         self._output_slots[number].release()
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: "Connection | SignedConnection") -> None:
         """Close the connection to a node, after the driver has taken the node's message "closed" from the queue."""
         with self._lock:
-            self._connections.discard(connection)
+            self._connections = {other for other in self._connections if other.fileno() != connection.fileno()}
             connection.close()
 
     def close(self) -> None:
@@ -102,18 +104,31 @@ class NodeLinks:
                 self._closed.wait(0.1)
                 continue
             with self._lock:
-                self._connections.add(connection)
-            self._start_thread(partial(self._receive, connection))
+                is_welcome = self._strangers < MAX_STRANGERS
+                if is_welcome:
+                    self._connections.add(connection)
+                    self._strangers += 1
+            if is_welcome:
+                self._start_thread(partial(self._receive, connection))
+            else:
+                connection.close()
 
     def _receive(self, connection: Connection) -> None:
         number = None
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            _, (number, hostname) = connection.recv()
-            self.messages.put(("hello", number, (hostname, connection)))
+            limit_waits(connection, HELLO_SECONDS)
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                link = SignedConnection(connection, self._key, is_driver=True)
+                _, (number, hostname) = link.recv()
+            finally:
+                with self._lock:
+                    self._strangers -= 1
+            limit_waits(connection, 0)
+            self.messages.put(("hello", number, (hostname, link)))
             while not self._closed.is_set():
-                kind, content = connection.recv()
+                kind, content = link.recv()
                 if kind == "statuses":
                     self._on_statuses(number, content)
                     continue
@@ -127,7 +142,7 @@ class NodeLinks:
             if number is None:
                 self.release(connection)
             else:
-                self.messages.put(("closed", number, connection))
+                self.messages.put(("closed", number, link))
 
     def _start_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="mpwatch driver", daemon=True)

@@ -1,21 +1,21 @@
 """The code that runs on each node of a job: `run_node`, and the node's side of the connection to the driver."""
 
-import os
 import pickle
 import platform
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Client, Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from typing import Any
 
 import mpwatch
 from mpwatch.api import start_run
 from mpwatch.cluster.engine import NodeOutcome
+from mpwatch.cluster.signed_connection import SignedConnection, shut_down
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
@@ -50,7 +50,7 @@ class NodeSpec:
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results."""
-    with _connect(spec) as connection:
+    with closing(_connect(spec)) as connection:
         link = _DriverLink(connection)
         link.send("hello", (spec.number, platform.node()))
         try:
@@ -68,9 +68,9 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
             return NodeOutcome.pack(error)
 
 
-def _connect(spec: NodeSpec) -> Connection:
+def _connect(spec: NodeSpec) -> SignedConnection:
     try:
-        return Client(spec.driver, authkey=spec.key)
+        return SignedConnection(Client(spec.driver, authkey=spec.key), spec.key, is_driver=False)
     except OSError as error:
         host, port = spec.driver
         text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
@@ -115,27 +115,21 @@ def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     return fn, options
 
 
-def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> None:
+def _follow_driver(connection: SignedConnection, handle: "mpwatch.RunHandle[Any]") -> None:
     """Stop the ranks when the driver requests it, or when the connection to the driver is lost."""
     try:
         while connection.recv() != "stop":
             pass
-    except (EOFError, OSError):
+    except (EOFError, OSError, AuthenticationError):
         handle._interrupt()
         wait([handle], ORPHAN_SECONDS)
     handle._interrupt()
 
 
-def shut_down(connection: Connection) -> None:
-    """Shut down a connection, and wake the thread that is waiting in `connection.recv()`."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
-
-
 class _DriverLink:
     """The connection of a node to the driver. Any thread may send. If the connection is lost, `send` does nothing."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SignedConnection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 

@@ -10,6 +10,7 @@ import mpwatch
 from mpwatch.cluster.links import NodeLinks
 from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import merge_results
+from mpwatch.cluster.signed_connection import SignedConnection
 from mpwatch.events import RendezvousCompleted, Restarting, RunEnded, Stopping
 from mpwatch.nodes.messages import RestartHistory
 
@@ -98,8 +99,10 @@ def test_lost_nodes_and_programs_without_the_key_leave_no_descriptor(eventually)
         with pytest.raises(AuthenticationError):
             Client(links.address, authkey=b"another secret")
         with Client(links.address, authkey=b"secret") as node:
-            node.send(("hello", (number, "host")))
+            link = SignedConnection(node, b"secret", is_driver=False)
+            link.send(("hello", (number, "host")))
             _, _, (_, connection) = links.messages.get()
+            node.send(("done", None))  # by somebody else, who cannot sign
         assert links.messages.get() == ("closed", number, connection)
         links.release(connection)
     eventually(lambda: count_descriptors() == before)
