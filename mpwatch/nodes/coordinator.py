@@ -278,9 +278,7 @@ class Coordinator:
             return []
         before = [member.number for member in self._round]
         members = sorted(self._members.values(), key=lambda member: (member.number not in before, member.number))
-        chosen = sorted(
-            members[: self._max_nodes], key=lambda member: math.inf if member.info.rank is None else member.info.rank
-        )
+        chosen = sorted(members[: self._max_nodes], key=_sort_key)
         self._begin_attempt(chosen)
         return self._start_attempt()
 
@@ -505,6 +503,11 @@ class Coordinator:
 
     def _describe(self, node: int) -> str:
         return describe_node(self._infos, node)
+
+
+def _sort_key(member: _Member) -> tuple[float, bool]:
+    """By the rank that was set; else the node of the coordinator comes first, and the others as they have come."""
+    return math.inf if member.info.rank is None else member.info.rank, not member.info.is_host
 
 
 def check_failures(report: AttemptReport) -> None:

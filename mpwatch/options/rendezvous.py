@@ -27,7 +27,8 @@ class Rendezvous:
         nnodes: number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max. It continues
             while at least min nodes remain.
         role: name of the kind of work that the ranks of this node do. ROLE_RANK numbers the ranks of the same role.
-        rank: place of this node among the nodes, which are sorted by it. None: they are numbered as they come.
+        rank: place of this node among the nodes, which are sorted by it. None: the node of the coordinator is the
+            first, and the others are numbered as they come.
         join_timeout: seconds within which the nodes must join. If too few nodes remain later, new nodes have the same time
             to join.
         last_call_timeout: seconds to wait for more nodes after min nodes have joined.
