@@ -1,12 +1,12 @@
 """Pickle a call once for all ranks, and load it in each rank.
 
-    packed.py:    [ description of __main__ ][ fn, args, kwargs ... ; extras ][ part 0 ; extras ][ part 1 ; extras ]...
+    packed.py:    [ description of __main__ ][ fn, args, kwargs ... ][ part 0 ][ part 1 ]...
     descriptors:  of the file, if there is one; then of connections and shared tensors in the call
 
 A part belongs to one rank, and has its own value of each PerRank argument. A rank loads no other rank's part.
 
-A rank does not import the caller's `__main__`. So the extras (pickler.py) have the functions and classes of `__main__` that
-the call uses. The rank adds them to its own `__main__`, where plain pickle, torch.save and DataLoader workers find them.
+A rank does not import the caller's `__main__`. The functions and classes of `__main__` that the call uses travel with it
+(definitions.py).
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ class FdPlaceholder:
 
 
 # All of these are for a rank.
-caller_definitions: dict[str, object] = {}  # the functions and classes that came from the caller's `__main__`, by name
 _received_fds: list[int] = []  # during `unpack`: the descriptors of placeholders
 _earlier_threads: list[threading.Thread] | None = None  # during `unpack`: the threads that existed before
 _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that were started during `unpack`
@@ -140,7 +139,8 @@ def pack(call: Call) -> Payload:
             payload.end_pickle()
             about = (call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout)
             for content in (about, *call.parts):
-                _dump_with_extras(pickler, content)
+                pickler.clear_memo()
+                pickler.dump(content)
                 payload.end_pickle()
         return payload.finish()
     except BaseException:
@@ -156,19 +156,9 @@ def probe(obj: object) -> None:
 
 def _make_pickler(packed: Packed | Discarded) -> Pickler:
     from mpwatch.wire.pickling.pickler import Pickler  # not at the top: a rank may not need cloudpickle
-    from mpwatch.wire.pickling.reducers import make_call_reducers
+    from mpwatch.wire.pickling.reducers import get_table
 
-    first, last = make_call_reducers()
-    return Pickler(packed, packed.keep, first=first, last=last, main=sys.modules["__main__"])
-
-
-def _dump_with_extras(pickler: Pickler, content: object) -> None:
-    from mpwatch.wire.pickling.pickler import Extras
-
-    pickler.clear_memo()
-    pickler.codes.clear()
-    definitions = pickler.main_definitions
-    pickler.dump((content, Extras(definitions, pickler.codes, frozenset(definitions))))
+    return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
 def _describe_main(main: Any) -> dict[str, Any]:
@@ -203,11 +193,12 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
         _received_fds[:] = fds if body else fds[1:]
         unpacked = Unpacked(body or map_packed(fds[0]))
         _set_up_main(sys.modules["__main__"], unpacked.load(0))
-        fn, args, kwargs, backend, process_group_version, backend_timeout = _load(unpacked, 1)
+        fn, args, kwargs, backend, process_group_version, backend_timeout = unpacked.load(1)
         if number_of_parts := len(unpacked) - 2:
             args = list(args)
-            for key, value in _load(unpacked, 2 + choose_part(number_of_parts)).items():
+            for key, value in unpacked.load(2 + choose_part(number_of_parts)).items():
                 (args if isinstance(key, int) else kwargs)[key] = value
+        _forget_command()
         return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
         _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in _earlier_threads)
@@ -217,24 +208,14 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
             os.close(fd)
 
 
-def _load(unpacked: Unpacked, number: int) -> Any:
-    """Load the call or a part, and give the rank what goes along with it."""
-    content, (names, rest) = unpacked.load(number)
-    while names:
-        vars(sys.modules["__main__"]).update(names)
-        caller_definitions.update(names)
-        names, rest = rest
-    if "linecache" in sys.modules:  # newer Pythons put the interpreter's own `-c` command there
+def _forget_command() -> None:
+    """Newer Pythons put the interpreter's own `-c` command into linecache."""
+    if "linecache" in sys.modules:
         import linecache  # waits for a thread that is just importing it
 
         linecache.cache.pop("<string>", None)
         # the same in Python 3.14 and newer, by the name, the function and the first line of the code
         getattr(linecache, "_interactive_cache", {}).pop(("<string>", "<module>", 1), None)
-    if rest:  # source lines of notebook cells and programs on stdin
-        from mpwatch.wire.exceptions import source_lines
-
-        source_lines.add_to_linecache(rest)
-    return content
 
 
 def is_unpacking(thread: threading.Thread) -> bool:

@@ -1,0 +1,217 @@
+"""A definition is a function, a class or another named object that travels by value. This is how a process gets one.
+
+    [ make: empty, but one can refer to it ][ fill: the contents that it has in the sender ][ put: its name in its module ]
+
+Nothing that has made a definition runs again: no decorator, no metaclass, no `__set_name__`. So nothing is lost of what they
+have done, whatever arguments they had. Definitions can refer to each other, since all are made before one is filled. And
+plain pickle, torch.save and the workers of a DataLoader find them in `__main__`.
+
+pickler.py has the sender's half. This half imports little, because each rank of a script needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
+
+    Place = tuple[dict[str, Any], str, object]  # a namespace, a name in it, and what this name means there
+
+received: dict[str, object] = {}  # in a rank: what has come from the caller's `__main__`, by name
+# The identity of a definition in all processes: what is sent back is the object that was sent.
+_ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_by_id: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_unfilled: set[int] = set()  # ids of objects between make and fill
+
+
+def get_id(thing: Any) -> str | None:
+    """Return the id of a definition, or None if it cannot have one."""
+    try:
+        if thing not in _ids:
+            import uuid
+
+            _remember(uuid.uuid4().hex, thing)
+        return _ids[thing]
+    except TypeError:  # it has no hash, or no weak reference
+        return None
+
+
+def _remember(number: str | None, thing: Any) -> None:
+    if number is not None:
+        _ids[thing] = number
+        _by_id[number] = thing
+
+
+def get_namespace(name: str) -> dict[str, Any]:
+    """Return the globals of a module that does not exist outside the programs that have made it, such as `__main__`."""
+    if name not in sys.modules:
+        sys.modules[name] = ModuleType(name)
+    return vars(sys.modules[name])
+
+
+def make_module(name: str) -> ModuleType:
+    get_namespace(name)
+    return sys.modules[name]
+
+
+def fill_module(module: ModuleType, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+
+
+def _put(used: dict[str, Any], namespace: dict[str, Any], place: Place | None) -> None:
+    namespace.update(used)
+    if place is not None:
+        home, name, thing = place
+        home[name] = thing
+        if home is vars(sys.modules["__main__"]):
+            received[name] = thing
+
+
+# --- Functions
+
+
+def make_cell() -> CellType:
+    return CellType()
+
+
+def fill_cell(cell: CellType, content: tuple[object]) -> None:
+    (cell.cell_contents,) = content
+
+
+def make_function(code: Any, namespace: dict[str, Any], closure: Any) -> FunctionType:
+    return FunctionType(code, namespace, code.co_name, None, closure)
+
+
+def fill_function(fn: FunctionType, state: Any) -> None:
+    attributes, own, used, place, _ = state  # the last are modules, which had to be imported
+    for name, value in attributes.items():
+        setattr(fn, name, value)
+    vars(fn).update(own)
+    _put(used, fn.__globals__, place)
+
+
+def make_code(make: Callable[..., Any], args: tuple[Any, ...], sources: dict[str, str]) -> Any:
+    """Make code whose source is in no file, such as that of a notebook cell."""
+    from mpwatch.wire.exceptions import source_lines
+
+    source_lines.add_to_linecache(sources)
+    return make(*args)
+
+
+# --- Classes
+
+
+def make_class(number: str | None, meta: Any, name: str, bases: tuple[Any, ...], body: dict[str, Any], options: Any) -> Any:
+    cls = None if number is None else _by_id.get(number)
+    if cls is None:
+        hidden = list(_hide_hooks(bases))
+        try:
+            cls = _get_constructor(meta)(meta, name, bases, body, **options)
+        finally:
+            for base, hook in hidden:
+                type.__setattr__(base, "__init_subclass__", hook)
+        if hasattr(meta, "register"):
+            from abc import ABCMeta
+
+            if issubclass(meta, ABCMeta):
+                from _abc import _abc_init
+
+                _abc_init(cls)
+        _remember(number, cls)
+        _unfilled.add(id(cls))
+    return cls
+
+
+def _get_constructor(meta: Any) -> Any:
+    """Return `type.__new__`, or that of a metaclass in C. The ones in Python did their work in the sender."""
+    news = (vars(base).get("__new__") for base in meta.__mro__)
+    return next(new for new in news if isinstance(new, BuiltinFunctionType))
+
+
+def _hide_hooks(bases: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    """Let no `__init_subclass__` run: it needs the class with its contents, and the keywords of the class statement."""
+    for base in {base for each in bases for base in each.__mro__}:
+        hook = vars(base).get("__init_subclass__")
+        if hook is not None:
+            try:
+                type.__setattr__(base, "__init_subclass__", classmethod(lambda *_, **__: None))
+            except TypeError:  # the class is of C, as `object`
+                continue
+            yield base, hook
+
+
+def fill_class(cls: Any, state: Any) -> None:
+    attributes, registered, hook_keywords, used, namespace, place, overwrite = state
+    is_new = id(cls) in _unfilled
+    if is_new or overwrite:
+        _unfilled.discard(id(cls))
+        _set_attributes(cls, attributes)
+        for each in registered:
+            cls.register(each)
+        if is_new and hook_keywords is not None:
+            super(cls, cls).__init_subclass__(**hook_keywords)  # the base may have a registry in its module
+            _set_attributes(cls, attributes)
+        _put(used, namespace, place)
+
+
+def _set_attributes(cls: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        type.__setattr__(cls, name, value)
+
+
+# --- Other named objects
+
+
+def make_member(cls: Any, name: str, base: Any, args: tuple[Any, ...]) -> Any:
+    """Make a member of an Enum that travels by value."""
+    members = vars(cls).get("_member_map_", {})
+    return members[name] if name in members else base.__new__(cls, *args)
+
+
+def fill_member(member: Any, state: dict[str, Any]) -> None:
+    vars(member).update(state)
+
+
+def make_named(number: str | None, make: Callable[..., Any], *args: Any) -> Any:
+    thing = _by_id.get(number) if number is not None else None
+    if thing is None:
+        thing = make(*args)
+        _remember(number, thing)
+    return thing
+
+
+def fill_named(thing: Any, state: Any) -> None:
+    own, used, namespace, place = state
+    if own:
+        for name, value in own.items():
+            setattr(thing, name, value)
+    _put(used, namespace, place)
+
+
+def call(make: Callable[..., Any], args: Iterable[Any], options: dict[str, Any]) -> Any:
+    return make(*args, **options)
+
+
+def make_cached(fn: Any, parameters: dict[str, Any]) -> Any:
+    return lru_cache(**parameters)(fn)
+
+
+def make_context_var(name: str, default: tuple[Any, ...], value: tuple[Any, ...]) -> Any:
+    from contextvars import ContextVar
+
+    var: Any = ContextVar(name, default=default[0]) if default else ContextVar(name)
+    if value and value != default:
+        var.set(value[0])
+    return var
+
+
+def make_dead_reference() -> Any:
+    from weakref import ref
+
+    return ref(ModuleType(""))
