@@ -654,7 +654,7 @@ def ask():
         except pydantic.ValidationError as error:
             errors.append(error.errors(include_url=False)[0]["type"])
     return (
-        model.model_dump(), model._hidden, Sub(names=["z"]).model_dump(), errors, Reply[int](data="3").data, sorted(Model.model_json_schema()["properties"]),
+        model.model_dump(), model._hidden, Sub(names=["z"]).model_dump(), errors, Reply[int](data="3").data, sorted(Inner.model_json_schema()["properties"]),
         repr(TypeAdapter(Plain).validate_python({})), repr(TypeAdapter(list[Inner]).validate_python([{}])), Model.model_validate_json('{"names": ["q"]}').names,
         type(model.inner) is Inner,
     )
@@ -729,7 +729,10 @@ def ask():
     return net(torch.ones(2)).tolist(), net.layer is net.tied, x.grad.tolist(), list(net.state_dict()), type(torch.ones(1).as_subclass(Named)).__name__, str(net)
 """,
     "torch.compile": """
+import warnings
 import torch
+
+warnings.simplefilter("ignore")  # inductor uses what torch has deprecated
 
 @torch.compile(backend="eager", fullgraph=True)
 def add(x):

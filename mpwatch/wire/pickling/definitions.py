@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, WrapperDescriptorType
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 TYPE_CHECKING = False
@@ -96,12 +96,12 @@ def fill_function(fn: FunctionType, state: Any) -> None:
     _put(used, fn.__globals__, place)
 
 
-def make_code(make: Callable[..., Any], args: tuple[Any, ...], sources: dict[str, str]) -> Any:
+def make_code(args: Any, sources: dict[str, str]) -> CodeType:
     """Make code whose source is in no file, such as that of a notebook cell."""
     from mpwatch.wire.exceptions import source_lines
 
     source_lines.add_to_linecache(sources)
-    return make(*args)
+    return CodeType(*args)
 
 
 # --- Classes
@@ -110,9 +110,10 @@ def make_code(make: Callable[..., Any], args: tuple[Any, ...], sources: dict[str
 def make_class(number: str | None, meta: Any, name: str, bases: tuple[Any, ...], body: dict[str, Any], options: Any) -> Any:
     cls = None if number is None else _by_id.get(number)
     if cls is None:
+        meta = meta or type(bases[0])
         hidden = list(_hide_hooks(bases))
         try:
-            cls = _get_constructor(meta)(meta, name, bases, body, **options)
+            cls = _find_in_c(meta, "__new__")(meta, name, bases, body, **options)
         finally:
             for base, hook in hidden:
                 type.__setattr__(base, "__init_subclass__", hook)
@@ -128,10 +129,10 @@ def make_class(number: str | None, meta: Any, name: str, bases: tuple[Any, ...],
     return cls
 
 
-def _get_constructor(meta: Any) -> Any:
-    """Return `type.__new__`, or that of a metaclass in C. The ones in Python did their work in the sender."""
-    news = (vars(base).get("__new__") for base in meta.__mro__)
-    return next(new for new in news if isinstance(new, BuiltinFunctionType))
+def _find_in_c(meta: Any, name: str) -> Any:
+    """Return a method of `type`, or of a metaclass in C. The metaclasses in Python did their work in the sender."""
+    methods = (vars(base).get(name) for base in meta.__mro__)
+    return next(method for method in methods if isinstance(method, BuiltinFunctionType | WrapperDescriptorType))
 
 
 def _hide_hooks(bases: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
@@ -161,8 +162,9 @@ def fill_class(cls: Any, state: Any) -> None:
 
 
 def _set_attributes(cls: Any, attributes: dict[str, Any]) -> None:
+    set_attribute = _find_in_c(type(cls), "__setattr__")
     for name, value in attributes.items():
-        type.__setattr__(cls, name, value)
+        set_attribute(cls, name, value)
 
 
 # --- Other named objects

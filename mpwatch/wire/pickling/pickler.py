@@ -16,6 +16,7 @@ import inspect
 import re
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -23,7 +24,7 @@ from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
 from pickle import PickleBuffer
-from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, ForwardRef, ParamSpec, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
@@ -49,6 +50,7 @@ FUNCTION_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__d
 _NUMBERS = ("argcount", "posonlyargcount", "kwonlyargcount", "nlocals", "stacksize", "flags", "code", "consts", "names")
 _TEXTS = ("varnames", "filename", "name", "qualname", "firstlineno", "linetable", "exceptiontable", "freevars", "cellvars")
 GET_CODE_ARGS = attrgetter(*(f"co_{name}" for name in (*_NUMBERS, *_TEXTS)))  # in the order of the arguments of CodeType
+HEAP_TYPE = 1 << 9  # in `type.__flags__`: not a class of C
 EMPTY_CELL = CellType()
 
 
@@ -92,6 +94,8 @@ class Pickler(cloudpickle.Pickler):
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
+        if issubclass(kind, threading.local):
+            return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
         return self._reduce_object(obj)
 
     # --- Where a definition belongs
@@ -99,7 +103,7 @@ class Pickler(cloudpickle.Pickler):
     def _is_named(self, obj: Any, name: str | None = None) -> bool:
         """Return whether the receiver has this function, class or other named object."""
         name = name or _name_of(obj)
-        if obj.__module__ == "__main__":
+        if getattr(obj, "__module__", None) == "__main__":
             top, found = _resolve(self.main, name)
             return found is obj and top in self.by_name and self.main[top] is self.by_name[top]
         found = internals._lookup_module_and_qualname(obj, name)
@@ -107,7 +111,7 @@ class Pickler(cloudpickle.Pickler):
 
     def _find_place(self, obj: Any, name: str | None = None) -> Any:
         """Return where a rank puts the object. Of `Outer.Inner` it puts `Outer`."""
-        home = sys.modules.get(obj.__module__) if self.is_call else None
+        home = _module_of(obj) if self.is_call else None
         if home is None or not _travels(home):
             return None
         top, found = _resolve(vars(home), name or _name_of(obj))
@@ -165,11 +169,13 @@ class Pickler(cloudpickle.Pickler):
         module = _find_defining_module(cls)
         if module is not None:
             return getattr, (module, cls.__qualname__)
+        if not cls.__flags__ & HEAP_TYPE:
+            return NotImplemented
         attributes = {
             name: value
             for name, value in vars(cls).items()
-            # slots, `__dict__` and `__weakref__` are made with the class
-            if not (isinstance(value, MemberDescriptorType | GetSetDescriptorType) and value.__objclass__ is cls)
+            # made with the class: slots, `__dict__` and `__weakref__`, and the fields of ctypes
+            if getattr(value, "__objclass__", None) is not cls and type(value).__name__ != "CField"
         }
         body = {name: attributes.pop(name) for name in CLASS_BODY if name in attributes}
         body["__qualname__"] = cls.__qualname__
@@ -190,7 +196,11 @@ class Pickler(cloudpickle.Pickler):
         place = self._find_place(cls)
         hook = _find_hook_keywords(cls)
         state = attributes, registered, hook, used, self._get_namespace(home) if used else {}, place, self.is_call
-        args = get_id(cls), type(cls), cls.__name__, cls.__bases__, body, {}
+        options: dict[str, Any] = {}
+        if hasattr(cls, "__struct_config__"):
+            options = _describe_struct(cls, body, attributes)
+        meta = None if type(cls) is type(cls.__bases__[0]) else type(cls)
+        args = get_id(cls), meta, cls.__name__, cls.__bases__, body, options
         return definitions.make_class, args, state, None, None, definitions.fill_class
 
     # --- Other objects
@@ -199,14 +209,14 @@ class Pickler(cloudpickle.Pickler):
         """Ask the object. If it answers with a name, or is nothing but a name of a module, see whether a rank has the name."""
         reduced = obj.__reduce_ex__(5)
         if isinstance(reduced, str):
-            module = sys.modules.get(obj.__module__)
+            module = _module_of(obj)
             if self._is_named(obj, reduced) or not (type(obj) in REDUCE_NAMED or (module and _travels(module))):
                 return reduced
             make, args, own = REDUCE_NAMED.get(type(obj), _reduce_plainly)(obj)
             state = own, {}, {}, self._find_place(obj, reduced)
             return definitions.make_named, (get_id(obj), make, *args), state, None, None, definitions.fill_named
         if reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1 and not any(reduced[2:]):  # type: ignore[attr-defined]
-            module = sys.modules.get(type(obj).__module__)
+            module = _module_of(type(obj))
             if module is not None and not _travels(module):
                 for name, value in vars(module).items():
                     if value is obj:  # dataclasses.MISSING, for example
@@ -264,6 +274,10 @@ def _reduce_stand_in(obj: Any) -> Any:
 # --- Names
 
 
+def _module_of(obj: Any) -> Any:
+    return sys.modules.get(getattr(obj, "__module__", None))  # type: ignore[arg-type]
+
+
 def _name_of(obj: Any) -> str:
     return getattr(obj, "__qualname__", None) or getattr(obj, "__name__", "")
 
@@ -280,7 +294,7 @@ def _resolve(names: dict[str, Any], name: str) -> tuple[str, Any]:
 def _find_defining_module(cls: type) -> ModuleType | None:
     """Find the module of a class whose `__module__` is wrong: that of pytest's Skipped is "builtins"."""
     for base in cls.__mro__[1:]:
-        module = sys.modules.get(base.__module__)
+        module = _module_of(base)
         # with vars(), since getattr() could make a module load something
         if module is not None and not _travels(module) and vars(module).get(cls.__qualname__) is cls:
             return module
@@ -345,10 +359,26 @@ def _is_type(value: object) -> bool:
     return isinstance(value, type | FunctionType | ModuleType) or type(value).__module__ in TYPING_MODULES
 
 
+def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a class of msgspec, whose metaclass is in C, and needs its fields when it makes the class."""
+    import msgspec
+
+    del body["__slots__"]
+    body["__annotations__"] = annotations = attributes.get("__annotations__", {})
+    for each in msgspec.structs.fields(cls):
+        if each.name in annotations:
+            body[each.name] = msgspec.field(default=each.default, default_factory=each.default_factory, name=each.encode_name)
+    for name in [name for name in attributes if name.startswith(("__struct_", "__match_args__"))]:
+        del attributes[name]
+    keyword_only = inspect.signature(cls).parameters.values()
+    config = {name: getattr(cls.__struct_config__, name) for name in dir(cls.__struct_config__) if not name.startswith("_")}
+    return {**config, "kw_only": all(each.kind is each.KEYWORD_ONLY for each in keyword_only if each.name in annotations)}
+
+
 def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
     """Return the keywords of the class statement if the rank has an `__init_subclass__` of a module, which may register it."""
     base = next(base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base))
-    module = sys.modules.get(base.__module__)
+    module = _module_of(base)
     if module is None or _travels(module) or module.__name__.partition(".")[0] in sys.stdlib_module_names:
         return None
     try:

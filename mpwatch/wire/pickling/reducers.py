@@ -59,7 +59,7 @@ def get_table(*, for_call: bool = False) -> Reducers:
 
 
 def _get_loaded() -> tuple[bool, ...]:
-    return "torch.storage" in sys.modules, "numpy" in sys.modules
+    return "torch.storage" in sys.modules, "numpy" in sys.modules, "msgspec" in sys.modules
 
 
 def _is_of_torch(cls: type) -> bool:
@@ -68,7 +68,11 @@ def _is_of_torch(cls: type) -> bool:
 
 def _make_library_reducers(loaded: tuple[bool, ...], shared: Reducers) -> dict[type, Callable[[Any], Any]]:
     table: dict[type, Callable[[Any], Any]] = {}
-    has_torch, _ = loaded
+    has_torch, has_numpy, has_msgspec = loaded
+    if has_msgspec:
+        import msgspec
+
+        table[type(msgspec.field())] = _reduce_struct_field
     if has_torch:
         import torch
 
@@ -117,6 +121,11 @@ def _reduce_context_var(var: ContextVar[Any]) -> Reduced:
         except LookupError:
             found.append(())
     return definitions.make_context_var, (var.name, *found)
+
+
+def _reduce_struct_field(field: Any) -> Reduced:
+    options = {name: getattr(field, name) for name in ("default", "default_factory", "name")}
+    return definitions.call, (type(field), (), options)
 
 
 OBJECTS: Reducers = {
