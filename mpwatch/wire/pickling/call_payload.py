@@ -17,6 +17,7 @@ import sys
 import threading
 from weakref import WeakSet
 
+from mpwatch.wire.pickling import main_module
 from mpwatch.wire.pickling.packed import Discarded, Packed, Unpacked, map_packed
 
 TYPE_CHECKING = False
@@ -130,12 +131,11 @@ class _SpawnPopenStub:
 
 def pack(call: Call) -> Payload:
     """Pickle a call. Raises OSError, and every exception that pickling raises."""
-    main: Any = sys.modules["__main__"]
     payload = Payload()
     try:
         with _SpawnPopenStub(payload.duplicate_fd):
             pickler = _make_pickler(payload)
-            pickler.dump(_describe_main(main))
+            pickler.dump(main_module.describe())
             payload.end_pickle()
             about = (call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout)
             for content in (about, *call.parts):
@@ -161,19 +161,6 @@ def _make_pickler(packed: Packed | Discarded) -> Pickler:
     return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
-def _describe_main(main: Any) -> dict[str, Any]:
-    """Return the attributes with which the workers of a DataLoader find the script of the program."""
-    about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name is not None:
-        about["spec"] = spec.name
-    path = getattr(main, "__file__", None)
-    # A DataLoader worker fails if it cannot read this file. '<stdin>' is no file.
-    if path is not None and os.path.exists(path):
-        about["__file__"] = os.path.abspath(path)
-    return about
-
-
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
     """In a rank: load a call, and close the call's descriptors.
 
@@ -192,7 +179,7 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
     try:
         _received_fds[:] = fds if body else fds[1:]
         unpacked = Unpacked(body or map_packed(fds[0]))
-        _set_up_main(sys.modules["__main__"], unpacked.load(0))
+        main_module.set_up(unpacked.load(0))
         fn, args, kwargs, backend, process_group_version, backend_timeout = unpacked.load(1)
         if number_of_parts := len(unpacked) - 2:
             args = list(args)
@@ -223,12 +210,3 @@ def is_unpacking(thread: threading.Thread) -> bool:
     if thread in _threads_of_imports:
         return True
     return _earlier_threads is not None and (thread is threading.main_thread() or thread not in _earlier_threads)
-
-
-def _set_up_main(main: Any, about: dict[str, Any]) -> None:
-    spec = about.pop("spec", None)
-    if spec is not None:
-        from importlib.machinery import ModuleSpec
-
-        about["__spec__"] = ModuleSpec(spec, None)
-    vars(main).update(about)

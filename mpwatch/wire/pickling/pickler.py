@@ -191,7 +191,7 @@ class Pickler(cloudpickle.Pickler):
             attributes["__annotations__"] = annotations
         for name in ("__annotate_func__", "__annotations_cache__"):
             attributes.pop(name, None)
-        home = vars(sys.modules.get(cls.__module__, sys))
+        home = getattr(_module_of(cls), "__dict__", {})
         used = self._find_used(home, {}, _iterate_texts(annotations))
         place = self._find_place(cls)
         hook = _find_hook_keywords(cls)
