@@ -63,19 +63,19 @@ def _explain_failure(parts: Iterable[tuple[str, Any]], error: Exception) -> str:
     if is_resource_shortage(error):  # no argument is to blame, and each one that is tried now would fail, too
         return with_remedy("the call could not be packed", error)
     for name, value in parts:
-        if not _can_be_sent(value):
+        if _find_reason(value) is not None:
             path, part = unpicklable.find_unpicklable(name, value, probe)
-            kind = f"{type(part).__module__}.{type(part).__qualname__}"
+            kind, reason = f"{type(part).__module__}.{type(part).__qualname__}", _find_reason(part) or error
             return (
-                f"{path}, a {kind}, which cannot be sent to the ranks ({type(error).__name__}: {error}); "
+                f"{path}, a {kind}, which cannot be sent to the ranks ({type(reason).__name__}: {reason}); "
                 "create it inside the function, or pass what it is made from"
             )
     return f"the call cannot be sent to the ranks: {type(error).__name__}: {error}"
 
 
-def _can_be_sent(value: Any) -> bool:
+def _find_reason(value: Any) -> Exception | None:
     try:
         probe(value)
-    except Exception:  # noqa: BLE001  any failure means no
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001  pickling runs code of the user
+        return error
+    return None

@@ -176,8 +176,8 @@ def make_member(cls: Any, name: str, base: Any, args: tuple[Any, ...]) -> Any:
     return members[name] if name in members else base.__new__(cls, *args)
 
 
-def fill_member(member: Any, state: dict[str, Any]) -> None:
-    vars(member).update(state)
+def fill_attributes(thing: Any, state: dict[str, Any]) -> None:
+    vars(thing).update(state)
 
 
 def make_named(number: str | None, make: Callable[..., Any], *args: Any) -> Any:

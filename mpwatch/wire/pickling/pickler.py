@@ -94,6 +94,10 @@ class Pickler(cloudpickle.Pickler):
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
+        if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
+            from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
+
+            return reduce_subclass(obj)
         if issubclass(kind, threading.local):
             return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
         return self._reduce_object(obj)
@@ -404,7 +408,7 @@ def _reduce_member(member: Any) -> Reduced:
     make, args, *_ = object.__reduce_ex__(member, 5)
     args = args if make is not copyreg.__newobj__ else args[1:]  # type: ignore[attr-defined]
     state = vars(member)
-    return definitions.make_member, (cls, member._name_, cls._member_type_, args), state, None, None, definitions.fill_member
+    return definitions.make_member, (cls, member._name_, cls._member_type_, args), state, None, None, definitions.fill_attributes
 
 
 def _reduce_type_variable(variable: Any) -> Reduced:

@@ -59,7 +59,7 @@ def get_table(*, for_call: bool = False) -> Reducers:
 
 
 def _get_loaded() -> tuple[bool, ...]:
-    return "torch.storage" in sys.modules, "numpy" in sys.modules, "msgspec" in sys.modules
+    return tuple(name in sys.modules for name in ("torch.storage", "numpy", "numpy.ma", "msgspec"))
 
 
 def _is_of_torch(cls: type) -> bool:
@@ -68,7 +68,15 @@ def _is_of_torch(cls: type) -> bool:
 
 def _make_library_reducers(loaded: tuple[bool, ...], shared: Reducers) -> dict[type, Callable[[Any], Any]]:
     table: dict[type, Callable[[Any], Any]] = {}
-    has_torch, has_numpy, has_msgspec = loaded
+    has_torch, has_numpy, has_masked_arrays, has_msgspec = loaded
+    if has_numpy:
+        import numpy as np
+
+        from mpwatch.wire.pickling import numpy_arrays
+
+        table |= {np.ndarray: numpy_arrays.reduce_array, np.memmap: numpy_arrays.reduce_memmap}
+        if has_masked_arrays:
+            table[np.ma.MaskedArray] = numpy_arrays.reduce_masked
     if has_msgspec:
         import msgspec
 
