@@ -114,6 +114,7 @@ def make_class(number: str | None, meta: Any, name: str, bases: tuple[Any, ...],
         hidden = list(_hide_hooks(bases))
         try:
             cls = _find_in_c(meta, "__new__")(meta, name, bases, body, **options)
+            _find_in_c(meta, "__init__")(cls, name, bases, body)
         finally:
             for base, hook in hidden:
                 type.__setattr__(base, "__init_subclass__", hook)

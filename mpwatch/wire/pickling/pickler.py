@@ -24,7 +24,7 @@ from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
 from pickle import PickleBuffer
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any, ForwardRef, ParamSpec, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
@@ -50,6 +50,7 @@ FUNCTION_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__d
 _NUMBERS = ("argcount", "posonlyargcount", "kwonlyargcount", "nlocals", "stacksize", "flags", "code", "consts", "names")
 _TEXTS = ("varnames", "filename", "name", "qualname", "firstlineno", "linetable", "exceptiontable", "freevars", "cellvars")
 GET_CODE_ARGS = attrgetter(*(f"co_{name}" for name in (*_NUMBERS, *_TEXTS)))  # in the order of the arguments of CodeType
+MADE_WITH_CLASS = MemberDescriptorType | GetSetDescriptorType
 HEAP_TYPE = 1 << 9  # in `type.__flags__`: not a class of C
 EMPTY_CELL = CellType()
 
@@ -179,7 +180,7 @@ class Pickler(cloudpickle.Pickler):
             name: value
             for name, value in vars(cls).items()
             # made with the class: slots, `__dict__` and `__weakref__`, and the fields of ctypes
-            if getattr(value, "__objclass__", None) is not cls and type(value).__name__ != "CField"
+            if not (isinstance(value, MADE_WITH_CLASS) and value.__objclass__ is cls) and type(value).__name__ != "CField"
         }
         body = {name: attributes.pop(name) for name in CLASS_BODY if name in attributes}
         body["__qualname__"] = cls.__qualname__
