@@ -197,8 +197,10 @@ def fill_named(thing: Any, state: Any) -> None:
     _put(used, namespace, place)
 
 
-def call(make: Callable[..., Any], args: Iterable[Any], options: dict[str, Any]) -> Any:
-    return make(*args, **options)
+def call_in(module: str, make: Callable[..., Any], args: Iterable[Any], options: dict[str, Any]) -> Any:
+    """Call `make` as code of this module does: a type variable takes its `__module__` from its caller."""
+    names = {"__name__": module, "make": make, "args": args, "options": options}
+    return eval("make(*args, **options)", names)  # noqa: S307  the text is a constant
 
 
 def make_cached(fn: Any, parameters: dict[str, Any]) -> Any:

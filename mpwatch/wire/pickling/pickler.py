@@ -419,17 +419,17 @@ def _reduce_type_variable(variable: Any) -> Reduced:
     if sys.version_info >= (3, 13) and variable.has_default():
         options["default"] = variable.__default__
     constraints = getattr(variable, "__constraints__", ())
-    return definitions.call, (type(variable), (variable.__name__, *constraints), options), {"__module__": variable.__module__}
+    return definitions.call_in, (variable.__module__, type(variable), (variable.__name__, *constraints), options), {}
 
 
 def _reduce_tuple_variable(variable: Any) -> Reduced:
     options = {"default": variable.__default__} if sys.version_info >= (3, 13) and variable.has_default() else {}
-    return definitions.call, (type(variable), (variable.__name__,), options), {"__module__": variable.__module__}
+    return definitions.call_in, (variable.__module__, type(variable), (variable.__name__,), options), {}
 
 
 def _reduce_alias(alias: Any) -> Reduced:
     options = {"type_params": alias.__type_params__}
-    return definitions.call, (type(alias), (alias.__name__, alias.__value__), options), {}
+    return definitions.call_in, (alias.__module__, type(alias), (alias.__name__, alias.__value__), options), {}
 
 
 def _reduce_cached(fn: Any) -> Reduced:

@@ -133,7 +133,7 @@ def _reduce_context_var(var: ContextVar[Any]) -> Reduced:
 
 def _reduce_struct_field(field: Any) -> Reduced:
     options = {name: getattr(field, name) for name in ("default", "default_factory", "name")}
-    return definitions.call, (type(field), (), options)
+    return definitions.call_in, ("", type(field), (), options)
 
 
 OBJECTS: Reducers = {
