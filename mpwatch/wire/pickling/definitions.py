@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     Place = tuple[dict[str, Any], str, object]  # a namespace, a name in it, and what this name means there
 
+FUNCTION_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
+FUNCTION_ATTRIBUTES += ("__type_params__",) if sys.version_info >= (3, 12) else ()
 received: dict[str, object] = {}  # in a rank: what has come from the caller's `__main__`, by name
 # The identity of a definition in all processes: what is sent back is the object that was sent.
 _ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -89,18 +91,20 @@ def make_function(code: Any, namespace: dict[str, Any], closure: Any) -> Functio
 
 
 def fill_function(fn: FunctionType, state: Any) -> None:
-    attributes, own, used, place, _ = state  # the last are modules, which had to be imported
-    for name, value in attributes.items():
+    attributes, annotations, own, used, place, _ = state  # the last are modules, which had to be imported
+    fn.__annotations__ = annotations
+    for name, value in zip(FUNCTION_ATTRIBUTES, attributes, strict=True):
         setattr(fn, name, value)
     vars(fn).update(own)
     _put(used, fn.__globals__, place)
 
 
 def make_code(args: Any, sources: dict[str, str]) -> CodeType:
-    """Make code whose source is in no file, such as that of a notebook cell."""
-    from mpwatch.wire.exceptions import source_lines
+    """Make code. `sources` has its file if this is on no disk, such as a notebook cell."""
+    if sources:
+        from mpwatch.wire.exceptions import source_lines
 
-    source_lines.add_to_linecache(sources)
+        source_lines.add_to_linecache(sources)
     return CodeType(*args)
 
 

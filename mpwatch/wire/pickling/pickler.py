@@ -45,8 +45,7 @@ GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD
 READERS_OF_NAMES = {"globals", "eval", "exec"}
 TYPING_MODULES = {"typing", "types", "typing_extensions"}
 CLASS_BODY = ("__module__", "__slots__", "__firstlineno__")  # what the class is made with
-TYPE_PARAMETERS = ("__type_params__",) if sys.version_info >= (3, 12) else ()
-FUNCTION_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__", *TYPE_PARAMETERS)
+GET_ATTRIBUTES = attrgetter(*definitions.FUNCTION_ATTRIBUTES)
 _NUMBERS = ("argcount", "posonlyargcount", "kwonlyargcount", "nlocals", "stacksize", "flags", "code", "consts", "names")
 _TEXTS = ("varnames", "filename", "name", "qualname", "firstlineno", "linetable", "exceptiontable", "freevars", "cellvars")
 GET_CODE_ARGS = attrgetter(*(f"co_{name}" for name in (*_NUMBERS, *_TEXTS)))  # in the order of the arguments of CodeType
@@ -79,14 +78,15 @@ class Pickler(cloudpickle.Pickler):
         self.main = vars(sys.modules["__main__"])
         self.by_name = {} if is_call else definitions.received
         self.namespaces: dict[int, Any] = {}  # what stands for the globals of a module, by id
-        self.sources: dict[str, Any] = {}
+        self.sources: dict[str, dict[str, str]] = {}  # of the files of code
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if issubclass(kind, type):
             return self._reduce_class(obj)
         if kind is FunctionType:
-            return NotImplemented if self._is_named(obj) else self._reduce_function(obj)
+            is_named = obj.__globals__ is vars(definitions) or self._is_named(obj)
+            return NotImplemented if is_named else self._reduce_function(obj)
         if kind is CodeType:
             return self._reduce_code(obj)
         if kind in self.dispatch_table:
@@ -150,19 +150,16 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_function(self, fn: FunctionType) -> Reduced:
         annotations = _get_annotations(fn)
-        attributes = {"__annotations__": annotations, **{name: getattr(fn, name) for name in FUNCTION_ATTRIBUTES}}
         used = self._find_used(fn.__globals__, _find_global_names(fn.__code__), _iterate_texts(annotations))
-        state = attributes, vars(fn), used, self._find_place(fn), _find_submodules(fn, used)
+        state = GET_ATTRIBUTES(fn), annotations, vars(fn), used, self._find_place(fn), _find_submodules(fn, used)
         args = fn.__code__, self._get_namespace(fn.__globals__), fn.__closure__
         return definitions.make_function, args, state, None, None, definitions.fill_function
 
     def _reduce_code(self, code: CodeType) -> Reduced:
         name = code.co_filename
         if name not in self.sources:
-            found = source_lines.collect_for_code([code])
-            self.sources[name] = (found,) if found else ()
-        args = GET_CODE_ARGS(code)
-        return (definitions.make_code, (args, *self.sources[name])) if self.sources[name] else (CodeType, args)
+            self.sources[name] = source_lines.collect_for_code([code])
+        return definitions.make_code, (GET_CODE_ARGS(code), self.sources[name])
 
     # --- Classes
 
