@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
     Place = tuple[dict[str, Any], str, object]  # a namespace, a name in it, and what this name means there
 
-FUNCTION_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
+FUNCTION_ATTRIBUTES: tuple[str, ...] = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+)
 FUNCTION_ATTRIBUTES += ("__type_params__",) if sys.version_info >= (3, 12) else ()
 received: dict[str, object] = {}  # in a rank: what has come from the caller's `__main__`, by name
 # The identity of a definition in all processes: what is sent back is the object that was sent.
@@ -111,7 +118,7 @@ def make_code(args: Any, sources: dict[str, str]) -> CodeType:
 # --- Classes
 
 
-def make_class(number: str | None, meta: Any, name: str, bases: tuple[Any, ...], body: dict[str, Any], options: Any) -> Any:
+def make_class(number: str | None, meta: Any, name: str, bases: Any, body: dict[str, Any], options: Any) -> Any:  # noqa: PLR0917
     cls = None if number is None else _by_id.get(number)
     if cls is None:
         meta = meta or type(bases[0])
@@ -126,7 +133,7 @@ def make_class(number: str | None, meta: Any, name: str, bases: tuple[Any, ...],
             from abc import ABCMeta
 
             if issubclass(meta, ABCMeta):
-                from _abc import _abc_init
+                from _abc import _abc_init  # type: ignore[import-not-found]
 
                 _abc_init(cls)
         _remember(number, cls)

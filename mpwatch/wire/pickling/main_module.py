@@ -43,9 +43,9 @@ def set_up(about: dict[str, Any]) -> None:
     """In a rank or in a process that it has spawned: set up `__main__`, and find the same modules as the caller."""
     files = about.pop("files", None)
     if files:
-        _Finder.files.update(files)
-        if _Finder not in sys.meta_path:
-            sys.meta_path.append(_Finder)
+        _finder.files.update(files)
+        if _finder not in sys.meta_path:
+            sys.meta_path.append(_finder)
     if (spec := about.pop("spec", None)) is not None:
         from importlib.machinery import ModuleSpec
 
@@ -94,18 +94,21 @@ def _find_own_file(name: str, module: Any, folders: set[str]) -> tuple[str, Any]
 class _Finder:
     """Finds a module that nothing else finds."""
 
-    files: Files = {}
+    def __init__(self) -> None:
+        self.files: Files = {}
 
-    @classmethod
-    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name not in cls.files:
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name not in self.files:
             return None
         from importlib.util import spec_from_file_location, spec_from_loader
 
-        file, folders = cls.files[name]
+        file, folders = self.files[name]
         if file is None:
             return spec_from_loader(name, None, is_package=True)
         return spec_from_file_location(name, file, submodule_search_locations=folders)
+
+
+_finder: Any = _Finder()  # in a rank
 
 
 # --- Processes that a rank spawns

@@ -47,5 +47,5 @@ def _rebuild_subclass(array: Any, cls: Any) -> Any:
     return array.view(cls)
 
 
-def _rebuild_masked(data: Any, mask: Any, fill_value: Any, is_hard: bool) -> Any:  # noqa: FBT001
+def _rebuild_masked(data: Any, mask: Any, fill_value: Any, is_hard: bool) -> Any:
     return np.ma.MaskedArray(data, mask, fill_value=fill_value, hard_mask=is_hard)

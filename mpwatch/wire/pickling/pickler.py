@@ -4,8 +4,9 @@ What a fresh process cannot import travels by value: functions, classes, type va
 scopes, and of modules that have no file. What a rank sends back of the caller's `__main__` is only named, so that the caller
 gets its own functions and classes.
 
-cloudpickle makes a class again. That loses keywords of the class, attributes of Enum members, and attributes that are equal
-to those of a base; and it copies the globals of other modules into wrappers of decorators (cloudpickle issues 533, 386, 430).
+cloudpickle makes a class again. That loses keywords of the class, attributes of Enum members, and attributes that equal
+those of a base. It copies the globals of other modules into wrappers of decorators. And if an object answers with a name in
+`__main__`, it supposes that the receiver has this name.
 """
 
 import abc
@@ -17,15 +18,15 @@ import re
 import sys
 import textwrap
 import threading
+import typing
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
 from pickle import PickleBuffer
 from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any, ForwardRef, ParamSpec, TypeVar, TypeVarTuple
+from typing import Any, ForwardRef, TypeVar
 from weakref import WeakKeyDictionary
 
 import cloudpickle
@@ -34,9 +35,6 @@ from cloudpickle import cloudpickle as internals
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.pickling import definitions
 from mpwatch.wire.pickling.definitions import get_id
-
-if sys.version_info >= (3, 12):
-    from typing import TypeAliasType
 
 Reduced = tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -50,6 +48,7 @@ _NUMBERS = ("argcount", "posonlyargcount", "kwonlyargcount", "nlocals", "stacksi
 _TEXTS = ("varnames", "filename", "name", "qualname", "firstlineno", "linetable", "exceptiontable", "freevars", "cellvars")
 GET_CODE_ARGS = attrgetter(*(f"co_{name}" for name in (*_NUMBERS, *_TEXTS)))  # in the order of the arguments of CodeType
 MADE_WITH_CLASS = MemberDescriptorType | GetSetDescriptorType
+NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 HEAP_TYPE = 1 << 9  # in `type.__flags__`: not a class of C
 EMPTY_CELL = CellType()
 
@@ -100,7 +99,7 @@ class Pickler(cloudpickle.Pickler):
 
             return reduce_subclass(obj)
         if issubclass(kind, threading.local):
-            return copyreg.__newobj__, (kind,), vars(obj)  # type: ignore[attr-defined]
+            return NEW_OBJECT, (kind,), vars(obj)
         return self._reduce_object(obj)
 
     # --- Where a definition belongs
@@ -117,7 +116,7 @@ class Pickler(cloudpickle.Pickler):
     def _find_place(self, obj: Any, name: str | None = None) -> Any:
         """Return where a rank puts the object. Of `Outer.Inner` it puts `Outer`."""
         home = _module_of(obj) if self.is_call else None
-        if home is None or not _travels(home):
+        if home is None or not _is_made_here(home):
             return None
         top, found = _resolve(vars(home), name or _name_of(obj))
         return (self._get_namespace(vars(home)), top, vars(home)[top]) if found is obj else None
@@ -127,7 +126,8 @@ class Pickler(cloudpickle.Pickler):
         if id(names) not in self.namespaces:
             name = names.get("__name__")
             module = sys.modules.get(name) if isinstance(name, str) else None
-            if getattr(module, "__dict__", None) is names and (self.is_call or not _travels(module)):
+            is_whole = getattr(module, "__dict__", None) is names
+            if is_whole and (not _travels(module) or (self.is_call and _is_made_here(module))):
                 self.namespaces[id(names)] = _Namespace(module)
             else:
                 self.namespaces[id(names)] = {
@@ -208,16 +208,16 @@ class Pickler(cloudpickle.Pickler):
     # --- Other objects
 
     def _reduce_object(self, obj: Any) -> Any:
-        """Ask the object. If it answers with a name, or is nothing but a name of a module, see whether a rank has the name."""
+        """Ask the object. It may answer with a name that the receiver lacks, or have nothing but its name in a module."""
         reduced = obj.__reduce_ex__(5)
         if isinstance(reduced, str):
             module = _module_of(obj)
             if self._is_named(obj, reduced) or not (type(obj) in REDUCE_NAMED or (module and _travels(module))):
                 return reduced
             make, args, own = REDUCE_NAMED.get(type(obj), _reduce_plainly)(obj)
-            state = own, {}, {}, self._find_place(obj, reduced)
+            state: Reduced = own, {}, {}, self._find_place(obj, reduced)
             return definitions.make_named, (get_id(obj), make, *args), state, None, None, definitions.fill_named
-        if reduced[0] is copyreg.__newobj__ and len(reduced[1]) == 1 and not any(reduced[2:]):  # type: ignore[attr-defined]
+        if reduced[0] is NEW_OBJECT and len(reduced[1]) == 1 and not any(reduced[2:]):
             module = _module_of(type(obj))
             if module is not None and not _travels(module):
                 for name, value in vars(module).items():
@@ -234,25 +234,29 @@ class _Namespace:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.travels = _travels(module)
+        self.travels = _is_made_here(module)
 
     def __reduce__(self) -> Any:
         return (definitions.get_namespace, (self.module.__name__,)) if self.travels else (vars, (self.module,))
 
 
 def _travels(module: Any) -> bool:
-    """Return whether no other process can import a module: `__main__`, or one that was made without a file."""
+    """Return whether what the module defines is sent by value: no other process can import the module, or should."""
+    return internals._is_registered_pickle_by_value(module) or _is_made_here(module)
+
+
+def _is_made_here(module: Any) -> bool:
     name = module.__name__
-    if name == "__main__" or internals._is_registered_pickle_by_value(module):
+    if name == "__main__":
         return True
     if type(module) is not ModuleType or module.__spec__ is not None or hasattr(module, "__file__"):
         return False
     top, dot, _ = name.partition(".")  # a module in C can make others, as torch._C does
-    return not dot or top not in sys.modules or _travels(sys.modules[top])
+    return not dot or top not in sys.modules or _is_made_here(sys.modules[top])
 
 
-def reduce_module(module: ModuleType) -> Reduced:
-    if module.__name__ == "__main__" or not _travels(module):
+def reduce_module(module: ModuleType) -> Any:
+    if module.__name__ == "__main__" or not _is_made_here(module):
         return internals._module_reduce(module)
     state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
     return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_module
@@ -281,7 +285,7 @@ def _module_of(obj: Any) -> Any:
 
 
 def _name_of(obj: Any) -> str:
-    return getattr(obj, "__qualname__", None) or getattr(obj, "__name__", "")
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
 
 
 def _resolve(names: dict[str, Any], name: str) -> tuple[str, Any]:
@@ -293,7 +297,7 @@ def _resolve(names: dict[str, Any], name: str) -> tuple[str, Any]:
     return top, found
 
 
-def _find_defining_module(cls: type) -> ModuleType | None:
+def _find_defining_module(cls: type) -> Any:
     """Find the module of a class whose `__module__` is wrong: that of pytest's Skipped is "builtins"."""
     for base in cls.__mro__[1:]:
         module = _module_of(base)
@@ -369,7 +373,9 @@ def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any])
     body["__annotations__"] = annotations = attributes.get("__annotations__", {})
     for each in msgspec.structs.fields(cls):
         if each.name in annotations:
-            body[each.name] = msgspec.field(default=each.default, default_factory=each.default_factory, name=each.encode_name)
+            body[each.name] = msgspec.field(
+                default=each.default, default_factory=each.default_factory, name=each.encode_name
+            )
     for name in [name for name in attributes if name.startswith(("__struct_", "__match_args__"))]:
         del attributes[name]
     keyword_only = inspect.signature(cls).parameters.values()
@@ -378,17 +384,17 @@ def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any])
 
 
 def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
-    """Return the keywords of the class statement if the rank has an `__init_subclass__` of a module, which may register it."""
+    """Return the keywords of the class statement if an `__init_subclass__` of a module may register the class there."""
     base = next(base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base))
     module = _module_of(base)
     if module is None or _travels(module) or module.__name__.partition(".")[0] in sys.stdlib_module_names:
         return None
     try:
-        (statement,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        statement: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
         names = vars(sys.modules[cls.__module__])
         return {
             each.arg: names[each.value.id] if isinstance(each.value, ast.Name) else ast.literal_eval(each.value)
-            for each in statement.keywords  # type: ignore[attr-defined]
+            for each in statement.keywords
             if each.arg != "metaclass"
         }
     except (OSError, TypeError, SyntaxError, ValueError, KeyError, AttributeError):  # no source, or other expressions
@@ -398,35 +404,26 @@ def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
 # --- Reducers
 
 
-def _reduce_member(member: Any) -> Reduced:
+def _reduce_member(member: Any) -> Any:
     """Pickle a member of an Enum as the object that it is. Python would ask its class, which may not be filled yet."""
     cls = type(member)
     if cls._member_map_.get(member._name_) is not member:
         return cls, (member._value_,)
-    make, args, *_ = object.__reduce_ex__(member, 5)
-    args = args if make is not copyreg.__newobj__ else args[1:]  # type: ignore[attr-defined]
-    state = vars(member)
-    return definitions.make_member, (cls, member._name_, cls._member_type_, args), state, None, None, definitions.fill_attributes
+    reduced: Any = object.__reduce_ex__(member, 5)
+    args = cls, member._name_, cls._member_type_, reduced[1][1:] if reduced[0] is NEW_OBJECT else reduced[1]
+    return definitions.make_member, args, vars(member), None, None, definitions.fill_attributes
 
 
-def _reduce_type_variable(variable: Any) -> Reduced:
-    options = {"bound": variable.__bound__, "covariant": variable.__covariant__, "contravariant": variable.__contravariant__}
-    if sys.version_info >= (3, 12):
-        options["infer_variance"] = variable.__infer_variance__
-    if sys.version_info >= (3, 13) and variable.has_default():
-        options["default"] = variable.__default__
-    constraints = getattr(variable, "__constraints__", ())
-    return definitions.call_in, (variable.__module__, type(variable), (variable.__name__, *constraints), options), {}
-
-
-def _reduce_tuple_variable(variable: Any) -> Reduced:
-    options = {"default": variable.__default__} if sys.version_info >= (3, 13) and variable.has_default() else {}
-    return definitions.call_in, (variable.__module__, type(variable), (variable.__name__,), options), {}
-
-
-def _reduce_alias(alias: Any) -> Reduced:
-    options = {"type_params": alias.__type_params__}
-    return definitions.call_in, (alias.__module__, type(alias), (alias.__name__, alias.__value__), options), {}
+def _reduce_type_variable(thing: Any) -> Reduced:
+    options = {name: value for name in TYPE_OPTIONS if (value := getattr(thing, f"__{name}__", None))}
+    if getattr(thing, "has_default", bool)():
+        options["default"] = thing.__default__
+    args = (
+        thing.__name__,
+        *getattr(thing, "__constraints__", ()),
+        *([thing.__value__] if hasattr(thing, "__value__") else []),
+    )
+    return definitions.call_in, (thing.__module__, type(thing), args, options), {}
 
 
 def _reduce_cached(fn: Any) -> Reduced:
@@ -436,16 +433,13 @@ def _reduce_cached(fn: Any) -> Reduced:
 def _reduce_plainly(obj: Any) -> Reduced:
     state = obj.__getstate__()
     parts = state if isinstance(state, tuple) else (state,)  # with slots, a pair
-    own = {name: value for part in parts if part for name, value in part.items()}
-    return copyreg.__newobj__, (type(obj),), own  # type: ignore[attr-defined]
+    return NEW_OBJECT, (type(obj),), {name: value for part in parts if part for name, value in part.items()}
 
 
-
-# of objects that pickle would only name
+# for objects that pickle would only name
+TYPE_OPTIONS = ("bound", "covariant", "contravariant", "infer_variance", "type_params")
 REDUCE_NAMED: dict[type, Callable[[Any], Reduced]] = {
     type(lru_cache(len)): _reduce_cached,
+    **{getattr(typing, name, TypeVar): _reduce_type_variable for name in ("ParamSpec", "TypeVarTuple", "TypeAliasType")},
     TypeVar: _reduce_type_variable,
-    ParamSpec: _reduce_type_variable,
-    TypeVarTuple: _reduce_tuple_variable,
-    **({TypeAliasType: _reduce_alias} if sys.version_info >= (3, 12) else {}),
 }

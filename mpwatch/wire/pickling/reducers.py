@@ -122,7 +122,7 @@ def _reduce_cached_property(prop: Any) -> Reduced:
 
 
 def _reduce_context_var(var: ContextVar[Any]) -> Reduced:
-    found = []
+    found: list[tuple[Any, ...]] = []
     for context in (Context(), copy_context()):  # the default, and the value
         try:
             found.append((context.run(var.get),))
@@ -143,6 +143,8 @@ OBJECTS: Reducers = {
     threading.local: lambda local: (threading.local, (), vars(local)),
     weakref.WeakKeyDictionary: lambda weak: (weakref.WeakKeyDictionary, (dict(weak),)),
     weakref.WeakValueDictionary: lambda weak: (weakref.WeakValueDictionary, (dict(weak),)),
-    weakref.ReferenceType: lambda ref: (weakref.ref, (ref(),)) if ref() is not None else (definitions.make_dead_reference, ()),
+    weakref.ReferenceType: lambda ref: (
+        (weakref.ref, (ref(),)) if ref() is not None else (definitions.make_dead_reference, ())
+    ),
     ContextVar: _reduce_context_var,
 }
