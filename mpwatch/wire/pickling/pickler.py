@@ -76,11 +76,14 @@ class Pickler(cloudpickle.Pickler):
         self.is_call = is_call
         self.main = vars(sys.modules["__main__"])
         self.by_name = {} if is_call else definitions.received
+        self.plain_kinds: set[type] = set()  # of objects about which nothing is special
         self.namespaces: dict[int, Any] = {}  # what stands for the globals of a module, by id
         self.sources: dict[str, dict[str, str]] = {}  # of the files of code
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if kind in self.plain_kinds:
+            return self._reduce_object(obj)
         if issubclass(kind, type):
             return self._reduce_class(obj)
         if kind is FunctionType:
@@ -90,16 +93,18 @@ class Pickler(cloudpickle.Pickler):
             return self._reduce_code(obj)
         if kind in self.dispatch_table:
             return NotImplemented
-        if isinstance(obj, ModuleType) or sys.modules.get(kind.__module__) is obj:
+        if issubclass(kind, ModuleType) or sys.modules.get(kind.__module__) is obj:
             return _reduce_stand_in(obj)
         if issubclass(kind, Enum) and not self._is_named(kind):
             return _reduce_member(obj)
+        if issubclass(kind, threading.local):
+            return NEW_OBJECT, (kind,), vars(obj)
         if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
             from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
 
             return reduce_subclass(obj)
-        if issubclass(kind, threading.local):
-            return NEW_OBJECT, (kind,), vars(obj)
+        if not isinstance(sys.modules.get(kind.__module__), kind):
+            self.plain_kinds.add(kind)
         return self._reduce_object(obj)
 
     # --- Where a definition belongs
