@@ -782,7 +782,7 @@ def ask():
 }
 
 ROWS = {**LANGUAGE, **LIBRARY, **PACKAGES}
-NEEDS = {
+NEEDS = {"torch modules": "torch", "torch.compile": "torch", 
     "pydantic": "pydantic",
     "attrs": "attrs",
     "msgspec": "msgspec",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-    Place = tuple[dict[str, Any], str, object]  # a namespace, a name in it, and what this name means there
-
 FUNCTION_ATTRIBUTES: tuple[str, ...] = (
     "__name__",
     "__qualname__",
@@ -37,6 +35,17 @@ received: dict[str, object] = {}  # in a rank: what has come from the caller's `
 _ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _by_id: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _unfilled: set[int] = set()  # ids of objects between make and fill
+
+
+class Loaded:
+    """In the sender: what the receiver loads by a call."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self.make = make
+        self.args = args
+
+    def __reduce__(self) -> Any:
+        return self.make, self.args
 
 
 def get_id(thing: Any) -> str | None:
@@ -73,13 +82,11 @@ def fill_module(module: ModuleType, state: dict[str, Any]) -> None:
     vars(module).update(state)
 
 
-def _put(used: dict[str, Any], namespace: dict[str, Any], place: Place | None) -> None:
-    namespace.update(used)
-    if place is not None:
-        home, name, thing = place
-        home[name] = thing
-        if home is vars(sys.modules["__main__"]):
-            received[name] = thing
+def _put(puts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for namespace, names in puts:
+        namespace.update(names)
+        if namespace is vars(sys.modules["__main__"]):
+            received.update(names)
 
 
 # --- Functions
@@ -98,12 +105,12 @@ def make_function(code: Any, namespace: dict[str, Any], closure: Any) -> Functio
 
 
 def fill_function(fn: FunctionType, state: Any) -> None:
-    attributes, annotations, own, used, place, _ = state  # the last are modules, which had to be imported
+    attributes, annotations, own, puts, _ = state  # the last are modules, which had to be imported
     fn.__annotations__ = annotations
     for name, value in zip(FUNCTION_ATTRIBUTES, attributes, strict=True):
         setattr(fn, name, value)
     vars(fn).update(own)
-    _put(used, fn.__globals__, place)
+    _put(puts)
 
 
 def make_code(args: Any, sources: dict[str, str]) -> CodeType:
@@ -160,7 +167,7 @@ def _hide_hooks(bases: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def fill_class(cls: Any, state: Any) -> None:
-    attributes, registered, hook_keywords, used, namespace, place, overwrite = state
+    attributes, registered, hook_keywords, puts, overwrite = state
     is_new = id(cls) in _unfilled
     if is_new or overwrite:
         _unfilled.discard(id(cls))
@@ -170,7 +177,7 @@ def fill_class(cls: Any, state: Any) -> None:
         if is_new and hook_keywords is not None:
             super(cls, cls).__init_subclass__(**hook_keywords)  # the base may have a registry in its module
             _set_attributes(cls, attributes)
-        _put(used, namespace, place)
+        _put(puts)
 
 
 def _set_attributes(cls: Any, attributes: dict[str, Any]) -> None:
@@ -201,11 +208,11 @@ def make_named(number: str | None, make: Callable[..., Any], *args: Any) -> Any:
 
 
 def fill_named(thing: Any, state: Any) -> None:
-    own, used, namespace, place = state
+    own, puts = state
     if own:
         for name, value in own.items():
             setattr(thing, name, value)
-    _put(used, namespace, place)
+    _put(puts)
 
 
 def call_in(module: str, make: Callable[..., Any], args: Iterable[Any], options: dict[str, Any]) -> Any:

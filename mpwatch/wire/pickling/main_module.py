@@ -13,6 +13,8 @@ import pickle
 import sys
 from functools import partial
 
+from mpwatch.wire.pickling.definitions import Loaded
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,15 +133,7 @@ def _prepare_child(prepare: Callable[[str], dict[str, Any]], main: Any, name: st
         return data
     data.pop("init_main_from_path", None)
     data.pop("init_main_from_name", None)
-    return {**data, "mpwatch": _Executed(LOAD, {"path": data["sys_path"], "data": stream.getvalue()})}
-
-
-class _Executed:
-    def __init__(self, *args: object) -> None:
-        self.args = args
-
-    def __reduce__(self) -> Any:
-        return exec, self.args
+    return {**data, "mpwatch": Loaded(exec, LOAD, {"path": data["sys_path"], "data": stream.getvalue()})}
 
 
 def load_definitions(data: bytes) -> None:

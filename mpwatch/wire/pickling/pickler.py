@@ -19,7 +19,7 @@ import sys
 import textwrap
 import threading
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 from importlib import import_module
@@ -34,7 +34,7 @@ from cloudpickle import cloudpickle as internals
 
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.pickling import definitions
-from mpwatch.wire.pickling.definitions import get_id
+from mpwatch.wire.pickling.definitions import Loaded, get_id
 
 Reduced = tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -42,6 +42,8 @@ Reducers = Mapping[type, Callable[[Any], Any]]
 GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 READERS_OF_NAMES = {"globals", "eval", "exec"}
 TYPING_MODULES = {"typing", "types", "typing_extensions"}
+MODULE_NAMES = ("__package__", "__name__", "__path__", "__file__")
+WORDS = re.compile(r"[^\W\d]\w*")
 CLASS_BODY = ("__module__", "__slots__", "__firstlineno__")  # what the class is made with
 GET_ATTRIBUTES = attrgetter(*definitions.FUNCTION_ATTRIBUTES)
 _NUMBERS = ("argcount", "posonlyargcount", "kwonlyargcount", "nlocals", "stacksize", "flags", "code", "consts", "names")
@@ -118,45 +120,48 @@ class Pickler(cloudpickle.Pickler):
         found = internals._lookup_module_and_qualname(obj, name)
         return found is not None and not _travels(found[0])
 
-    def _find_place(self, obj: Any, name: str | None = None) -> Any:
-        """Return where a rank puts the object. Of `Outer.Inner` it puts `Outer`."""
-        home = _module_of(obj) if self.is_call else None
-        if home is None or not _is_made_here(home):
-            return None
-        top, found = _resolve(vars(home), name or _name_of(obj))
-        return (self._get_namespace(vars(home)), top, vars(home)[top]) if found is obj else None
-
     def _get_namespace(self, names: dict[str, Any]) -> Any:
         """Return what the receiver loads as the globals of a module, or as those of functions that are in no module."""
         if id(names) not in self.namespaces:
             name = names.get("__name__")
             module = sys.modules.get(name) if isinstance(name, str) else None
-            is_whole = getattr(module, "__dict__", None) is names
-            if is_whole and (not _travels(module) or (self.is_call and _is_made_here(module))):
-                self.namespaces[id(names)] = _Namespace(module)
-            else:
-                self.namespaces[id(names)] = {
-                    key: names[key] for key in ("__package__", "__name__", "__path__", "__file__") if key in names
-                }
+            found: Any = {key: names[key] for key in MODULE_NAMES if key in names}
+            if getattr(module, "__dict__", None) is names:
+                if not _travels(module):
+                    found = Loaded(vars, module)
+                elif self.is_call and _is_made_here(module):
+                    found = Loaded(definitions.get_namespace, name)
+            self.namespaces[id(names)] = found
         return self.namespaces[id(names)]
 
-    def _find_used(self, names: dict[str, Any], wanted: Mapping[str, None], texts: Iterator[str]) -> dict[str, Any]:
-        """Return the globals of these names, and the types of names that occur only in the texts of annotations."""
-        if isinstance(namespace := self._get_namespace(names), _Namespace) and not namespace.travels:
-            return {}
-        used = {name: names[name] for name in wanted if name in names}
-        for text in texts:
-            for name in re.findall(r"[^\W\d]\w*", text):
-                if name in names and name not in used and _is_type(names[name]):
-                    used[name] = names[name]
-        return used
+    def _find_globals(
+        self, obj: Any, names: dict[str, Any], wanted: Iterable[str] = (), texts: Iterable[str] = (), name: str | None = None
+    ) -> list[tuple[Any, dict[str, Any]]]:
+        """Return what the receiver puts into namespaces: the globals that a definition uses, and the definition itself.
+
+        `texts` are those of annotations, in which names of types are globals, too. For the definition `Outer.Inner` it is `Outer`.
+        """
+        puts = []
+        namespace = self._get_namespace(names)
+        if not (isinstance(namespace, Loaded) and namespace.make is vars):
+            used = {name: names[name] for name in wanted if name in names}
+            for each in {name for text in texts for name in WORDS.findall(text)}:
+                if each in names and _is_type(names[each]):
+                    used[each] = names[each]
+            puts.append((namespace, used))
+        home = _module_of(obj)
+        if self.is_call and home is not None and _is_made_here(home):
+            top, found = _resolve(vars(home), name or _name_of(obj))
+            if found is obj:
+                puts.append((self._get_namespace(vars(home)), {top: vars(home)[top]}))
+        return puts
 
     # --- Functions
 
     def _reduce_function(self, fn: FunctionType) -> Reduced:
         annotations = _get_annotations(fn)
-        used = self._find_used(fn.__globals__, _find_global_names(fn.__code__), _iterate_texts(annotations))
-        state = GET_ATTRIBUTES(fn), annotations, vars(fn), used, self._find_place(fn), _find_submodules(fn, used)
+        puts = self._find_globals(fn, fn.__globals__, _find_global_names(fn.__code__), _iterate_texts(annotations))
+        state = GET_ATTRIBUTES(fn), annotations, vars(fn), puts, _find_submodules(fn, puts)
         args = fn.__code__, self._get_namespace(fn.__globals__), fn.__closure__
         return definitions.make_function, args, state, None, None, definitions.fill_function
 
@@ -198,11 +203,8 @@ class Pickler(cloudpickle.Pickler):
             attributes["__annotations__"] = annotations
         for name in ("__annotate_func__", "__annotations_cache__"):
             attributes.pop(name, None)
-        home = getattr(_module_of(cls), "__dict__", {})
-        used = self._find_used(home, {}, _iterate_texts(annotations))
-        place = self._find_place(cls)
-        hook = _find_hook_keywords(cls)
-        state = attributes, registered, hook, used, self._get_namespace(home) if used else {}, place, self.is_call
+        puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", {}), texts=_iterate_texts(annotations))
+        state = attributes, registered, _find_hook_keywords(cls), puts, self.is_call
         options: dict[str, Any] = {}
         if hasattr(cls, "__struct_config__"):
             options = _describe_struct(cls, body, attributes)
@@ -220,7 +222,7 @@ class Pickler(cloudpickle.Pickler):
             if self._is_named(obj, reduced) or not (type(obj) in REDUCE_NAMED or (module and _travels(module))):
                 return reduced
             make, args, own = REDUCE_NAMED.get(type(obj), _reduce_plainly)(obj)
-            state: Reduced = own, {}, {}, self._find_place(obj, reduced)
+            state: Reduced = own, self._find_globals(obj, {}, name=reduced)
             return definitions.make_named, (get_id(obj), make, *args), state, None, None, definitions.fill_named
         if reduced[0] is NEW_OBJECT and len(reduced[1]) == 1 and not any(reduced[2:]):
             module = _module_of(type(obj))
@@ -232,17 +234,6 @@ class Pickler(cloudpickle.Pickler):
 
 
 # --- Modules
-
-
-class _Namespace:
-    """Stands for the globals of a module of the receiver."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.travels = _is_made_here(module)
-
-    def __reduce__(self) -> Any:
-        return (definitions.get_namespace, (self.module.__name__,)) if self.travels else (vars, (self.module,))
 
 
 def _travels(module: Any) -> bool:
@@ -329,10 +320,11 @@ def _find_global_names(code: CodeType) -> dict[str, None]:
     return names
 
 
-def _find_submodules(fn: FunctionType, used: Mapping[str, Any]) -> list[ModuleType]:
+def _find_submodules(fn: FunctionType, puts: list[tuple[Any, dict[str, Any]]]) -> list[ModuleType]:
     """Return the modules that a function finds as attributes of packages, as in `concurrent.futures.wait`."""
-    contents = (cell.cell_contents for cell in fn.__closure__ or () if cell != EMPTY_CELL)
-    packages = [each for each in (*used.values(), *contents) if isinstance(each, ModuleType) and hasattr(each, "__path__")]
+    values = [value for _, used in puts for value in used.values()]
+    values += (cell.cell_contents for cell in fn.__closure__ or () if cell != EMPTY_CELL)
+    packages = [each for each in values if isinstance(each, ModuleType) and hasattr(each, "__path__")]
     found: dict[str, ModuleType] = {}
     for package in packages:
         for name in fn.__code__.co_names:
@@ -378,9 +370,8 @@ def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any])
     body["__annotations__"] = annotations = attributes.get("__annotations__", {})
     for each in msgspec.structs.fields(cls):
         if each.name in annotations:
-            body[each.name] = msgspec.field(
-                default=each.default, default_factory=each.default_factory, name=each.encode_name
-            )
+            options = {"default": each.default, "default_factory": each.default_factory, "name": each.encode_name}
+            body[each.name] = Loaded(definitions.call_in, "", msgspec.field, (), options)
     for name in [name for name in attributes if name.startswith(("__struct_", "__match_args__"))]:
         del attributes[name]
     keyword_only = inspect.signature(cls).parameters.values()

@@ -59,7 +59,7 @@ def get_table(*, for_call: bool = False) -> Reducers:
 
 
 def _get_loaded() -> tuple[bool, ...]:
-    return tuple(name in sys.modules for name in ("torch.storage", "numpy", "numpy.ma", "msgspec"))
+    return tuple(name in sys.modules for name in ("torch.storage", "numpy", "numpy.ma"))
 
 
 def _is_of_torch(cls: type) -> bool:
@@ -68,7 +68,7 @@ def _is_of_torch(cls: type) -> bool:
 
 def _make_library_reducers(loaded: tuple[bool, ...], shared: Reducers) -> dict[type, Callable[[Any], Any]]:
     table: dict[type, Callable[[Any], Any]] = {}
-    has_torch, has_numpy, has_masked_arrays, has_msgspec = loaded
+    has_torch, has_numpy, has_masked_arrays = loaded
     if has_numpy:
         import numpy as np
 
@@ -77,10 +77,6 @@ def _make_library_reducers(loaded: tuple[bool, ...], shared: Reducers) -> dict[t
         table |= {np.ndarray: numpy_arrays.reduce_array, np.memmap: numpy_arrays.reduce_memmap}
         if has_masked_arrays:
             table[np.ma.MaskedArray] = numpy_arrays.reduce_masked
-    if has_msgspec:
-        import msgspec
-
-        table[type(msgspec.field())] = _reduce_struct_field
     if has_torch:
         import torch
 
@@ -129,11 +125,6 @@ def _reduce_context_var(var: ContextVar[Any]) -> Reduced:
         except LookupError:
             found.append(())
     return definitions.make_context_var, (var.name, *found)
-
-
-def _reduce_struct_field(field: Any) -> Reduced:
-    options = {name: getattr(field, name) for name in ("default", "default_factory", "name")}
-    return definitions.call_in, ("", type(field), (), options)
 
 
 OBJECTS: Reducers = {
