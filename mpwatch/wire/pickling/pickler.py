@@ -139,7 +139,7 @@ class Pickler(cloudpickle.Pickler):
     ) -> list[tuple[Any, dict[str, Any]]]:
         """Return what the receiver puts into namespaces: the globals that a definition uses, and the definition itself.
 
-        `texts` are those of annotations, in which names of types are globals, too. For the definition `Outer.Inner` it is `Outer`.
+        `texts` are those of annotations, in which names of types are globals, too. For `Outer.Inner` it puts `Outer`.
         """
         puts = []
         namespace = self._get_namespace(names)
