@@ -782,7 +782,9 @@ def ask():
 }
 
 ROWS = {**LANGUAGE, **LIBRARY, **PACKAGES}
-NEEDS = {"torch modules": "torch", "torch.compile": "torch", 
+NEEDS = {
+    "torch modules": "torch",
+    "torch.compile": "torch",
     "pydantic": "pydantic",
     "attrs": "attrs",
     "msgspec": "msgspec",

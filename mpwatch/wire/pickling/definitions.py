@@ -66,20 +66,13 @@ def _remember(number: str | None, thing: Any) -> None:
         _by_id[number] = thing
 
 
-def get_namespace(name: str) -> dict[str, Any]:
-    """Return the globals of a module that does not exist outside the programs that have made it, such as `__main__`."""
-    if name not in sys.modules:
-        sys.modules[name] = ModuleType(name)
-    return vars(sys.modules[name])
-
-
 def make_module(name: str) -> ModuleType:
-    get_namespace(name)
-    return sys.modules[name]
+    """Return a module that does not exist outside the programs that have made it, such as `__main__`."""
+    return sys.modules.setdefault(name, ModuleType(name))
 
 
-def fill_module(module: ModuleType, state: dict[str, Any]) -> None:
-    vars(module).update(state)
+def get_namespace(name: str) -> dict[str, Any]:
+    return vars(make_module(name))
 
 
 def _put(puts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -195,6 +188,11 @@ def make_member(cls: Any, name: str, base: Any, args: tuple[Any, ...]) -> Any:
     return members[name] if name in members else base.__new__(cls, *args)
 
 
+def fill_member(member: Any, state: dict[str, Any]) -> None:
+    if not vars(member):
+        vars(member).update(state)
+
+
 def fill_attributes(thing: Any, state: dict[str, Any]) -> None:
     vars(thing).update(state)
 
@@ -204,12 +202,14 @@ def make_named(number: str | None, make: Callable[..., Any], *args: Any) -> Any:
     if thing is None:
         thing = make(*args)
         _remember(number, thing)
+        _unfilled.add(id(thing))
     return thing
 
 
 def fill_named(thing: Any, state: Any) -> None:
     own, puts = state
-    if own:
+    if id(thing) in _unfilled:
+        _unfilled.remove(id(thing))
         for name, value in own.items():
             setattr(thing, name, value)
     _put(puts)

@@ -52,6 +52,7 @@ GET_CODE_ARGS = attrgetter(*(f"co_{name}" for name in (*_NUMBERS, *_TEXTS)))  # 
 MADE_WITH_CLASS = MemberDescriptorType | GetSetDescriptorType
 NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 HEAP_TYPE = 1 << 9  # in `type.__flags__`: not a class of C
+NOTHING: dict[str, Any] = {}
 EMPTY_CELL = CellType()
 
 
@@ -127,7 +128,7 @@ class Pickler(cloudpickle.Pickler):
             module = sys.modules.get(name) if isinstance(name, str) else None
             found: Any = {key: names[key] for key in MODULE_NAMES if key in names}
             if getattr(module, "__dict__", None) is names:
-                if not _travels(module):
+                if _is_library(module):
                     found = Loaded(vars, module)
                 elif self.is_call and _is_made_here(module):
                     found = Loaded(definitions.get_namespace, name)
@@ -203,7 +204,7 @@ class Pickler(cloudpickle.Pickler):
             attributes["__annotations__"] = annotations
         for name in ("__annotate_func__", "__annotations_cache__"):
             attributes.pop(name, None)
-        puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", {}), texts=_iterate_texts(annotations))
+        puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", NOTHING), texts=_iterate_texts(annotations))
         state = attributes, registered, _find_hook_keywords(cls), puts, self.is_call
         options: dict[str, Any] = {}
         if hasattr(cls, "__struct_config__"):
@@ -222,7 +223,7 @@ class Pickler(cloudpickle.Pickler):
             if self._is_named(obj, reduced) or not (type(obj) in REDUCE_NAMED or (module and _travels(module))):
                 return reduced
             make, args, own = REDUCE_NAMED.get(type(obj), _reduce_plainly)(obj)
-            state: Reduced = own, self._find_globals(obj, {}, name=reduced)
+            state: Reduced = own, self._find_globals(obj, NOTHING, name=reduced)
             return definitions.make_named, (get_id(obj), make, *args), state, None, None, definitions.fill_named
         if reduced[0] is NEW_OBJECT and len(reduced[1]) == 1 and not any(reduced[2:]):
             module = _module_of(type(obj))
@@ -251,11 +252,17 @@ def _is_made_here(module: Any) -> bool:
     return not dot or top not in sys.modules or _is_made_here(sys.modules[top])
 
 
+def _is_library(module: Any) -> bool:
+    """Return whether nothing in the module is of this program: what its functions use is in a rank, too."""
+    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    return is_of_python or "-packages" in (getattr(module, "__file__", None) or "")
+
+
 def reduce_module(module: ModuleType) -> Any:
     if module.__name__ == "__main__" or not _is_made_here(module):
         return internals._module_reduce(module)
     state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
-    return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_module
+    return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_attributes
 
 
 def _reduce_stand_in(obj: Any) -> Any:
@@ -391,7 +398,7 @@ def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
         return {
             each.arg: names[each.value.id] if isinstance(each.value, ast.Name) else ast.literal_eval(each.value)
             for each in statement.keywords
-            if each.arg != "metaclass"
+            if each.arg not in {"metaclass", None}
         }
     except (OSError, TypeError, SyntaxError, ValueError, KeyError, AttributeError):  # no source, or other expressions
         return None
@@ -407,7 +414,7 @@ def _reduce_member(member: Any) -> Any:
         return cls, (member._value_,)
     reduced: Any = object.__reduce_ex__(member, 5)
     args = cls, member._name_, cls._member_type_, reduced[1][1:] if reduced[0] is NEW_OBJECT else reduced[1]
-    return definitions.make_member, args, vars(member), None, None, definitions.fill_attributes
+    return definitions.make_member, args, vars(member), None, None, definitions.fill_member
 
 
 def _reduce_type_variable(thing: Any) -> Reduced:
