@@ -1,6 +1,6 @@
 """Pickle a call once for all ranks, and load it in each rank.
 
-    packed.py:    [ description of __main__ ][ fn, args, kwargs ... ][ part 0 ][ part 1 ]...
+    packed.py:    [ fn, args, kwargs ... ][ part 0 ][ part 1 ]... [ description of __main__ ]
     descriptors:  of the file, if there is one; then of connections and shared tensors in the call
 
 A part belongs to one rank, and has its own value of each PerRank argument. A rank loads no other rank's part.
@@ -135,13 +135,13 @@ def pack(call: Call) -> Payload:
     try:
         with _SpawnPopenStub(payload.duplicate_fd):
             pickler = _make_pickler(payload)
-            pickler.dump(main_module.describe())
-            payload.end_pickle()
             about = (call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout)
             for content in (about, *call.parts):
-                pickler.clear_memo()
                 pickler.dump(content)
                 payload.end_pickle()
+                pickler.clear_memo()
+            pickler.dump(main_module.describe(pickler.modules))
+            payload.end_pickle()
         return payload.finish()
     except BaseException:
         payload.close()
@@ -179,11 +179,11 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
     try:
         _received_fds[:] = fds if body else fds[1:]
         unpacked = Unpacked(body or map_packed(fds[0]))
-        main_module.set_up(unpacked.load(0))
-        fn, args, kwargs, backend, process_group_version, backend_timeout = unpacked.load(1)
+        main_module.set_up(unpacked.load())
+        fn, args, kwargs, backend, process_group_version, backend_timeout = unpacked.load(0)
         if number_of_parts := len(unpacked) - 2:
             args = list(args)
-            for key, value in unpacked.load(2 + choose_part(number_of_parts)).items():
+            for key, value in unpacked.load(1 + choose_part(number_of_parts)).items():
                 (args if isinstance(key, int) else kwargs)[key] = value
         _forget_command()
         return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)

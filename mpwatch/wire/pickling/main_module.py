@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import sys
 from functools import partial
 
@@ -17,17 +16,24 @@ from mpwatch.wire.pickling.definitions import Loaded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from importlib.machinery import ModuleSpec
     from typing import Any
 
     Files = dict[str, tuple[str | None, list[str] | None]]  # by module: its file, and the folders if it is a package
 
 # Run in a spawned process before it has the caller's sys.path.
-LOAD = "import sys; sys.path[:] = path; from mpwatch.wire.pickling import main_module; main_module.load_definitions(data)"
+LOAD = """
+import pickle, sys
+sys.path[:] = path
+from mpwatch.wire.pickling import main_module
+main_module.set_up(about)
+pickle.loads(data)
+"""
 
 
-def describe() -> dict[str, Any]:
+def describe(modules: Iterable[str]) -> dict[str, Any]:
+    """Describe `__main__`, and those of these modules that only this process finds."""
     main: Any = sys.modules["__main__"]
     about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
     spec = getattr(main, "__spec__", None)
@@ -36,7 +42,7 @@ def describe() -> dict[str, Any]:
     path = getattr(main, "__file__", None)
     if path is not None and os.path.exists(path):  # '<stdin>' is no file
         about["__file__"] = os.path.abspath(path)
-    if files := _find_own_files():
+    if files := _find_own_files(modules):
         about["files"] = files
     return about
 
@@ -62,35 +68,43 @@ def set_up(about: dict[str, Any]) -> None:
 
 # --- Modules that only the caller finds
 
-_own_files: tuple[Any, Files] = None, {}  # what they depend on, and the files
+_found_by_all: dict[str, Any] = {}  # modules that any process finds, with the sys.path of the time below
+_path: list[str] = []
 
 
-def _find_own_files() -> Files:
-    global _own_files
-    state = len(sys.modules), tuple(sys.path)
-    if _own_files[0] != state:
-        modules = list(sys.modules.items())
-        folders = {os.path.abspath(entry) for entry in sys.path}
-        files = dict(filter(None, (_find_own_file(name, module, folders) for name, module in modules)))
-        for name in list(files):  # pytest makes parents without a file
-            while (name := name.rpartition(".")[0]) and getattr(sys.modules.get(name), "__path__", None) is None:
-                files.setdefault(name, (None, []))
-        _own_files = state, files
-    return _own_files[1]
+def _find_own_files(names: Iterable[str]) -> Files:
+    """Return the files of those of these modules that no other process finds, and of all modules beside them."""
+    if _path != sys.path:
+        _path[:] = sys.path
+        _found_by_all.clear()
+    files: Files = {}
+    for name in names:
+        module = sys.modules.get(name)
+        if module is not None and _found_by_all.get(name) is not module:
+            _find_own_file(name, module, files)
+            if name not in files:
+                _found_by_all[name] = module
+    if files:
+        folders = {os.path.dirname(file) for file, _ in files.values() if file is not None}
+        for name, module in list(sys.modules.items()):
+            if os.path.dirname(getattr(module, "__dict__", {}).get("__file__") or "") in folders:
+                _find_own_file(name, module, files)
+    return files
 
 
-def _find_own_file(name: str, module: Any, folders: set[str]) -> tuple[str, Any] | None:
+def _find_own_file(name: str, module: Any, files: Files) -> None:
     attributes = getattr(module, "__dict__", {})
     file, path = attributes.get("__file__"), attributes.get("__path__")
-    if not isinstance(file, str) or attributes.get("__name__") != name or name in {"__main__", "__mp_main__"}:
-        return None
+    if not isinstance(file, str) or name in {"__main__", "__mp_main__"}:
+        return
     parent, _, last = name.rpartition(".")
-    place = file if path is None else os.path.dirname(file)
-    folder, base = os.path.split(place)
-    found_in = folders if not parent else getattr(sys.modules.get(parent), "__path__", ())
-    if folder in found_in and base.partition(".")[0] == last:
-        return None
-    return name, (os.path.abspath(file), None if path is None else list(path))
+    folder, base = os.path.split(file if path is None else os.path.dirname(file))
+    folders = getattr(sys.modules.get(parent), "__path__", ()) if parent else map(os.path.abspath, sys.path)
+    if folder not in folders or base.partition(".")[0] != last:
+        files[name] = os.path.abspath(file), None if path is None else list(path)
+        while parent and not hasattr(sys.modules.get(parent), "__file__"):  # pytest makes such parents
+            files.setdefault(parent, (None, []))
+            parent = parent.rpartition(".")[0]
 
 
 class _Finder:
@@ -127,17 +141,15 @@ def _prepare_child(prepare: Callable[[str], dict[str, Any]], main: Any, name: st
     stream = io.BytesIO()
     defined = [value for value in vars(main).values() if getattr(value, "__module__", None) == "__main__"]
     try:
-        stream.write(pickle.dumps(describe()))
-        Pickler(stream, get_table(for_call=True), is_call=True).dump(defined)
+        pickler = Pickler(stream, get_table(for_call=True), is_call=True)
+        pickler.dump(defined)
     except Exception:  # noqa: BLE001  an object that arrived in another way. The process then imports the script
         return data
     data.pop("init_main_from_path", None)
     data.pop("init_main_from_name", None)
-    return {**data, "mpwatch": Loaded(exec, LOAD, {"path": data["sys_path"], "data": stream.getvalue()})}
-
-
-def load_definitions(data: bytes) -> None:
-    """In a process that a rank has spawned: load what the rank has sent."""
-    stream = io.BytesIO(data)
-    set_up(pickle.load(stream))
-    pickle.load(stream)
+    return {
+        **data,
+        "mpwatch": Loaded(
+            exec, LOAD, {"path": data["sys_path"], "about": describe(pickler.modules), "data": stream.getvalue()}
+        ),
+    }

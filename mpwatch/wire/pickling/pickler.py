@@ -81,6 +81,7 @@ class Pickler(cloudpickle.Pickler):
         self.by_name = {} if is_call else definitions.received
         self.plain_kinds: set[type] = set()  # of objects about which nothing is special
         self.namespaces: dict[int, Any] = {}  # what stands for the globals of a module, by id
+        self.modules: set[str] = set()  # that the receiver imports
         self.sources: dict[str, dict[str, str]] = {}  # of the files of code
 
     def reducer_override(self, obj: Any) -> Any:
@@ -94,6 +95,8 @@ class Pickler(cloudpickle.Pickler):
             return NotImplemented if is_named else self._reduce_function(obj)
         if kind is CodeType:
             return self._reduce_code(obj)
+        if issubclass(kind, ModuleType):
+            self.modules.add(obj.__name__)
         if kind in self.dispatch_table:
             return NotImplemented
         if issubclass(kind, ModuleType) or sys.modules.get(kind.__module__) is obj:
@@ -119,7 +122,10 @@ class Pickler(cloudpickle.Pickler):
             top, found = _resolve(self.main, name)
             return found is obj and top in self.by_name and self.main[top] is self.by_name[top]
         found = internals._lookup_module_and_qualname(obj, name)
-        return found is not None and not _travels(found[0])
+        if found is None or _travels(found[0]):
+            return False
+        self.modules.add(found[0].__name__)
+        return True
 
     def _get_namespace(self, names: dict[str, Any]) -> Any:
         """Return what the receiver loads as the globals of a module, or as those of functions that are in no module."""
