@@ -51,7 +51,7 @@ def get_table(*, for_call: bool = False) -> Reducers:
         table: dict[type, Callable[[Any], Any]] = {cls: reduce for cls, reduce in spawning.items() if cls not in of_torch}
         table |= {**registered, **cloudpickle.Pickler.dispatch_table.maps[0], **OBJECTS, **VIEW_REDUCERS}
         del table[TypeVar]  # see pickler.py
-        table |= _make_library_reducers(loaded, of_torch)
+        table |= _make_library_reducers(loaded, of_torch, for_call=for_call)
         if for_call:
             table[PerRank] = refuse_per_rank
         _tables[for_call] = (registered, spawning, loaded), table
@@ -66,7 +66,9 @@ def _is_of_torch(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torch"
 
 
-def _make_library_reducers(loaded: tuple[bool, ...], shared: Reducers) -> dict[type, Callable[[Any], Any]]:
+def _make_library_reducers(
+    loaded: tuple[bool, ...], shared: Reducers, *, for_call: bool
+) -> dict[type, Callable[[Any], Any]]:
     table: dict[type, Callable[[Any], Any]] = {}
     has_torch, has_numpy, has_masked_arrays = loaded
     if has_numpy:
@@ -74,7 +76,9 @@ def _make_library_reducers(loaded: tuple[bool, ...], shared: Reducers) -> dict[t
 
         from mpwatch.wire.pickling import numpy_arrays
 
-        table |= {np.ndarray: numpy_arrays.reduce_array, np.memmap: numpy_arrays.reduce_memmap}
+        table[np.ndarray] = numpy_arrays.reduce_array
+        if for_call:  # another program may have no such file
+            table[np.memmap] = numpy_arrays.reduce_memmap
         if has_masked_arrays:
             table[np.ma.MaskedArray] = numpy_arrays.reduce_masked
     if has_torch:
