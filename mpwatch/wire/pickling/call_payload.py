@@ -148,10 +148,15 @@ def pack(call: Call) -> Payload:
         raise
 
 
-def probe(obj: object) -> None:
-    """Pickle an object as `pack` does, only to find out whether pickling works. Raises what pickling raises."""
+def find_refused(thing: Any) -> tuple[Any, Exception] | None:
+    """Return the part that cannot be pickled, and why. None if `thing` can be."""
+    pickler = _make_pickler(Discarded())
     with _SpawnPopenStub(lambda _: 0):
-        _make_pickler(Discarded()).dump(obj)
+        try:
+            pickler.dump(thing)
+        except Exception as error:  # noqa: BLE001  pickling runs code of the user
+            return pickler.last, error
+    return None
 
 
 def _make_pickler(packed: Packed | Discarded) -> Pickler:

@@ -76,6 +76,7 @@ class Pickler(cloudpickle.Pickler):
     ) -> None:
         self.dispatch_table = table  # before __init__, in which the C pickler reads it
         super().__init__(stream, protocol=5, buffer_callback=keep)
+        self.last: Any = None  # the object that has just been reduced. If pickling fails, it is the one that was refused
         self.is_call = is_call
         self.main = vars(sys.modules["__main__"])
         self.by_name = {} if is_call else definitions.received
@@ -85,6 +86,7 @@ class Pickler(cloudpickle.Pickler):
         self.sources: dict[str, dict[str, str]] = {}  # of the files of code
 
     def reducer_override(self, obj: Any) -> Any:
+        self.last = obj
         kind = type(obj)
         if kind in self.plain_kinds:
             return self._reduce_object(obj)

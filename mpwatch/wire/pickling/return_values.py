@@ -10,6 +10,7 @@ import copyreg
 import io
 import pickle
 import sys
+from contextlib import suppress
 from functools import cache
 from types import FunctionType
 
@@ -42,10 +43,13 @@ def pack_none() -> bytes:
     return _pack(None, _make_plain_pickler).body
 
 
-def probe(value: Any) -> None:
-    """Check whether a value can be pickled, and discard the pickle. Raises what pickling raises."""
+def find_refused(value: Any) -> Any:
+    """Return the part of the value that cannot be pickled."""
     discarded = Discarded()
-    _make_pickler(discarded, discarded.keep).dump(value)
+    pickler = _make_pickler(discarded, discarded.keep)
+    with suppress(Exception):
+        pickler.dump(value)
+    return getattr(pickler, "last", value)
 
 
 def open_value(content: bytes | memoryview) -> tuple[str, Unpacked]:
