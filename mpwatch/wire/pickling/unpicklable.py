@@ -9,7 +9,7 @@ from typing import Any
 
 MAX_PARTS = 100_000  # to look at
 MAX_DEPTH = 30
-ATOMS = (int, float, complex, str, bytes, types.NoneType, types.ModuleType)
+ATOMS = (int, float, complex, str, bytes, types.NoneType)
 Part = tuple[str, Any]  # the text that the part adds to the path, and the part itself
 
 
@@ -29,7 +29,9 @@ def find_path(named: Iterable[Part], refused: Any) -> str | None:
 
 
 def _is_imported(part: Any) -> bool:
-    """Return whether only the name of a function or class is sent."""
+    """Return whether only the name of a module, function or class is sent."""
+    if type(part) is types.ModuleType:
+        return True
     if isinstance(part, types.FunctionType | type) and part.__module__ != "__main__":
         found: Any = sys.modules.get(part.__module__)
         for name in part.__qualname__.split("."):
