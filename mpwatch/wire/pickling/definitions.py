@@ -11,6 +11,7 @@ pickler.py has the sender's half. This half imports little, because each rank of
 
 from __future__ import annotations
 
+import builtins
 import sys
 from functools import lru_cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, WrapperDescriptorType
@@ -94,6 +95,7 @@ def fill_cell(cell: CellType, content: tuple[object]) -> None:
 
 
 def make_function(code: Any, namespace: dict[str, Any], closure: Any) -> FunctionType:
+    namespace.setdefault("__builtins__", vars(builtins))  # from where code in C imports modules
     return FunctionType(code, namespace, code.co_name, None, closure)
 
 
