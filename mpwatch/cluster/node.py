@@ -19,7 +19,7 @@ from mpwatch.cluster.signed_connection import SignedConnection, shut_down
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.wire.pickling.pickler import pack_by_value
+from mpwatch.wire.pickling.reducers import pack_by_value
 
 ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
 

@@ -25,7 +25,7 @@ from mpwatch.results.run_result import format_report
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
-from mpwatch.wire.pickling.pickler import pack_by_value
+from mpwatch.wire.pickling.reducers import pack_by_value
 
 T = TypeVar("T")
 LAST_CALL_SECONDS = 30.0

@@ -23,6 +23,11 @@ mpwatch/wire uses these details of CPython directly:
 - pickling/call_payload.py passes an object to `context.set_spawning_popen`. The object has the methods `duplicate_for_child`
   and `DupFd`, which multiprocessing calls to pickle a file descriptor. If `set_spawning_popen`, `duplicate_for_child` or
   `DupFd` is missing, no lock, queue or connection can be sent to a rank.
+- pickling/main_module.py replaces `multiprocessing.spawn.get_preparation_data` in a rank. If `Popen._launch` does not call
+  it by this name, processes that a rank spawns import the script, which then needs a guard.
+- pickling/definitions.py calls `_abc._abc_init`, as ABCMeta does, and pickling/pickler.py `abc._get_dump`. Without them,
+  abstract classes of a script cannot be sent. pickler.py passes the attributes `co_*` to `types.CodeType` in the order of
+  its parameters.
 - From Python 3.14 on, `linecache._interactive_cache` contains the `-c` command that has started the rank.
   pickling/call_payload.py deletes this command from the cache. Python gives the file name `<string>` to the `-c` command,
   and also to code that `exec` runs. If the `-c` command stayed in the cache, tracebacks could quote the `-c` command instead

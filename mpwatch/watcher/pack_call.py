@@ -8,7 +8,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.per_rank import find_per_rank, format_argument
 from mpwatch.options.validation import name_of
 from mpwatch.wire.pickling import unpicklable
-from mpwatch.wire.pickling.call_payload import Call, Payload, pack, probe
+from mpwatch.wire.pickling.call_payload import Call, Payload, find_refused, pack
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 
@@ -62,20 +62,15 @@ def _pack(call: Call, name_parts: Callable[[], Iterable[tuple[str, Any]]]) -> Pa
 def _explain_failure(parts: Iterable[tuple[str, Any]], error: Exception) -> str:
     if is_resource_shortage(error):  # no argument is to blame, and each one that is tried now would fail, too
         return with_remedy("the call could not be packed", error)
-    for name, value in parts:
-        if not _can_be_sent(value):
-            path, part = unpicklable.find_unpicklable(name, value, probe)
-            kind = f"{type(part).__module__}.{type(part).__qualname__}"
-            return (
-                f"{path}, a {kind}, which cannot be sent to the ranks ({type(error).__name__}: {error}); "
-                "create it inside the function, or pass what it is made from"
-            )
-    return f"the call cannot be sent to the ranks: {type(error).__name__}: {error}"
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        probe(value)
-    except Exception:  # noqa: BLE001  any failure means no
-        return False
-    return True
+    named = list(parts)
+    found = find_refused([value for _, value in named])
+    if found is None:
+        return f"the call cannot be sent to the ranks: {type(error).__name__}: {error}"
+    part, reason = found
+    path = unpicklable.find_path(named, part)
+    if path is None:  # pickling has made the part
+        path = f"{next(name for name, value in named if find_refused(value))} holds something"
+    return (
+        f"{path}, a {type(part).__module__}.{type(part).__qualname__}, which cannot be sent to the ranks "
+        f"({type(reason).__name__}: {reason}); create it inside the function, or pass what it is made from"
+    )

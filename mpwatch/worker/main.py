@@ -271,7 +271,9 @@ def pickle_value(value: object) -> Packed:
         with suppress(ImportError, OSError):
             from mpwatch.wire.pickling import unpicklable
 
-            path, part = unpicklable.find_unpicklable(path, value, return_values.probe)
+            refused = return_values.find_refused(value)
+            found = unpicklable.find_path([(path, value)], refused)
+            path, part = (path, value) if found is None else (found, refused)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"

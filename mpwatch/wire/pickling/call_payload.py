@@ -1,12 +1,12 @@
 """Pickle a call once for all ranks, and load it in each rank.
 
-    packed.py:    [ description of __main__ ][ fn, args, kwargs ... ; extras ][ part 0 ; extras ][ part 1 ; extras ]...
+    packed.py:    [ fn, args, kwargs ... ][ part 0 ][ part 1 ]... [ description of __main__ ]
     descriptors:  of the file, if there is one; then of connections and shared tensors in the call
 
 A part belongs to one rank, and has its own value of each PerRank argument. A rank loads no other rank's part.
 
-A rank does not import the caller's `__main__`. So the extras (pickler.py) have the functions and classes of `__main__` that
-the call uses. The rank adds them to its own `__main__`, where plain pickle, torch.save and DataLoader workers find them.
+A rank does not import the caller's `__main__`. The functions and classes of `__main__` that the call uses travel with it
+(definitions.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 from weakref import WeakSet
 
+from mpwatch.wire.pickling import main_module
 from mpwatch.wire.pickling.packed import Discarded, Packed, Unpacked, map_packed
 
 TYPE_CHECKING = False
@@ -99,7 +100,6 @@ class FdPlaceholder:
 
 
 # All of these are for a rank.
-caller_definitions: dict[str, object] = {}  # the functions and classes that came from the caller's `__main__`, by name
 _received_fds: list[int] = []  # during `unpack`: the descriptors of placeholders
 _earlier_threads: list[threading.Thread] | None = None  # during `unpack`: the threads that existed before
 _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # the threads that were started during `unpack`
@@ -131,57 +131,39 @@ class _SpawnPopenStub:
 
 def pack(call: Call) -> Payload:
     """Pickle a call. Raises OSError, and every exception that pickling raises."""
-    main: Any = sys.modules["__main__"]
     payload = Payload()
     try:
         with _SpawnPopenStub(payload.duplicate_fd):
             pickler = _make_pickler(payload)
-            pickler.dump(_describe_main(main))
-            payload.end_pickle()
             about = (call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout)
             for content in (about, *call.parts):
-                _dump_with_extras(pickler, content)
+                pickler.dump(content)
                 payload.end_pickle()
+                pickler.clear_memo()
+            pickler.dump(main_module.describe(pickler.modules))
+            payload.end_pickle()
         return payload.finish()
     except BaseException:
         payload.close()
         raise
 
 
-def probe(obj: object) -> None:
-    """Pickle an object as `pack` does, only to find out whether pickling works. Raises what pickling raises."""
+def find_refused(thing: Any) -> tuple[Any, Exception] | None:
+    """Return the part that cannot be pickled, and why. None if `thing` can be."""
+    pickler = _make_pickler(Discarded())
     with _SpawnPopenStub(lambda _: 0):
-        _make_pickler(Discarded()).dump(obj)
+        try:
+            pickler.dump(thing)
+        except Exception as error:  # noqa: BLE001  pickling runs code of the user
+            return pickler.last, error
+    return None
 
 
 def _make_pickler(packed: Packed | Discarded) -> Pickler:
     from mpwatch.wire.pickling.pickler import Pickler  # not at the top: a rank may not need cloudpickle
-    from mpwatch.wire.pickling.reducers import make_call_reducers
+    from mpwatch.wire.pickling.reducers import get_table
 
-    first, last = make_call_reducers()
-    return Pickler(packed, packed.keep, first=first, last=last, main=sys.modules["__main__"])
-
-
-def _dump_with_extras(pickler: Pickler, content: object) -> None:
-    from mpwatch.wire.pickling.pickler import Extras
-
-    pickler.clear_memo()
-    pickler.codes.clear()
-    definitions = pickler.main_definitions
-    pickler.dump((content, Extras(definitions, pickler.codes, frozenset(definitions))))
-
-
-def _describe_main(main: Any) -> dict[str, Any]:
-    """Return the attributes with which the workers of a DataLoader find the script of the program."""
-    about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
-    spec = getattr(main, "__spec__", None)
-    if spec is not None and spec.name is not None:
-        about["spec"] = spec.name
-    path = getattr(main, "__file__", None)
-    # A DataLoader worker fails if it cannot read this file. '<stdin>' is no file.
-    if path is not None and os.path.exists(path):
-        about["__file__"] = os.path.abspath(path)
-    return about
+    return Pickler(packed, get_table(for_call=True), packed.keep, is_call=True)
 
 
 def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
@@ -202,12 +184,13 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
     try:
         _received_fds[:] = fds if body else fds[1:]
         unpacked = Unpacked(body or map_packed(fds[0]))
-        _set_up_main(sys.modules["__main__"], unpacked.load(0))
-        fn, args, kwargs, backend, process_group_version, backend_timeout = _load(unpacked, 1)
+        main_module.set_up(unpacked.load())
+        fn, args, kwargs, backend, process_group_version, backend_timeout = unpacked.load(0)
         if number_of_parts := len(unpacked) - 2:
             args = list(args)
-            for key, value in _load(unpacked, 2 + choose_part(number_of_parts)).items():
+            for key, value in unpacked.load(1 + choose_part(number_of_parts)).items():
                 (args if isinstance(key, int) else kwargs)[key] = value
+        _forget_command()
         return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
         _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in _earlier_threads)
@@ -217,24 +200,14 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
             os.close(fd)
 
 
-def _load(unpacked: Unpacked, number: int) -> Any:
-    """Load the call or a part, and give the rank what goes along with it."""
-    content, (names, rest) = unpacked.load(number)
-    while names:
-        vars(sys.modules["__main__"]).update(names)
-        caller_definitions.update(names)
-        names, rest = rest
-    if "linecache" in sys.modules:  # newer Pythons put the interpreter's own `-c` command there
+def _forget_command() -> None:
+    """Newer Pythons put the interpreter's own `-c` command into linecache."""
+    if "linecache" in sys.modules:
         import linecache  # waits for a thread that is just importing it
 
         linecache.cache.pop("<string>", None)
         # the same in Python 3.14 and newer, by the name, the function and the first line of the code
         getattr(linecache, "_interactive_cache", {}).pop(("<string>", "<module>", 1), None)
-    if rest:  # source lines of notebook cells and programs on stdin
-        from mpwatch.wire.exceptions import source_lines
-
-        source_lines.add_to_linecache(rest)
-    return content
 
 
 def is_unpacking(thread: threading.Thread) -> bool:
@@ -242,12 +215,3 @@ def is_unpacking(thread: threading.Thread) -> bool:
     if thread in _threads_of_imports:
         return True
     return _earlier_threads is not None and (thread is threading.main_thread() or thread not in _earlier_threads)
-
-
-def _set_up_main(main: Any, about: dict[str, Any]) -> None:
-    spec = about.pop("spec", None)
-    if spec is not None:
-        from importlib.machinery import ModuleSpec
-
-        about["__spec__"] = ModuleSpec(spec, None)
-    vars(main).update(about)

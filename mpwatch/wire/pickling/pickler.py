@@ -1,29 +1,59 @@
-"""The pickler of everything that mpwatch sends: cloudpickle, with what it lacks.
+"""The pickler of everything that mpwatch sends: cloudpickle, with definitions of its own (definitions.py).
 
-Functions and classes of `__main__` are pickled by value. What a rank sends back of the caller's `__main__` is only named, so
-that the caller gets its own functions and classes. cloudpickle loses qualified names, slots, file names of code, and objects
-that stand in for a module; it puts a module's globals into functions of `__main__` that torch.compile has wrapped.
+What a fresh process cannot import travels by value: functions, classes, type variables and the like of `__main__`, of local
+scopes, and of modules that have no file. What a rank sends back of the caller's `__main__` is only named, so that the caller
+gets its own functions and classes.
+
+cloudpickle makes a class again. That loses keywords of the class, attributes of Enum members, and attributes that equal
+those of a base. It copies the globals of other modules into wrappers of decorators. And if an object answers with a name in
+`__main__`, it supposes that the receiver has this name.
 """
 
-import functools
-import io
+import abc
+import ast
+import copyreg
+import dis
+import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+import threading
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import lru_cache
 from importlib import import_module
+from operator import attrgetter
 from pickle import PickleBuffer
-from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from typing import Any, ForwardRef, TypeVar
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 from cloudpickle import cloudpickle as internals
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.pickling.packed import VIEW_REDUCERS
+from mpwatch.wire.pickling import definitions
+from mpwatch.wire.pickling.definitions import Loaded, get_id
 
+Reduced = tuple[Any, ...]
 Reducers = Mapping[type, Callable[[Any], Any]]
-LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated function, which has no public name
-NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+GLOBAL_OPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+READERS_OF_NAMES = {"globals", "eval", "exec"}
+TYPING_MODULES = {"typing", "types", "typing_extensions"}
+MODULE_NAMES = ("__package__", "__name__", "__path__", "__file__")
+WORDS = re.compile(r"[^\W\d]\w*")
+CLASS_BODY = ("__module__", "__slots__", "__firstlineno__")  # what the class is made with
+GET_ATTRIBUTES = attrgetter(*definitions.FUNCTION_ATTRIBUTES)
+_NUMBERS = ("argcount", "posonlyargcount", "kwonlyargcount", "nlocals", "stacksize", "flags", "code", "consts", "names")
+_TEXTS = ("varnames", "filename", "name", "qualname", "firstlineno", "linetable", "exceptiontable", "freevars", "cellvars")
+GET_CODE_ARGS = attrgetter(*(f"co_{name}" for name in (*_NUMBERS, *_TEXTS)))  # in the order of the arguments of CodeType
+MADE_WITH_CLASS = MemberDescriptorType | GetSetDescriptorType
+NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
+HEAP_TYPE = 1 << 9  # in `type.__flags__`: not a class of C
+NOTHING: dict[str, Any] = {}
+EMPTY_CELL = CellType()
 
 
 class Pickler(cloudpickle.Pickler):
@@ -31,164 +61,225 @@ class Pickler(cloudpickle.Pickler):
 
     Args:
         stream: the file that receives the pickle.
+        table: the reducers, see reducers.py.
         keep: the function that takes large buffers. If it is None, the pickle contains them.
-        first: reducers that have priority over cloudpickle's reducers.
-        last: reducers that are used if cloudpickle has none.
-        main: for a call, the caller's `__main__`. `Extras` then finds what the call uses of it.
-        by_name: the functions and classes of this process's `__main__` that came from the caller.
+        is_call: the receiver gets the values that the globals of this process have now.
     """
 
     def __init__(
         self,
         stream: Any,
+        table: Reducers,
         keep: Callable[[PickleBuffer], bool | None] | None = None,
         *,
-        first: Reducers = NOTHING,
-        last: Reducers = NOTHING,
-        main: ModuleType | None = None,
-        by_name: Mapping[str, object] = NOTHING,
+        is_call: bool = False,
     ) -> None:
-        own, registered = cloudpickle.Pickler.dispatch_table.maps
-        # set before __init__, in which the C pickler reads it
-        self.dispatch_table = {**last, **registered, **own, CodeType: _reduce_code, **VIEW_REDUCERS, **first}
+        self.dispatch_table = table  # before __init__, in which the C pickler reads it
         super().__init__(stream, protocol=5, buffer_callback=keep)
-        self.is_call = main is not None
-        self.main = vars(sys.modules["__main__"] if main is None else main)
-        self.by_name = by_name
-        self.main_definitions: dict[str, object] = {}  # what was pickled by value and has a name in `__main__`
-        self.codes: list[CodeType] = []  # of all functions that were pickled by value
-        if main is not None:
-            self.globals_ref[id(self.main)] = _ModuleGlobals(main)
+        self.last: Any = None  # the object that has just been reduced. If pickling fails, it is the one that was refused
+        self.is_call = is_call
+        self.main = vars(sys.modules["__main__"])
+        self.by_name = {} if is_call else definitions.received
+        self.plain_kinds: set[type] = set()  # of objects about which nothing is special
+        self.namespaces: dict[int, Any] = {}  # what stands for the globals of a module, by id
+        self.modules: set[str] = set()  # that the receiver imports
+        self.sources: dict[str, dict[str, str]] = {}  # of the files of code
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, type | FunctionType):
-            if isinstance(obj, LRU_CACHE_TYPE) and self.is_call and obj.__module__ == "__main__":
-                return self._reduce_cached(obj)
-            return _reduce_stand_in(obj)
-        name = _find_in_main(obj, self.main)
-        if name is not None and self.main[name] is self.by_name.get(name):
-            return NotImplemented  # pickle then pickles the object by name
-        reduced = super().reducer_override(obj)
-        if reduced is NotImplemented:
+        self.last = obj
+        kind = type(obj)
+        if kind in self.plain_kinds:
+            return self._reduce_object(obj)
+        if issubclass(kind, type):
+            return self._reduce_class(obj)
+        if kind is FunctionType:
+            is_named = obj.__globals__ is vars(definitions) or self._is_named(obj)
+            return NotImplemented if is_named else self._reduce_function(obj)
+        if kind is CodeType:
+            return self._reduce_code(obj)
+        if issubclass(kind, ModuleType):
+            self.modules.add(obj.__name__)
+        if kind in self.dispatch_table:
             return NotImplemented
-        if name is not None:
-            self.main_definitions[name] = self.main[name]
-        if isinstance(obj, type):
-            return self._reduce_class(obj, reduced)
-        self.codes.append(obj.__code__)
-        return _reduce_function(obj, reduced)
+        if issubclass(kind, ModuleType) or sys.modules.get(kind.__module__) is obj:
+            return _reduce_stand_in(obj)
+        if issubclass(kind, Enum) and not self._is_named(kind):
+            return _reduce_member(obj)
+        if issubclass(kind, threading.local):
+            return NEW_OBJECT, (kind,), vars(obj)
+        if (numpy := sys.modules.get("numpy")) and issubclass(kind, numpy.ndarray):
+            from mpwatch.wire.pickling.numpy_arrays import reduce_subclass
 
-    def _reduce_class(self, cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+            return reduce_subclass(obj)
+        if not isinstance(sys.modules.get(kind.__module__), kind):
+            self.plain_kinds.add(kind)
+        return self._reduce_object(obj)
+
+    # --- Where a definition belongs
+
+    def _is_named(self, obj: Any, name: str | None = None) -> bool:
+        """Return whether the receiver has this function, class or other named object."""
+        name = name or _name_of(obj)
+        if getattr(obj, "__module__", None) == "__main__":
+            top, found = _resolve(self.main, name)
+            return found is obj and top in self.by_name and self.main[top] is self.by_name[top]
+        found = internals._lookup_module_and_qualname(obj, name)
+        if found is None or _travels(found[0]):
+            return False
+        self.modules.add(found[0].__name__)
+        return True
+
+    def _get_namespace(self, names: dict[str, Any]) -> Any:
+        """Return what the receiver loads as the globals of a module, or as those of functions that are in no module."""
+        if id(names) not in self.namespaces:
+            name = names.get("__name__")
+            module = sys.modules.get(name) if isinstance(name, str) else None
+            found: Any = {key: names[key] for key in MODULE_NAMES if key in names}
+            if getattr(module, "__dict__", None) is names:
+                if _is_library(module):
+                    found = Loaded(vars, module)
+                elif self.is_call and _is_made_here(module):
+                    found = Loaded(definitions.get_namespace, name)
+            self.namespaces[id(names)] = found
+        return self.namespaces[id(names)]
+
+    def _find_globals(
+        self, obj: Any, names: dict[str, Any], wanted: Iterable[str] = (), texts: Iterable[str] = (), name: str | None = None
+    ) -> list[tuple[Any, dict[str, Any]]]:
+        """Return what the receiver puts into namespaces: the globals that a definition uses, and the definition itself.
+
+        `texts` are those of annotations, in which names of types are globals, too. For `Outer.Inner` it puts `Outer`.
+        """
+        puts = []
+        namespace = self._get_namespace(names)
+        if not (isinstance(namespace, Loaded) and namespace.make is vars):
+            used = {name: names[name] for name in wanted if name in names}
+            for each in {name for text in texts for name in WORDS.findall(text)}:
+                if each in names and _is_type(names[each]):
+                    used[each] = names[each]
+            puts.append((namespace, used))
+        home = _module_of(obj)
+        if self.is_call and home is not None and _is_made_here(home):
+            top, found = _resolve(vars(home), name or _name_of(obj))
+            if found is obj:
+                puts.append((self._get_namespace(vars(home)), {top: vars(home)[top]}))
+        return puts
+
+    # --- Functions
+
+    def _reduce_function(self, fn: FunctionType) -> Reduced:
+        annotations = _get_annotations(fn)
+        puts = self._find_globals(fn, fn.__globals__, _find_global_names(fn.__code__), _iterate_texts(annotations))
+        state = GET_ATTRIBUTES(fn), annotations, vars(fn), puts, _find_submodules(fn, puts)
+        args = fn.__code__, self._get_namespace(fn.__globals__), fn.__closure__
+        return definitions.make_function, args, state, None, None, definitions.fill_function
+
+    def _reduce_code(self, code: CodeType) -> Reduced:
+        name = code.co_filename
+        if name not in self.sources:
+            self.sources[name] = source_lines.collect_for_code([code])
+        return definitions.make_code, (GET_CODE_ARGS(code), self.sources[name])
+
+    # --- Classes
+
+    def _reduce_class(self, cls: Any) -> Any:
+        if cls in internals._BUILTIN_TYPE_NAMES:
+            return getattr, (sys.modules["types"], internals._BUILTIN_TYPE_NAMES[cls])
+        if self._is_named(cls):
+            return NotImplemented
         module = _find_defining_module(cls)
         if module is not None:
             return getattr, (module, cls.__qualname__)
-        make, args, *state = reduced
-        if not state:  # NoneType, for example
-            return reduced
-        attributes, _ = state[0]
-        attributes["__qualname__"] = cls.__qualname__
-        if vars(cls).get("__slots__") and not issubclass(cls, Enum):
-            # setting `__slots__` has no effect when the class already exists, so the maker of the class gets them
-            args[3]["__slots__"] = attributes.pop("__slots__")
-            for name in [name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)]:
-                del attributes[name]
-        return reduced if self.is_call else (_make_class, (make, args), state[0], None, None, _set_up_if_new)
+        if not cls.__flags__ & HEAP_TYPE:
+            return NotImplemented
+        attributes = {
+            name: value
+            for name, value in vars(cls).items()
+            # made with the class: slots, `__dict__` and `__weakref__`, and the fields of ctypes
+            if not (isinstance(value, MADE_WITH_CLASS) and value.__objclass__ is cls) and type(value).__name__ != "CField"
+        }
+        body = {name: attributes.pop(name) for name in CLASS_BODY if name in attributes}
+        body["__qualname__"] = cls.__qualname__
+        registered = []
+        if attributes.pop("_abc_impl", None) is not None:
+            registered = [each for ref in abc._get_dump(cls)[0] if (each := ref()) is not None]  # type: ignore[attr-defined]
+        if issubclass(cls, Enum) and "_value2member_map_" in attributes:  # combinations of flags are made again when needed
+            members = attributes["_member_map_"]
+            of_values = attributes["_value2member_map_"].items()
+            attributes["_value2member_map_"] = {value: each for value, each in of_values if each._name_ in members}
+        annotations = _get_annotations(cls)
+        if annotations and "__annotations__" not in attributes:  # Python 3.14
+            attributes["__annotations__"] = annotations
+        for name in ("__annotate_func__", "__annotations_cache__"):
+            attributes.pop(name, None)
+        puts = self._find_globals(cls, getattr(_module_of(cls), "__dict__", NOTHING), texts=_iterate_texts(annotations))
+        state = attributes, registered, _find_hook_keywords(cls), puts, self.is_call
+        options: dict[str, Any] = {}
+        if hasattr(cls, "__struct_config__"):
+            options = _describe_struct(cls, body, attributes)
+        meta = None if type(cls) is type(cls.__bases__[0]) else type(cls)
+        args = get_id(cls), meta, cls.__name__, cls.__bases__, body, options
+        return definitions.make_class, args, state, None, None, definitions.fill_class
 
-    def _reduce_cached(self, fn: Any) -> Any:
-        """Pickle it by value, which cloudpickle does not: the rank has the name only when the call is loaded."""
-        name = fn.__qualname__
-        if self.main.get(name) is fn:
-            self.main_definitions[name] = fn
-        return _rebuild_cached, (fn.__wrapped__, fn.cache_parameters())
+    # --- Other objects
 
-
-class Extras:
-    """What goes along with a call: definitions of `__main__`, and source lines that are in no file.
-
-    It must be pickled after the call, when the pickler knows what the call uses. It is loaded as a list of definitions by
-    name, `(names, (names, ... ({}, sources)))`, because a rank may not have to import this module.
-
-    It does not refer to the pickler, whose memo refers to it: CPython crashes when it collects a cycle that has a memoryview
-    with a PickleBuffer.
-
-    Args:
-        definitions: `Pickler.main_definitions`
-        codes: `Pickler.codes`
-        sent: the names in `__main__` that the rank has already got.
-    """
-
-    def __init__(self, definitions: Mapping[str, object], codes: Sequence[CodeType], sent: frozenset[str]) -> None:
-        self._definitions = definitions
-        self._codes = codes
-        self._sent = sent
-
-    def __reduce__(self) -> Any:
-        new = {name: value for name, value in self._definitions.items() if name not in self._sent}
-        if new:  # pickling them can add more
-            return tuple, ((new, Extras(self._definitions, self._codes, self._sent | new.keys())),)
-        return tuple, (({}, source_lines.collect_for_code(self._codes) if self._codes else {}),)
-
-
-def pack_by_value(value: object, keep: Callable[[PickleBuffer], bool | None] | None = None) -> bytes:
-    """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
-
-    If program A sends a class to program B, and B sends the class back, A gets its original class object, not a copy.
-
-    Args:
-        value: the value to pickle.
-        keep: the function that takes the buffers of large arrays. If it is None, the pickle contains them.
-    """
-    stream = io.BytesIO()
-    Pickler(stream, keep).dump(value)
-    return stream.getvalue()
-
-
-def _make_class(make: Any, args: tuple[Any, ...]) -> Any:
-    """Note whether the class is new: cloudpickle would change the attributes of one that this process already has."""
-    *_, tracker_id, _ = args
-    is_new = tracker_id not in internals._DYNAMIC_CLASS_TRACKER_BY_ID
-    cls = make(*args)
-    if is_new:
-        _new_classes.add(cls)
-    return cls
-
-
-def _set_up_if_new(cls: type, state: Any) -> type:
-    if cls in _new_classes:
-        _new_classes.remove(cls)
-        internals._class_setstate(cls, state)
-    return cls
-
-
-_new_classes: set[type] = set()  # between `_make_class` and `_set_up_if_new`
-
-
-def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    """Keep the file name. cloudpickle 3.1.3 replaces it by "<dynamic-code>", but tracebacks and debuggers need it."""
-    make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return make, tuple(code.co_filename if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
-
-
-def _reduce_function(fn: FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """If torch.compile has wrapped a function of `__main__`, leave out the globals of the wrapper's module."""
-    module = sys.modules.get(name := fn.__globals__.get("__name__", ""))
-    is_wrapper = fn.__module__ == "__main__" and name.partition(".")[0] == "torch"
-    if not is_wrapper or getattr(module, "__dict__", None) is not fn.__globals__:
+    def _reduce_object(self, obj: Any) -> Any:
+        """Ask the object. It may answer with a name that the receiver lacks, or have nothing but its name in a module."""
+        reduced = obj.__reduce_ex__(5)
+        if isinstance(reduced, str):
+            module = _module_of(obj)
+            if self._is_named(obj, reduced) or not (type(obj) in REDUCE_NAMED or (module and _travels(module))):
+                return reduced
+            make, args, own = REDUCE_NAMED.get(type(obj), _reduce_plainly)(obj)
+            state: Reduced = own, self._find_globals(obj, NOTHING, name=reduced)
+            return definitions.make_named, (get_id(obj), make, *args), state, None, None, definitions.fill_named
+        if reduced[0] is NEW_OBJECT and len(reduced[1]) == 1 and not any(reduced[2:]):
+            module = _module_of(type(obj))
+            if module is not None and not _travels(module):
+                for name, value in vars(module).items():
+                    if value is obj:  # dataclasses.MISSING, for example
+                        return getattr, (module, name)
         return reduced
-    make, (code, _, *others), (attributes, slots), *set_state = reduced
-    slots["__globals__"] = {}
-    return make, (code, _ModuleGlobals(module), *others), (attributes, slots), *set_state
+
+
+# --- Modules
+
+
+def _travels(module: Any) -> bool:
+    """Return whether what the module defines is sent by value: no other process can import the module, or should."""
+    return internals._is_registered_pickle_by_value(module) or _is_made_here(module)
+
+
+def _is_made_here(module: Any) -> bool:
+    name = module.__name__
+    if name == "__main__":
+        return True
+    if type(module) is not ModuleType or module.__spec__ is not None or hasattr(module, "__file__"):
+        return False
+    top, dot, _ = name.partition(".")  # a module in C can make others, as torch._C does
+    return not dot or top not in sys.modules or _is_made_here(sys.modules[top])
+
+
+def _is_library(module: Any) -> bool:
+    """Return whether nothing in the module is of this program: what its functions use is in a rank, too."""
+    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    return is_of_python or "-packages" in (getattr(module, "__file__", None) or "")
+
+
+def reduce_module(module: ModuleType) -> Any:
+    if module.__name__ == "__main__" or not _is_made_here(module):
+        return internals._module_reduce(module)
+    state = {name: value for name, value in vars(module).items() if name != "__builtins__"}
+    return definitions.make_module, (module.__name__,), state, None, None, definitions.fill_attributes
 
 
 def _reduce_stand_in(obj: Any) -> Any:
     """Pickle by its name an object that stands in for a module, such as `torch.backends.cudnn` or `torch.ops.aten`."""
     cls = type(obj)
-    name = cls.__module__  # a module can replace itself by an instance of one of its classes
-    if sys.modules.get(name) is not obj:
-        if not issubclass(cls, ModuleType) or cls is ModuleType:
-            return NotImplemented
-        name = obj.__name__
-    if cls.__module__ == "__main__" or _is_sent_by_value(name):
+    # a module can replace itself by an instance of one of its classes
+    name = cls.__module__ if sys.modules.get(cls.__module__) is obj else obj.__name__
+    home = sys.modules.get(cls.__module__)
+    if home is not None and home is not obj and _travels(home):
         return NotImplemented
     if sys.modules.get(name) is obj:
         return import_module, (name,)
@@ -197,40 +288,169 @@ def _reduce_stand_in(obj: Any) -> Any:
     return (getattr, (module, attribute)) if getattr(module, "__dict__", {}).get(attribute) is obj else NotImplemented
 
 
-def _is_sent_by_value(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{other}.") for other in cloudpickle.list_registry_pickle_by_value())
+# --- Names
 
 
-def _find_defining_module(cls: type) -> ModuleType | None:
+def _module_of(obj: Any) -> Any:
+    return sys.modules.get(getattr(obj, "__module__", None))  # type: ignore[arg-type]
+
+
+def _name_of(obj: Any) -> str:
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
+
+
+def _resolve(names: dict[str, Any], name: str) -> tuple[str, Any]:
+    """Return `Outer` and the class, for the name `Outer.Inner` of a class."""
+    top, *rest = name.split(".")
+    found = names.get(top)
+    for each in rest:
+        found = vars(found).get(each) if isinstance(found, type) else None
+    return top, found
+
+
+def _find_defining_module(cls: type) -> Any:
     """Find the module of a class whose `__module__` is wrong: that of pytest's Skipped is "builtins"."""
     for base in cls.__mro__[1:]:
-        module = sys.modules.get(base.__module__)
+        module = _module_of(base)
         # with vars(), since getattr() could make a module load something
-        if module is not None and base.__module__ != "__main__" and vars(module).get(cls.__qualname__) is cls:
+        if module is not None and not _travels(module) and vars(module).get(cls.__qualname__) is cls:
             return module
     return None
 
 
-def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
-    """Return `Outer` for a class `Outer.Inner` of `__main__`, or None if pickle could not find the object there."""
-    if obj.__module__ != "__main__":
+_global_names: WeakKeyDictionary[CodeType, dict[str, None]] = WeakKeyDictionary()
+
+
+def _find_global_names(code: CodeType) -> dict[str, None]:
+    """Return the names of globals that the code uses, those in its local classes too, and in `globals()["name"]`."""
+    names = _global_names.get(code)
+    if names is None:
+        names = {each.argval: None for each in dis.get_instructions(code) if each.opname in GLOBAL_OPS}
+        if not names.keys().isdisjoint(READERS_OF_NAMES):
+            names.update((each, None) for each in code.co_consts if isinstance(each, str) and each.isidentifier())
+        for each in code.co_consts:
+            if isinstance(each, CodeType):
+                names.update(_find_global_names(each))
+        _global_names[code] = names
+    return names
+
+
+def _find_submodules(fn: FunctionType, puts: list[tuple[Any, dict[str, Any]]]) -> list[ModuleType]:
+    """Return the modules that a function finds as attributes of packages, as in `concurrent.futures.wait`."""
+    values = [value for _, used in puts for value in used.values()]
+    values += (cell.cell_contents for cell in fn.__closure__ or () if cell != EMPTY_CELL)
+    packages = [each for each in values if isinstance(each, ModuleType) and hasattr(each, "__path__")]
+    found: dict[str, ModuleType] = {}
+    for package in packages:
+        for name in fn.__code__.co_names:
+            part = sys.modules.get(full := f"{package.__name__}.{name}")
+            if part is not None and full not in found:
+                found[full] = part
+                packages.append(part)
+    return list(found.values())
+
+
+def _get_annotations(obj: Any) -> dict[str, Any]:
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format, get_annotations
+
+        try:
+            return dict(get_annotations(obj))
+        except NameError:  # of a type that exists only for type checkers
+            return dict(get_annotations(obj, format=Format.STRING))
+    return (vars(obj) if isinstance(obj, type) else {"__annotations__": obj.__annotations__}).get("__annotations__") or {}
+
+
+def _iterate_texts(annotations: Mapping[str, Any]) -> Iterator[str]:
+    """Iterate over what is text in annotations, as in `list["Node"]`."""
+    parts = list(annotations.values())
+    for part in parts:
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, ForwardRef):
+            yield part.__forward_arg__
+        elif not isinstance(part, type):
+            parts += getattr(part, "__args__", ())
+
+
+def _is_type(value: object) -> bool:
+    return isinstance(value, type | FunctionType | ModuleType) or type(value).__module__ in TYPING_MODULES
+
+
+def _describe_struct(cls: Any, body: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a class of msgspec, whose metaclass is in C, and needs its fields when it makes the class."""
+    import msgspec
+
+    del body["__slots__"]
+    body["__annotations__"] = annotations = attributes.get("__annotations__", {})
+    for each in msgspec.structs.fields(cls):
+        if each.name in annotations:
+            options = {"default": each.default, "default_factory": each.default_factory, "name": each.encode_name}
+            body[each.name] = Loaded(definitions.call_in, "", msgspec.field, (), options)
+    for name in [name for name in attributes if name.startswith(("__struct_", "__match_args__"))]:
+        del attributes[name]
+    keyword_only = inspect.signature(cls).parameters.values()
+    config = {name: getattr(cls.__struct_config__, name) for name in dir(cls.__struct_config__) if not name.startswith("_")}
+    return {**config, "kw_only": all(each.kind is each.KEYWORD_ONLY for each in keyword_only if each.name in annotations)}
+
+
+def _find_hook_keywords(cls: Any) -> dict[str, Any] | None:
+    """Return the keywords of the class statement if an `__init_subclass__` of a module may register the class there."""
+    base = next(base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base))
+    module = _module_of(base)
+    if module is None or _travels(module) or module.__name__.partition(".")[0] in sys.stdlib_module_names:
         return None
-    top, *rest = obj.__qualname__.split(".")
-    found = main.get(top)
-    for name in rest:
-        found = vars(found).get(name) if isinstance(found, type) else None
-    return top if found is obj else None
+    try:
+        statement: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        names = vars(sys.modules[cls.__module__])
+        return {
+            each.arg: names[each.value.id] if isinstance(each.value, ast.Name) else ast.literal_eval(each.value)
+            for each in statement.keywords
+            if each.arg not in {"metaclass", None}
+        }
+    except (OSError, TypeError, SyntaxError, ValueError, KeyError, AttributeError):  # no source, or other expressions
+        return None
 
 
-def _rebuild_cached(fn: Any, parameters: dict[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(fn)
+# --- Reducers
 
 
-class _ModuleGlobals(dict[str, Any]):
-    """Stands for the globals of a module of the rank. cloudpickle would make a new dict of copies instead."""
+def _reduce_member(member: Any) -> Any:
+    """Pickle a member of an Enum as the object that it is. Python would ask its class, which may not be filled yet."""
+    cls = type(member)
+    if cls._member_map_.get(member._name_) is not member:
+        return cls, (member._value_,)
+    reduced: Any = object.__reduce_ex__(member, 5)
+    args = cls, member._name_, cls._member_type_, reduced[1][1:] if reduced[0] is NEW_OBJECT else reduced[1]
+    return definitions.make_member, args, vars(member), None, None, definitions.fill_member
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
 
-    def __reduce__(self) -> Any:
-        return vars, (self.module,)
+def _reduce_type_variable(thing: Any) -> Reduced:
+    options = {name: value for name in TYPE_OPTIONS if (value := getattr(thing, f"__{name}__", None))}
+    if getattr(thing, "has_default", bool)():
+        options["default"] = thing.__default__
+    args = (
+        thing.__name__,
+        *getattr(thing, "__constraints__", ()),
+        *([thing.__value__] if hasattr(thing, "__value__") else []),
+    )
+    return definitions.call_in, (thing.__module__, type(thing), args, options), {}
+
+
+def _reduce_cached(fn: Any) -> Reduced:
+    return definitions.make_cached, (fn.__wrapped__, fn.cache_parameters()), vars(fn)
+
+
+def _reduce_plainly(obj: Any) -> Reduced:
+    state = obj.__getstate__()
+    parts = state if isinstance(state, tuple) else (state,)  # with slots, a pair
+    return NEW_OBJECT, (type(obj),), {name: value for part in parts if part for name, value in part.items()}
+
+
+# for objects that pickle would only name
+TYPE_OPTIONS = ("bound", "covariant", "contravariant", "infer_variance", "type_params")
+REDUCE_NAMED: dict[type, Callable[[Any], Reduced]] = {
+    type(lru_cache(len)): _reduce_cached,
+    **{getattr(typing, name, TypeVar): _reduce_type_variable for name in ("ParamSpec", "TypeVarTuple", "TypeAliasType")},
+    TypeVar: _reduce_type_variable,
+}

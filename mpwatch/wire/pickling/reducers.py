@@ -1,38 +1,97 @@
-"""Reducers that multiprocessing and torch have registered for sending objects to spawned processes. Used in the caller.
+"""Reducers turn an object, such as a socket or a tensor, into values that can be pickled. torch is never imported here.
 
-A reducer turns an object, such as a socket or a tensor, into values that can be pickled. torch is never imported here.
+Two tables are made of them, and made again only if another module has registered a reducer: one for calls, with what
+multiprocessing and torch have registered for spawned processes, and one for values, exceptions and other programs.
 """
 
+import copyreg
+import functools
+import io
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import Context, ContextVar, copy_context
 from operator import attrgetter
-from typing import Any
+from pickle import PickleBuffer
+from types import CellType, ModuleType
+from typing import Any, TypeVar
+
+import cloudpickle
 
 from mpwatch.os_support.cpython_private import get_spawn_reducers
+from mpwatch.wire.pickling import definitions
+from mpwatch.wire.pickling.packed import VIEW_REDUCERS
 from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
-from mpwatch.wire.pickling.pickler import Reducers
+from mpwatch.wire.pickling.pickler import Pickler, Reduced, Reducers, reduce_module
+
+_tables: dict[bool, tuple[Any, Reducers]] = {}  # for calls and for values: what the table was made of, and the table
 
 
-def make_call_reducers() -> tuple[Reducers, Reducers]:
-    """Return the reducers that have priority over cloudpickle's, and then those over which cloudpickle's have priority."""
-    registered = list(get_spawn_reducers().items())  # one call of C code, since another thread may be importing torch
-    of_torch = {cls: reducer for cls, reducer in registered if _is_of_torch(cls)}
-    others = {cls: reducer for cls, reducer in registered if not _is_of_torch(cls)}
-    return {PerRank: refuse_per_rank, **(_make_torch_reducers(of_torch) if of_torch else {})}, others
+def pack_by_value(value: object, keep: Callable[[PickleBuffer], bool | None] | None = None) -> bytes:
+    """Pickle a value for another program that uses mpwatch. Functions and classes of `__main__` are pickled by value.
+
+    If program A sends a class to program B, and B sends the class back, A gets its original class object, not a copy.
+
+    Args:
+        value: the value to pickle.
+        keep: the function that takes the buffers of large arrays. If it is None, the pickle contains them.
+    """
+    stream = io.BytesIO()
+    Pickler(stream, get_table(), keep).dump(value)
+    return stream.getvalue()
+
+
+def get_table(*, for_call: bool = False) -> Reducers:
+    sources = copyreg.dispatch_table, get_spawn_reducers() if for_call else {}, _get_loaded()
+    if for_call not in _tables or _tables[for_call][0] != sources:
+        # each copy is one call of C code, since another thread may be importing torch
+        registered, spawning, loaded = dict(sources[0]), dict(sources[1]), sources[2]
+        of_torch = {cls: reduce for cls, reduce in spawning.items() if _is_of_torch(cls)}
+        table: dict[type, Callable[[Any], Any]] = {cls: reduce for cls, reduce in spawning.items() if cls not in of_torch}
+        table |= {**registered, **cloudpickle.Pickler.dispatch_table.maps[0], **OBJECTS, **VIEW_REDUCERS}
+        del table[TypeVar]  # see pickler.py
+        table |= _make_library_reducers(loaded, of_torch, for_call=for_call)
+        if for_call:
+            table[PerRank] = refuse_per_rank
+        _tables[for_call] = (registered, spawning, loaded), table
+    return _tables[for_call][1]
+
+
+def _get_loaded() -> tuple[bool, ...]:
+    return tuple(name in sys.modules for name in ("torch.storage", "numpy", "numpy.ma"))
 
 
 def _is_of_torch(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torch"
 
 
-def _make_torch_reducers(registered: Reducers) -> Reducers:
-    """Share only what is shared: torch's own reducers would move every CPU tensor of the caller into shared memory."""
-    import torch
+def _make_library_reducers(
+    loaded: tuple[bool, ...], shared: Reducers, *, for_call: bool
+) -> dict[type, Callable[[Any], Any]]:
+    table: dict[type, Callable[[Any], Any]] = {}
+    has_torch, has_numpy, has_masked_arrays = loaded
+    if has_numpy:
+        import numpy as np
 
-    from mpwatch.wire.pickling.torch_storages import reducers, share_or_copy
+        from mpwatch.wire.pickling import numpy_arrays
 
-    copying = reducers()
-    sharing = {cls: share_or_copy(reducer, copying.get(cls, _reduce_plain)) for cls, reducer in registered.items()}
-    add = torch.ops.aten.add
-    return {type(add): _reduce_op, type(add.Tensor): _reduce_op, **sharing}
+        table[np.ndarray] = numpy_arrays.reduce_array
+        if for_call:  # another program may have no such file
+            table[np.memmap] = numpy_arrays.reduce_memmap
+        if has_masked_arrays:
+            table[np.ma.MaskedArray] = numpy_arrays.reduce_masked
+    if has_torch:
+        import torch
+
+        from mpwatch.wire.pickling.torch_storages import REDUCERS, share_or_copy
+
+        table |= REDUCERS
+        # Share only what is shared: torch's own reducers would move every CPU tensor of the caller into shared memory.
+        table |= {cls: share_or_copy(share, REDUCERS.get(cls, _reduce_plain)) for cls, share in shared.items()}
+        add = torch.ops.aten.add
+        table |= {type(add): _reduce_op, type(add.Tensor): _reduce_op}
+    return table
 
 
 def _reduce_op(op: Any) -> Any:
@@ -43,3 +102,44 @@ def _reduce_op(op: Any) -> Any:
 
 def _reduce_plain(obj: Any) -> Any:
     return obj.__reduce_ex__(5)
+
+
+# --- Objects of Python that neither pickle nor cloudpickle can send
+
+
+def _reduce_cell(cell: CellType) -> Reduced:
+    """Two functions that share a variable still share it. cloudpickle gives each function a cell of its own."""
+    try:
+        content = (cell.cell_contents,)
+    except ValueError:  # it is empty
+        return definitions.make_cell, ()
+    return definitions.make_cell, (), content, None, None, definitions.fill_cell
+
+
+def _reduce_cached_property(prop: Any) -> Reduced:
+    state = {name: value for name, value in vars(prop).items() if name != "lock"}  # Python 3.11 has a lock
+    return functools.cached_property, (prop.func,), state
+
+
+def _reduce_context_var(var: ContextVar[Any]) -> Reduced:
+    found: list[tuple[Any, ...]] = []
+    for context in (Context(), copy_context()):  # the default, and the value
+        try:
+            found.append((context.run(var.get),))
+        except LookupError:
+            found.append(())
+    return definitions.make_context_var, (var.name, *found)
+
+
+OBJECTS: Reducers = {
+    CellType: _reduce_cell,
+    ModuleType: reduce_module,
+    functools.cached_property: _reduce_cached_property,
+    threading.local: lambda local: (threading.local, (), vars(local)),
+    weakref.WeakKeyDictionary: lambda weak: (weakref.WeakKeyDictionary, (dict(weak),)),
+    weakref.WeakValueDictionary: lambda weak: (weakref.WeakValueDictionary, (dict(weak),)),
+    weakref.ReferenceType: lambda ref: (
+        (weakref.ref, (ref(),)) if ref() is not None else (definitions.make_dead_reference, ())
+    ),
+    ContextVar: _reduce_context_var,
+}

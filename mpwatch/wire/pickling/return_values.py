@@ -10,9 +10,11 @@ import copyreg
 import io
 import pickle
 import sys
+from contextlib import suppress
 from functools import cache
+from types import FunctionType
 
-from mpwatch.wire.pickling.call_payload import caller_definitions
+from mpwatch.wire.pickling.definitions import received
 from mpwatch.wire.pickling.packed import VIEW_REDUCERS, Discarded, Packed, Unpacked
 
 TYPE_CHECKING = False
@@ -41,10 +43,13 @@ def pack_none() -> bytes:
     return _pack(None, _make_plain_pickler).body
 
 
-def probe(value: Any) -> None:
-    """Check whether a value can be pickled, and discard the pickle. Raises what pickling raises."""
+def find_refused(value: Any) -> Any:
+    """Return the part of the value that cannot be pickled."""
     discarded = Discarded()
-    _make_pickler(discarded, discarded.keep).dump(value)
+    pickler = _make_pickler(discarded, discarded.keep)
+    with suppress(Exception):
+        pickler.dump(value)
+    return getattr(pickler, "last", value)
 
 
 def open_value(content: bytes | memoryview) -> tuple[str, Unpacked]:
@@ -103,8 +108,17 @@ def _get_type_name(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
+class _PlainPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            top = obj.__qualname__.partition(".")[0]
+            if top not in received or vars(sys.modules["__main__"]).get(top) is not received[top]:
+                raise pickle.PicklingError(f"the rank has made {obj.__qualname__} itself")
+        return NotImplemented
+
+
 def _make_plain_pickler(stream: Any, keep: Any) -> pickle.Pickler:
-    pickler = pickle.Pickler(stream, 5, buffer_callback=keep)
+    pickler = _PlainPickler(stream, 5, buffer_callback=keep)
     pickler.dispatch_table = {**copyreg.dispatch_table, **VIEW_REDUCERS, **_get_torch_reducers()}
     return pickler
 
@@ -112,16 +126,17 @@ def _make_plain_pickler(stream: Any, keep: Any) -> pickle.Pickler:
 def _make_pickler(stream: Any, keep: Any) -> pickle.Pickler:
     try:
         from mpwatch.wire.pickling.pickler import Pickler
+        from mpwatch.wire.pickling.reducers import get_table
     except Exception:  # noqa: BLE001  the function has run for long: the package was removed or replaced, or cannot be read
         return _make_plain_pickler(stream, keep)
-    return Pickler(stream, keep, first=_get_torch_reducers(), by_name=caller_definitions)
+    return Pickler(stream, get_table(), keep)
 
 
 def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
     if "torch.storage" not in sys.modules:
         return {}
     try:
-        from mpwatch.wire.pickling.torch_storages import reducers
+        from mpwatch.wire.pickling.torch_storages import REDUCERS
     except Exception:  # noqa: BLE001  see `_make_pickler`. torch then pickles its tensors itself
         return {}
-    return reducers()
+    return REDUCERS

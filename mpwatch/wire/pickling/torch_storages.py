@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.storage
@@ -30,26 +31,23 @@ UntypedStorage: Any = torch.storage.UntypedStorage
 Reducer = Callable[[Any], Any]
 
 
-def reducers() -> dict[type, Reducer]:
-    """Return reducers for torch's tensors and storages. Each pickler needs its own reducers."""
-    memories: dict[int, _StorageMemory] = {}
+def _reduce_typed(storage: Any) -> Any:
+    untyped = get_untyped_storage(storage)
+    if untyped.device.type != "cpu":
+        return storage.__reduce_ex__(5)
+    return _rebuild_typed, (_get_memory(untyped), storage.dtype)
 
-    def reduce_typed(storage: Any) -> Any:
-        untyped = get_untyped_storage(storage)
-        if untyped.device.type != "cpu":
-            return storage.__reduce_ex__(5)
-        return _rebuild_typed, (get_memory(untyped), storage.dtype)
 
-    def reduce_untyped(storage: Any) -> Any:
-        return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_rebuild_untyped, (get_memory(storage),))
+def _reduce_untyped(storage: Any) -> Any:
+    return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_rebuild_untyped, (_get_memory(storage),))
 
-    def get_memory(storage: Any) -> _StorageMemory:
-        number = get_storage_id(storage)
-        if number not in memories:
-            memories[number] = _StorageMemory(storage)
-        return memories[number]
 
-    return {torch.Tensor: _reduce_tensor, TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
+def _get_memory(storage: Any) -> "_StorageMemory":
+    number = get_storage_id(storage)
+    memory = _memories.get(number)
+    if memory is None:
+        memory = _memories[number] = _StorageMemory(storage)
+    return memory
 
 
 def share_or_copy(share: Reducer, copy: Reducer) -> Reducer:
@@ -112,3 +110,7 @@ def _rebuild_typed(storage: Any, dtype: Any) -> Any:
 
 def _rebuild_untyped(storage: Any) -> Any:
     return storage
+
+
+_memories: WeakValueDictionary[int, _StorageMemory] = WeakValueDictionary()  # those that a pickler has in its memo
+REDUCERS: dict[type, Reducer] = {torch.Tensor: _reduce_tensor, TypedStorage: _reduce_typed, UntypedStorage: _reduce_untyped}

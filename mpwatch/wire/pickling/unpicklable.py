@@ -1,59 +1,43 @@
-"""Find the innermost part of an object that cannot be pickled, with its path, such as "args[0].model.lock".
-
-If a trainer has a lock and a callback, and the callback refers back to the trainer, neither the callback nor the lock can be
-pickled. So the search prefers a part that does not lead back to an object on its path: the lock.
-"""
+"""Find the path to the object that pickling has refused, such as "args[0].model.lock"."""
 
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+MAX_PARTS = 100_000  # to look at
 MAX_DEPTH = 30
-MAX_PROBES = 20_000  # parts to try, which takes seconds. After that the result is the innermost object so far
+ATOMS = (int, float, complex, str, bytes, types.NoneType)
 Part = tuple[str, Any]  # the text that the part adds to the path, and the part itself
 
 
-def find_unpicklable(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, Any]:
-    """Return the path and the part. `path` is the name of `thing`, such as "args[0]", and `dumps` raises for `thing`."""
-    found = _Search(dumps, {id(thing): thing}, iter(range(MAX_PROBES))).find_innermost(path, thing, MAX_DEPTH)
-    return found.path, found.thing
+def find_path(named: Iterable[Part], refused: Any) -> str | None:
+    """Return the shortest path, which begins with a name in `named`. None if the object was made by pickling."""
+    waiting = deque((name, thing, 0) for name, thing in named)
+    seen = {id(thing) for _, thing, _ in waiting}
+    while waiting and len(seen) < MAX_PARTS:
+        path, thing, depth = waiting.popleft()
+        if thing is refused:
+            return path
+        for step, part in _iterate_parts(thing) if depth < MAX_DEPTH else ():
+            if id(part) not in seen and not isinstance(part, ATOMS) and not _is_imported(part):
+                seen.add(id(part))
+                waiting.append((path + step, part, depth + 1))
+    return None
 
 
-class _Found(NamedTuple):
-    path: str
-    thing: Any
-    is_sure: bool  # False if the part refers back to an object on the path, which may be the only reason
-
-
-@dataclass
-class _Search:
-    dumps: Callable[[Any], object]
-    refused: dict[int, Any]  # the objects for which `dumps` has raised, by id
-    probes: Iterator[int]
-
-    def find_innermost(self, path: str, thing: Any, depth: int) -> _Found:
-        unsure = None
-        leads_back = False
-        for (step, part), _ in zip(_iterate_parts(thing), self.probes, strict=False):
-            if id(part) in self.refused:
-                leads_back = True
-            elif depth and not _can_be_pickled(part, self.dumps):
-                self.refused[id(part)] = part
-                found = self.find_innermost(path + step, part, depth - 1)
-                if found.is_sure:
-                    return found
-                unsure = unsure or found
-        return unsure or _Found(path, thing, is_sure=not leads_back)
-
-
-def _can_be_pickled(part: Any, dumps: Callable[[Any], object]) -> bool:
-    try:
-        dumps(part)
-    except Exception:  # noqa: BLE001  any exception answers the question
-        return False
-    return True
+def _is_imported(part: Any) -> bool:
+    """Return whether only the name of a module, function or class is sent."""
+    if type(part) is types.ModuleType:
+        return True
+    if isinstance(part, types.FunctionType | type) and part.__module__ != "__main__":
+        found: Any = sys.modules.get(part.__module__)
+        for name in part.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return found is part
+    return False
 
 
 def _iterate_parts(thing: Any) -> Iterator[Part]:
@@ -106,4 +90,4 @@ def _iterate_instance_parts(thing: Any) -> Iterator[Part]:
         for name, slot in vars(kind).items():
             if isinstance(slot, types.MemberDescriptorType) and hasattr(thing, name):
                 yield f".{name}", getattr(thing, name)
-    yield " has the class", type(thing)
+    yield ".__class__", type(thing)

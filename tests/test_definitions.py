@@ -1,0 +1,1081 @@
+"""What a script defines is in a rank what it is in the caller: a table of constructs, each with what is asked of it."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from support.programs import python
+
+# Each script has a function `ask`, whose answer must be the same in the caller and in a rank.
+ASK = """
+
+if __name__ == "__main__":
+    import mpwatch
+
+    here = ask()
+    there, = mpwatch.run(ask, 1)
+    assert here == there, f"{here} in the caller, {there} in the rank"
+    print("same")
+"""
+
+LANGUAGE = {
+    "keywords of a class": """
+class Layer:
+    registry = {}
+    def __init_subclass__(cls, key, **keywords):
+        super().__init_subclass__(**keywords)
+        cls.key = key
+        Layer.registry[key] = cls
+
+class Dense(Layer, key="dense"):
+    pass
+
+def ask():
+    class Conv(Layer, key="conv"):
+        pass
+    names = [(key, cls.__qualname__, cls.key) for key, cls in Layer.registry.items()]
+    del Layer.registry["conv"]
+    return names, Layer.registry["dense"] is Dense, Conv.__mro__[1] is Layer
+""",
+    "keywords of a metaclass": """
+class Meta(type):
+    made = []
+    def __new__(meta, name, bases, body, *, table):
+        cls = super().__new__(meta, name, bases, body)
+        meta.made.append(name)
+        return cls
+    def __init__(cls, name, bases, body, *, table):
+        super().__init__(name, bases, body)
+        cls.table = table
+    def __len__(cls):
+        return len(cls.table)
+
+class User(metaclass=Meta, table="users"):
+    pass
+
+def ask():
+    return Meta.made, User.table, len(User), type(User) is Meta, isinstance(User, Meta)
+""",
+    "an attribute that is equal to the base's": """
+class Base:
+    lr = 1
+    names = ("a",)
+    def run(self): return 1
+
+class Sub(Base):
+    lr = 1
+    names = Base.names
+    run = Base.run
+
+def ask():
+    return sorted(name for name in vars(Sub) if not name.startswith("__")), Sub.run is Base.run
+""",
+    "slots": """
+class Point:
+    __slots__ = ("x", "__y")
+    kind = "point"
+    def __init__(self, x): self.x, self.__y = x, 2
+    def get(self): return self.__y
+
+class Weak(Point):
+    __slots__ = {"z": "documented", "__weakref__": ""}
+
+def ask():
+    p = Weak(1)
+    return p.x, p.get(), Point.kind, hasattr(p, "__dict__"), Weak.__slots__, repr(Point.x)
+""",
+    "descriptors with a name": """
+class Field:
+    def __set_name__(self, owner, name):
+        self.calls = getattr(self, "calls", 0) + 1
+        self.name, self.owner = name, owner
+    def __get__(self, obj, cls):
+        return self
+
+class Model:
+    weight = Field()
+
+def ask():
+    return Model.weight.name, Model.weight.calls, Model.weight.owner is Model, Model.__dict__["weight"] is Model.weight
+""",
+    "closures that share a variable": """
+def make():
+    n = 0
+    def up():
+        nonlocal n
+        n += 1
+        return n
+    def get():
+        return n
+    return up, get
+
+up, get = make()
+
+def ask():
+    before = get()
+    up()
+    return get() - before
+""",
+    "a recursive closure and super()": """
+def make():
+    def count(n):
+        return n and 1 + count(n - 1)
+    return count
+
+count = make()
+
+class A:
+    def f(self): return [type(self).__name__, __class__.__name__]
+
+class B(A):
+    def f(self): return [*super().f(), __class__ is B]
+
+def ask():
+    return count(5), B().f()
+""",
+    "nested classes and pickling": """
+import pickle
+
+class Outer:
+    class Inner:
+        class Innermost:
+            pass
+
+deepest = Outer.Inner.Innermost
+
+def helper():
+    pass
+
+def ask():
+    same = [pickle.loads(pickle.dumps(x)) is x for x in (deepest, Outer, Outer.Inner, helper)]
+    return same, deepest.__qualname__, deepest.__module__
+""",
+    "names in annotations only": """
+from __future__ import annotations
+import typing
+import decimal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from nowhere import Missing
+
+@dataclass
+class Node:
+    left: Optional[Node]
+    value: decimal.Decimal
+    link: Link
+
+class Link:
+    pass
+
+def visit(node: Node, *, link: Link | None = None) -> list[Leaf]:
+    pass
+
+class Leaf:
+    pass
+
+def unknown(x: Missing):
+    pass
+
+def ask():
+    return (
+        {name: str(kind) for name, kind in typing.get_type_hints(visit).items()},
+        {name: str(kind) for name, kind in typing.get_type_hints(Node).items()},
+        typing.get_type_hints(Node)["link"] is Link,
+        unknown.__annotations__,
+    )
+""",
+    "forward references": """
+import typing
+
+class Tree:
+    children: "list[Tree]"
+    parent: typing.Optional["Owner"]
+
+class Owner:
+    pass
+
+def ask():
+    return {name: str(kind) for name, kind in typing.get_type_hints(Tree).items()}
+""",
+    "names in globals()": """
+def small(): return 1
+def large(): return 2
+size = 3
+
+def ask():
+    return globals()["small"](), globals()["large"](), eval("size")
+""",
+    "a local class that reads globals": """
+LIMIT = 3
+class Base: pass
+
+def ask():
+    class Local(Base):
+        limit = LIMIT
+        def get(self): return LIMIT
+    return Local.limit, Local().get()
+""",
+    "a generator, a coroutine and their flags": """
+import asyncio, inspect
+
+def gen():
+    yield from (1, 2)
+
+async def main():
+    return 3
+
+def ask():
+    return list(gen()), asyncio.run(main()), inspect.isgeneratorfunction(gen), inspect.iscoroutinefunction(main)
+""",
+    "signatures and defaults": """
+import inspect
+
+def f(a, /, b: int = 1, *args: str, c=[2], **kw) -> None:
+    "doc"
+
+f.tag = {"x": 1}
+
+def ask():
+    return str(inspect.signature(f)), f.__doc__, f.tag, f.__kwdefaults__, f.__qualname__, inspect.getsource(f)
+""",
+    "__class_getitem__, __hash__ and operators": """
+class Thing:
+    __hash__ = None
+    def __class_getitem__(cls, item): return (cls.__name__, item)
+    def __eq__(self, other): return True
+    def __add__(self, other): return other
+    def __call__(self): return "called"
+    def __getattr__(self, name): return name
+    @property
+    def p(self): return 1
+    @staticmethod
+    def s(): return 2
+    @classmethod
+    def c(cls): return cls.__name__
+
+def ask():
+    t = Thing()
+    return Thing[1], Thing.__hash__, t == 1, t + 5, t(), t.any, t.p, t.s(), t.c()
+""",
+}
+
+LIBRARY = {
+    "a dataclass with a subclass in the function": """
+import dataclasses
+from dataclasses import dataclass, field, KW_ONLY, InitVar
+from typing import ClassVar
+
+@dataclass
+class Base:
+    lr: float = 0.1
+    tags: list = field(default_factory=list)
+    total: ClassVar[int] = 3
+    start: InitVar[int] = 0
+    _: KW_ONLY = None
+    name: str = "n"
+
+@dataclass(frozen=True, slots=True, order=True)
+class Frozen:
+    x: int = 1
+
+def ask():
+    @dataclass
+    class Sub(Base):
+        more: int = 1
+    sub = Sub()
+    missing = [f.default is dataclasses.MISSING for f in dataclasses.fields(sub)]
+    return repr(sub), missing, dataclasses.asdict(Sub(0.5)), repr(dataclasses.replace(Frozen(3), x=4)), Frozen(1) < Frozen(2)
+""",
+    "enums": """
+import enum, pickle
+
+class Planet(enum.Enum):
+    EARTH = (1, 2)
+    MARS = (3, 4)
+    TERRA = (1, 2)
+    def __init__(self, mass, radius):
+        self.mass, self.radius = mass, radius
+    @property
+    def density(self): return self.mass / self.radius
+
+class Coded(enum.Enum):
+    def __new__(cls, code, text):
+        self = object.__new__(cls)
+        self._value_, self.text = code, text
+        return self
+    A = 1, "a"
+    B = 2, "b"
+
+class Perm(enum.Flag):
+    R = 1
+    W = 2
+    X = 4
+    RW = R | W
+
+class Size(str, enum.Enum):
+    SMALL = "s"
+    def __str__(self): return f"<{self.value}>"
+
+class Level(enum.IntEnum):
+    LOW = enum.auto()
+    HIGH = enum.auto()
+
+class Mix:
+    def hello(self): return self.name
+
+class Mixed(Mix, int, enum.Enum):
+    ONE = 1
+
+class Text(enum.StrEnum):
+    ABC = enum.auto()
+
+combined = Perm.R | Perm.X
+
+def ask():
+    return [repr(x) for x in (Planet.MARS, Coded.A, Perm.RW, combined, Size.SMALL, Mixed.ONE)], [
+        Planet.TERRA is Planet.EARTH, Planet.MARS.density, Planet((3, 4)) is Planet.MARS, list(Planet.__members__), Coded(1).text,
+        (Perm.R | Perm.W) is Perm.RW, Perm(5) is combined, len(list(Perm)), int(Level.HIGH), Level.HIGH > Level.LOW, Text.ABC.value,
+        Mixed.ONE.hello(), Mixed.ONE + 1, str(Size.SMALL), Size("s") is Size.SMALL, Perm.RW in ~Perm.X, Coded.A in Coded, {Coded.A: 1}[Coded(1)],
+        [pickle.loads(pickle.dumps(x)) is x for x in (Planet.TERRA, Coded.A, Perm.RW, Size.SMALL, combined)],
+    ]
+""",
+    "names of typing": """
+import pickle
+from typing import Generic, NewType, ParamSpec, TypeVar, Callable, NamedTuple, TypedDict, Protocol, Literal, runtime_checkable
+
+T = TypeVar("T", bound="Shape")
+P = ParamSpec("P")
+UserId = NewType("UserId", int)
+Mode = Literal["r", "w"]
+
+class Shape: pass
+
+class Box(Generic[T]):
+    def __init__(self, item: T): self.item = item
+
+class IntBox(Box[int]): pass
+
+class Point(NamedTuple):
+    x: int
+    y: int = 2
+    def norm(self): return self.x + self.y
+
+class Opts(TypedDict, total=False):
+    lr: float
+
+@runtime_checkable
+class HasArea(Protocol):
+    def area(self) -> int: ...
+
+class Square(HasArea):
+    def area(self): return 4
+
+class Round:
+    def area(self): return 3
+
+def decorate(fn: Callable[P, T]) -> Callable[P, T]:
+    return fn
+
+def lookup(user: UserId, mode: Mode) -> T:
+    return UserId(user)
+
+def ask():
+    decorate(lookup)
+    return (
+        lookup(5, "r"), [pickle.loads(pickle.dumps(x)) is x for x in (T, P, UserId)], str(Box[int]), str(IntBox.__orig_bases__), Box[int](1).item,
+        IntBox.__mro__[1] is Box, Box.__parameters__ == (T,), Point(1), Point(1).norm(), Point(1)._replace(x=3), Opts(lr=1),
+        sorted(Opts.__optional_keys__), isinstance(Square(), HasArea), isinstance(Round(), HasArea), isinstance(1, HasArea), str(T.__bound__),
+        lookup.__annotations__["user"] is UserId,
+    )
+""",
+    "objects that pickle themselves by name": """
+import copy, pickle
+
+class Sentinel:
+    def __init__(self, name): self.name = name
+    def __reduce__(self): return self.name
+
+UNSET = Sentinel("UNSET")
+
+def get(x=UNSET):
+    return x is UNSET
+
+def ask():
+    return get(), UNSET.name, pickle.loads(pickle.dumps(UNSET)) is UNSET
+""",
+    "abstract classes": """
+import abc, collections.abc
+
+class Shape(abc.ABC):
+    @abc.abstractmethod
+    def area(self): ...
+    @property
+    @abc.abstractmethod
+    def name(self): ...
+
+class Square(Shape):
+    name = "square"
+    def area(self): return 4
+
+class Other: pass
+Shape.register(Other)
+
+class Sized(collections.abc.Sequence):
+    def __len__(self): return 1
+    def __getitem__(self, i): return [7][i]
+
+def ask():
+    try:
+        Shape()
+        error = None
+    except TypeError as e:
+        error = str(e)
+    return error, Square().area(), isinstance(Other(), Shape), issubclass(Square, Shape), isinstance(1, Shape), list(Sized()), sorted(Shape.__abstractmethods__)
+""",
+    "functools": """
+import functools
+
+class Lazy:
+    calls = 0
+    @functools.cached_property
+    def value(self):
+        Lazy.calls += 1
+        return 5
+    @functools.singledispatchmethod
+    def show(self, x): return "any"
+    @show.register
+    def _(self, x: int): return "int"
+
+class Shape: pass
+
+@functools.singledispatch
+def describe(x): return "object"
+
+@describe.register
+def _(x: int): return "int"
+
+@describe.register(Shape)
+def _(x): return "shape"
+
+@functools.lru_cache(maxsize=10)
+def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+@functools.total_ordering
+class Version:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == other.n
+    def __lt__(self, other): return self.n < other.n
+
+def logged(fn):
+    @functools.wraps(fn)
+    def wrapper(*args): return fn(*args)
+    return wrapper
+
+@logged
+def wrapped(x):
+    "doc"
+    return x
+
+add = functools.partial(int.__add__, 1)
+
+def ask():
+    lazy = Lazy()
+    fib.cache_clear()
+    return (
+        lazy.value, lazy.value, lazy.show(1), lazy.show(""), describe(1), describe(Shape()), describe(""), describe.dispatch(int) is describe.registry[int],
+        fib(20), fib.cache_info(), Version(1) >= Version(0), wrapped(3), wrapped.__doc__, wrapped.__wrapped__.__qualname__, add(2), fib.__name__,
+    )
+""",
+    "contexts and threads": """
+import contextlib, contextvars, threading, weakref
+
+plain = contextvars.ContextVar("plain")
+with_default = contextvars.ContextVar("with_default", default=3)
+plain.set("set")
+local = threading.local()
+local.x = 1
+
+class Mine(threading.local):
+    y = 2
+
+mine = Mine()
+mine.z = 3
+
+class Thing: pass
+
+thing = Thing()
+reference = weakref.ref(thing)
+by_key = weakref.WeakKeyDictionary({thing: 1})
+by_value = weakref.WeakValueDictionary({"a": thing})
+
+@contextlib.contextmanager
+def manage():
+    yield 1
+
+class Stack(contextlib.ContextDecorator):
+    def __enter__(self): return self
+    def __exit__(self, *_): return False
+
+def ask():
+    with manage() as got, Stack():
+        pass
+    return got, plain.get(), with_default.get(), local.x, mine.y, mine.z, reference() is thing, by_key[thing], by_value["a"] is thing
+""",
+    "collections": """
+import collections
+
+Row = collections.namedtuple("Row", "a b", defaults=[2])
+
+class Config(dict):
+    def __getattr__(self, name): return self[name]
+
+class Bag(collections.Counter): pass
+class Chain(collections.UserDict): pass
+
+table = collections.defaultdict(Bag)
+table["x"].update("aab")
+config = Config(lr=1)
+
+def ask():
+    return Row(1), Row(1)._asdict(), config.lr, {k: dict(v) for k, v in table.items()}, type(table["x"]) is Bag, Chain(a=1).data, Row.__new__.__defaults__
+""",
+    "exceptions": """
+class BadShard(ValueError):
+    def __init__(self, *, shard):
+        super().__init__(f"shard {shard}")
+        self.shard = shard
+
+class Worse(BadShard): pass
+
+def ask():
+    try:
+        raise Worse(shard=3)
+    except BadShard as error:
+        return str(error), error.shard, type(error) is Worse, Worse.__mro__[1] is BadShard
+""",
+    "a sentinel of a module": """
+import dataclasses, inspect, unittest.mock
+
+def get(x=dataclasses.MISSING, y=inspect.Parameter.empty, z=unittest.mock.DEFAULT):
+    return x is dataclasses.MISSING, y is inspect._empty, z is unittest.mock.DEFAULT
+
+def ask():
+    return get()
+""",
+    "ctypes": """
+import ctypes
+
+class Pair(ctypes.Structure):
+    _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
+
+def ask():
+    p = Pair(1, 2.5)
+    return p.a, p.b, ctypes.sizeof(Pair), Pair.b.offset
+""",
+}
+
+PACKAGES = {
+    "attrs": """
+import attr, attrs
+
+@attrs.define
+class Point:
+    x: int = 0
+    tags: list = attrs.field(factory=list)
+
+@attr.s(frozen=True)
+class Old:
+    x = attr.ib(default=1, validator=attr.validators.instance_of(int))
+
+def ask():
+    @attrs.define
+    class Sub(Point):
+        y: int = 2
+    try:
+        Old("a")
+        error = None
+    except TypeError:
+        error = "TypeError"
+    return repr(Sub(1)), [a.name for a in attrs.fields(Sub)], Old(3) == Old(3), hash(Old(3)) == hash(Old(3)), error, attrs.evolve(Point(1), x=3).x
+""",
+    "pydantic": """
+import dataclasses
+from typing import Generic, Optional, TypeVar
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, computed_field, field_validator
+
+T = TypeVar("T")
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    x: int = 1
+
+class Model(BaseModel):
+    inner: Inner = Inner()
+    names: list[str] = Field(default_factory=list)
+    child: "Optional[Model]" = None
+    _hidden: int = pydantic.PrivateAttr(default=4)
+
+    @field_validator("names")
+    @classmethod
+    def check(cls, names):
+        return [name.upper() for name in names]
+
+    @computed_field
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+class Reply(BaseModel, Generic[T]):
+    data: T
+
+@dataclasses.dataclass
+class Plain:
+    tags: list = dataclasses.field(default_factory=list)
+    n: int = 2
+
+class Strict(BaseModel, extra="forbid", frozen=True):
+    a: int
+
+def ask():
+    class Sub(Model):
+        more: int = 2
+    model = Model(names=["a"], child=Model(names=["b"]))
+    errors = []
+    for make in (lambda: Model(inner={"y": 1}), lambda: Strict(a=1, b=2), lambda: setattr(Strict(a=1), "a", 2)):
+        try:
+            make()
+        except pydantic.ValidationError as error:
+            errors.append(error.errors(include_url=False)[0]["type"])
+    return (
+        model.model_dump(), model._hidden, Sub(names=["z"]).model_dump(), errors, Reply[int](data="3").data, sorted(Inner.model_json_schema()["properties"]),
+        repr(TypeAdapter(Plain).validate_python({})), repr(TypeAdapter(list[Inner]).validate_python([{}])), Model.model_validate_json('{"names": ["q"]}').names,
+        type(model.inner) is Inner,
+    )
+""",
+    "msgspec": """
+import msgspec
+
+class Point(msgspec.Struct):
+    x: int
+    y: int = 2
+    tags: list = msgspec.field(default_factory=list)
+    def norm(self): return self.x + self.y
+
+class Event(msgspec.Struct, tag="event", frozen=True, kw_only=True):
+    n: int = 1
+
+def ask():
+    class Sub(Point):
+        z: int = 3
+    return Point(1).norm(), msgspec.json.encode(Event(n=3)), repr(Sub(1)), msgspec.json.decode(b'{"x": 1}', type=Point) == Point(1), hash(Event(n=1)) == hash(Event(n=1)), Point(1).tags
+""",
+    "omegaconf": """
+import dataclasses
+from omegaconf import MISSING, OmegaConf
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    tags: list = dataclasses.field(default_factory=lambda: ["a"])
+    path: str = MISSING
+
+config = OmegaConf.structured(Config)
+
+def ask():
+    return OmegaConf.to_container(OmegaConf.structured(Config)), config.lr, OmegaConf.is_missing(config, "path")
+""",
+    "torch modules": """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    scale: int = 2
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.tied = self.layer
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_forward_hook(hook)
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return 2 * x
+    @staticmethod
+    def backward(ctx, grad): return 2 * grad
+
+class Named(torch.Tensor):
+    pass
+
+def hook(module, args, output):
+    return output + 1
+
+net = Net()
+with torch.no_grad():
+    net.layer.weight.fill_(1)
+
+def ask():
+    x = torch.ones(2, requires_grad=True)
+    y = Double.apply(x).sum()
+    y.backward()
+    return net(torch.ones(2)).tolist(), net.layer is net.tied, x.grad.tolist(), list(net.state_dict()), type(torch.ones(1).as_subclass(Named)).__name__, str(net)
+""",
+    "torch.compile": """
+import warnings
+import torch
+
+warnings.simplefilter("ignore")  # inductor uses what torch has deprecated
+
+@torch.compile(backend="eager", fullgraph=True)
+def add(x):
+    return x + 1
+
+class Net(torch.nn.Module):
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return x * 2
+
+compiled = torch.compile(Net(), backend="eager")
+
+@torch.compile
+def unused(x):
+    return x
+
+class Trainer:
+    def __init__(self):
+        self.step = torch.compile(self._step, backend="eager")
+    def _step(self, x):
+        return x - 1
+
+trainer = Trainer()
+
+def ask():
+    unused
+    return add(torch.ones(1)).tolist(), Net()(torch.ones(1)).tolist(), compiled(torch.ones(1)).tolist(), trainer.step(torch.ones(1)).tolist(), compiled._orig_mod.training
+""",
+    "lightning modules": """
+import torch
+import lightning as L
+
+class Lit(L.LightningModule):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, i):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.hparams.lr)
+
+class Data(L.LightningDataModule):
+    pass
+
+lit = Lit(0.5)
+
+def ask():
+    return dict(lit.hparams), lit.configure_optimizers().defaults["lr"], sorted(lit.state_dict()), Data.__mro__[1].__name__, Lit(0.2).hparams.lr
+""",
+}
+
+ROWS = {**LANGUAGE, **LIBRARY, **PACKAGES}
+NEEDS = {
+    "torch modules": "torch",
+    "torch.compile": "torch",
+    "pydantic": "pydantic",
+    "attrs": "attrs",
+    "msgspec": "msgspec",
+    "omegaconf": "omegaconf",
+    "lightning modules": "lightning",
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_construct_is_in_a_rank_what_it_is_in_the_caller(name, tmp_path):
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    script = tmp_path / "script.py"
+    script.write_text(ROWS[name] + ASK)
+    assert python(str(script)).stdout == "same\n"
+
+
+# --- What comes back is what was sent
+
+BACK = """
+import enum
+from dataclasses import dataclass
+from typing import NewType, TypeVar
+import mpwatch
+
+class Color(enum.Enum):
+    RED = 1, 2
+    def __init__(self, a, b): self.a = a
+
+class Perm(enum.Flag):
+    R = 1
+    W = 2
+
+@dataclass
+class Config:
+    color: Color = Color.RED
+
+T = TypeVar("T")
+Id = NewType("Id", int)
+
+def make():
+    class Local:
+        kind = Color
+    def get(self=Local):
+        return self
+    return Local, get
+
+Local, get = make()
+
+def echo(*things):
+    return *things, Config(), Color(( 1, 2)), Local(), Perm.R | Perm.W
+
+sent = Color, Color.RED, Config, T, Id, Local, Perm.R
+with mpwatch.WorkerGroup(1) as group:
+    for _ in range(2):
+        *back, config, red, local, both = group.run(echo, sent)[0]
+        assert all(map(lambda a, b: a is b, back, sent)), back
+        assert type(config) is Config and config.color is red is Color.RED and type(local) is Local and both is Perm.R | Perm.W
+    assert group.run(get)[0] is Local
+print("same")
+"""
+
+
+def test_what_comes_back_is_what_was_sent():
+    assert python("-c", BACK).stdout == "same\n"
+
+
+# --- A base in a module may keep a registry
+
+REGISTRY = """
+registry = {}
+
+class Layer:
+    def __init_subclass__(cls, key="", **keywords):
+        super().__init_subclass__(**keywords)
+        registry[key] = cls
+        cls.forward = wrap(cls.forward)
+
+    def forward(self, x):
+        return x
+
+def wrap(forward):
+    return lambda self, x: forward(self, x) + 1
+"""
+
+REGISTERED = """
+import layers
+
+class Dense(layers.Layer, key="dense"):
+    def forward(self, x):
+        return 2 * x
+
+def ask():
+    return layers.registry["dense"] is Dense, Dense().forward(1)
+"""
+
+
+def test_a_registry_of_a_module_has_the_classes_of_the_script(tmp_path):
+    (tmp_path / "layers.py").write_text(REGISTRY)
+    (tmp_path / "script.py").write_text(REGISTERED + ASK)
+    assert python(str(tmp_path / "script.py")).stdout == "same\n"
+
+
+# --- Modules that a fresh interpreter does not find
+
+PLUGIN = """
+import helper_of_plugin
+
+class Plugin:
+    pass
+
+def work():
+    return helper_of_plugin.VALUE, Plugin.__module__
+"""
+IMPORTERS = {
+    "by a spec": """
+spec = importlib.util.spec_from_file_location("my_plugin", folder / "plugin.py")
+sys.path.insert(0, str(folder))
+plugin = sys.modules["my_plugin"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plugin)
+sys.path.remove(str(folder))
+""",
+    "by a spec, without a name": """
+sys.path.insert(0, str(folder))
+spec = importlib.util.spec_from_file_location("my_plugin", folder / "plugin.py")
+plugin = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plugin)
+""",
+    "from a folder that is no longer in sys.path": """
+sys.path.insert(0, str(folder))
+import plugin
+sys.path.remove(str(folder))
+""",
+    "from a relative folder": """
+os.chdir(folder.parent)
+sys.path.insert(0, "plugins")
+import plugin
+os.chdir("/")
+""",
+    "as pytest does": """
+sys.path.insert(0, str(folder))
+sys.modules["fake"] = types.ModuleType("fake")
+spec = importlib.util.spec_from_file_location("fake.part.plugin", folder / "plugin.py")
+plugin = sys.modules["fake.part.plugin"] = importlib.util.module_from_spec(spec)
+sys.modules["fake.part"] = types.ModuleType("fake.part")
+spec.loader.exec_module(plugin)
+""",
+    "from a text": """
+sys.path.insert(0, str(folder))
+plugin = sys.modules["made"] = types.ModuleType("made")
+exec((folder / "plugin.py").read_text(), vars(plugin))
+""",
+}
+USER = """
+import pickle
+
+Plugin, work = plugin.Plugin, plugin.work
+
+def ask():
+    with open(os.devnull): pass
+    return plugin.work(), work(), type(Plugin()) is plugin.Plugin, plugin.__name__ not in sys.modules or pickle.loads(pickle.dumps(Plugin)) is Plugin
+"""
+
+
+@pytest.mark.parametrize("importer", IMPORTERS)
+def test_a_module_that_only_the_caller_finds(importer, tmp_path):
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    (folder / "plugin.py").write_text(PLUGIN)
+    (folder / "helper_of_plugin.py").write_text("VALUE = 5")
+    head = f"import importlib.util, os, pathlib, sys, types\nfolder = pathlib.Path({str(folder)!r})\n"
+    ask = ASK + "    (back,) = mpwatch.run(work, 1)\n    assert back == work()\n"
+    assert python("-c", head + IMPORTERS[importer] + USER + ask).stdout == "same\n"
+
+
+# --- Processes that a rank spawns
+
+CHILDREN = """
+import multiprocessing, os
+from concurrent.futures import ProcessPoolExecutor
+import mpwatch
+
+OFFSET = 3
+
+class Answer:
+    def __init__(self, x):
+        self.x = x
+
+class Process(multiprocessing.get_context("spawn").Process):
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
+    def run(self):
+        self.queue.put(Answer(self.name and __file__))
+
+def square(x):
+    return Answer(x * x + OFFSET)
+
+def deep(x):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(square, x).result()
+
+def work():
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    process = Process(queue)
+    process.start()
+    found = [queue.get().x == __file__]
+    process.join()
+    for method in ("spawn", "forkserver", "fork"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            answers = [*pool.map(square, [1, 2]), pool.submit(deep, 3).result()]
+            found.append([type(answer) is Answer and answer.x for answer in answers])
+    return found
+
+print(*mpwatch.run(work, 1))
+"""
+
+
+def test_a_rank_spawns_processes_though_the_script_has_no_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CHILDREN)
+    assert python(str(script)).stdout == "[True, [4, 7, 12], [4, 7, 12], [4, 7, 12]]\n"
+
+
+# --- Arrays
+
+ARRAYS = """
+import numpy as np
+import mpwatch
+
+class Tagged(np.ndarray):
+    pass
+
+MIB = 1 << 20
+rows = np.arange(4 * MIB, dtype=np.float64).reshape(4, MIB)
+tagged = rows.view(Tagged)
+tagged.tag = "t"
+masked = np.ma.MaskedArray(rows, rows > 5, fill_value=-1)
+np.save("rows.npy", rows)
+opened = np.load("rows.npy", mmap_mode="r+")
+memory = np.memmap("raw", np.int32, "w+", offset=8, shape=(MIB,))
+memory[:] = 7
+
+def get_private_kib():
+    with open("/proc/self/smaps_rollup") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("Private_Dirty"))
+
+def look(strided, tagged, masked, opened, part, memory, before):
+    assert strided.shape == (4, MIB // 2) and strided[1, 1] == MIB + 2
+    assert type(tagged) is Tagged and tagged.tag == "t" and tagged[3, 3] == 3 * MIB + 3
+    assert masked.fill_value == -1 and masked.mask[0, 6] and not masked.mask[0, 5] and masked.data[0, 6] == 6
+    assert type(opened) is type(part) is np.memmap and opened[2, 5] == 2 * MIB + 5 and part[0, 5] == 2 * MIB + 5 and part.filename == opened.filename
+    assert memory[0] == memory[-1] == 7
+    memory[1] = 8
+    part[0, 0] = -5
+    return get_private_kib()
+
+small = mpwatch.run(lambda *_: (np.ones(1), get_private_kib())[1], 1)[0]
+used = mpwatch.run(look, 1, args=(rows[:, ::2], tagged, masked, opened, opened[2:3], memory, 0))[0]
+assert memory[1] == 8 and opened[2, 0] == -5
+assert used - small < 16 * 1024, (used, small)
+print("mapped")
+"""
+
+
+def test_arrays_of_all_kinds_are_mapped(tmp_path):
+    assert python("-c", ARRAYS, cwd=tmp_path).stdout == "mapped\n"
+
+
+# --- What is refused
+
+REFUSED = """
+import threading
+import mpwatch
+
+class Trainer:
+    lock = threading.Lock()
+
+trainer = Trainer()
+trainer.steps = (i for i in ())
+
+for fn, args in (print, (Trainer,)), (print, (trainer,)), (print, ({"a": trainer.steps},)):
+    try:
+        mpwatch.run(fn, 1, args=args)
+    except mpwatch.LaunchError as error:
+        print(str(error).partition("; ")[0])
+"""
+
+
+def test_the_part_is_named_with_its_own_reason():
+    lines = python("-c", REFUSED).stdout.splitlines()
+    parts = ("args[0].lock, a _thread.lock", "args[0].__class__.lock, a _thread.lock", "args[0]['a'], a builtins.generator")
+    for line, part, reason in zip(lines, parts, ("'_thread.lock'", "'_thread.lock'", "'generator'"), strict=True):
+        assert line == f"{part}, which cannot be sent to the ranks (TypeError: cannot pickle {reason} object)"
