@@ -37,7 +37,7 @@ class Job:
         min_nodes: the job continues after the loss of nodes as long as this number of nodes remains. None means all nodes.
             If you set `min_nodes`, set these parameters of the executor, too, so that SLURM does not end the job when a node
             is lost: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
-        port: the port of the coordinator, on the first node. None means a port from 20000 to 29999, which is computed from the id
+        port: the port of the coordinator, on the first node. None means a port from 20000 to 29999, made from the id
             of the job.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
