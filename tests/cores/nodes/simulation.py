@@ -177,11 +177,13 @@ class Node:
         if seconds > LEASE_SECONDS:
             job.after(LEASE_SECONDS, lambda: connection == self.connection and self.stop(NodeOutcome.STOPPED))
         if seconds > TIMEOUT:
-            job.after(TIMEOUT, lambda: self.is_alive and connection == self.connection and self.lose_coordinator())
+            job.after(TIMEOUT, lambda: self.lose_coordinator(connection))
             job.after(TIMEOUT + 1.0, lambda: job.lose(connection, "it is silent"))
 
     @when_awake
-    def lose_coordinator(self):
+    def lose_coordinator(self, connection):
+        if not self.is_alive or connection != self.connection:
+            return
         self.connection, self.is_out = None, True
         self.execute(self.machine.lose_coordinator("cut off"))
 

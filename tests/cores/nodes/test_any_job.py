@@ -47,6 +47,7 @@ def run_history(least, max_restarts, faults, seed):
 @settings(max_examples=300)
 @given(st.integers(1, NODES), st.integers(0, 2), st.lists(FAULTS, max_size=7), SEEDS)
 @example(1, 0, [("suspend", 1.0, 0, 16.0), ("env_seconds", 0.0, 0, 1.0)], 0)
+@example(1, 0, [("suspend", 0.0, 0, 25.0), ("cut", 0.0, 0, 20.0)], 0)
 @example(4, 0, [("kill", 0.0, 1), ("suspend", 0.0, 0, 16.0)], 0)
 @example(1, 0, [*(("leave", 0.0, node) for node in (0, 1, 3)), ("join", 2.0, 10), ("suspend", 2.0, 2, 16.0)], 0)
 def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
