@@ -212,6 +212,7 @@ class SimulatedJob:
         self.rng = random.Random(seed)
         self.nprocs, self.nnodes, self.work = nprocs, nnodes or (n, n), work
         self.messages, self.overlaps, self.decisions = 0, [], []
+        self._check_at = None  # when the next deadline of the coordinator is checked
         self.coordinator = coordinator.Coordinator(
             run_id="job",
             nnodes=self.nnodes,
@@ -275,12 +276,16 @@ class SimulatedJob:
                 self.decisions += [message] * (message not in self.decisions[-1:])
             receive = lambda node=node, number=action.node, message=message: node.receive(number, message)  # noqa: E731
             self._deliver(action.node, receive, is_to_node=True)
-        if (due_at := self.coordinator.deadline) < float("inf"):
+        due_at = self.coordinator.deadline
+        if due_at < float("inf") and due_at != self._check_at:
+            self._check_at = due_at
             self.after(max(0.0, due_at - self.now), self._check_deadline)
 
     def _check_deadline(self):
-        if self.now >= self.coordinator.deadline:
-            self.act(self.coordinator.handle_deadline(self.now))
+        """The sum of times in `after` may be a little too small."""
+        self._check_at = None
+        due_at = self.coordinator.deadline
+        self.act(self.coordinator.handle_deadline(due_at) if due_at - self.now < READ_SECONDS else [])
 
     def note_overlap(self, node):
         """Note ranks of another attempt that still run when a node starts its ranks."""
