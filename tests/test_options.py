@@ -41,6 +41,7 @@ async def coroutine():
         ({"args": "ab"}, TypeError, "args must be a sequence .* not 'ab'"),
         ({"kwargs": [1]}, TypeError, r"kwargs must be a mapping .* not \[1\]"),
         ({"kwargs": {1: 2}}, TypeError, "kwargs must have strings as keys, not 1"),
+        ({"backend": "glo"}, ValueError, "torch has no such backend; there are .*gloo, mpi, nccl"),
         ({"backend": 3}, TypeError, "backend must be a string, a Backend or None, not 3"),
         ({"env": "A=1"}, TypeError, "env must be a mapping .* not a value of type str$"),
         ({"env": {"A": 1}}, TypeError, "env must map strings to strings; 'A' has a value of type int$"),

@@ -165,6 +165,17 @@ def raise_while_a_run_goes_on():
     raise SystemExit(3)
 
 
+def end_just_after_submit():
+    mpwatch.submit(time.sleep, 2, args=(1000,))
+
+
+def test_a_program_that_ends_just_after_submit_does_not_wait_for_its_run():
+    began = time.monotonic()
+    ended = call(end_just_after_submit)
+    assert time.monotonic() - began < 60
+    assert ended.stderr == ""
+
+
 @pytest.mark.parametrize(
     ("function", "status"), [(end_while_a_run_goes_on, 0), (run_in_a_daemon_thread, 0), (raise_while_a_run_goes_on, 3)]
 )

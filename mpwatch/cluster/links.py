@@ -73,10 +73,13 @@ class NodeLinks:
         """
         self._output_slots[number].release()
 
-    def release(self, connection: "Connection | SignedConnection") -> None:
+    def release(self, link: SignedConnection) -> None:
         """Close the connection to a node, after the driver has taken the node's message "closed" from the queue."""
+        self._close(link.connection)
+
+    def _close(self, connection: Connection) -> None:
         with self._lock:
-            self._connections = {other for other in self._connections if other.fileno() != connection.fileno()}
+            self._connections.discard(connection)
             connection.close()
 
     def close(self) -> None:
@@ -94,7 +97,7 @@ class NodeLinks:
         for thread in self._threads[1:]:
             thread.join(CLOSE_SECONDS)
         for connection in tuple(self._connections):
-            self.release(connection)
+            self._close(connection)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -140,7 +143,7 @@ class NodeLinks:
         finally:
             shut_down(connection)  # after any other error, too: the node must not wait for this thread
             if number is None:
-                self.release(connection)
+                self._close(connection)
             else:
                 self.messages.put(("closed", number, link))
 

@@ -28,7 +28,7 @@ class SignedConnection:
     """
 
     def __init__(self, connection: Connection, key: bytes, *, is_driver: bool) -> None:
-        self._connection = connection
+        self.connection = connection
         own = secrets.token_bytes(NONCE_LENGTH)
         connection.send_bytes(own)
         other = connection.recv_bytes(NONCE_LENGTH)
@@ -39,17 +39,17 @@ class SignedConnection:
 
     def fileno(self) -> int:
         """Return the descriptor."""
-        return self._connection.fileno()
+        return self.connection.fileno()
 
     def send(self, content: object) -> None:
         """Pickle and send it."""
         data = pickle.dumps(content)
-        self._connection.send_bytes(_sign(self._send_key, self._sent, data) + data)
+        self.connection.send_bytes(_sign(self._send_key, self._sent, data) + data)
         self._sent += 1
 
     def recv(self) -> Any:
         """Receive a pickle, check its signature, and load it."""
-        data = self._connection.recv_bytes()
+        data = self.connection.recv_bytes()
         tag, data = data[:TAG_LENGTH], data[TAG_LENGTH:]
         if not hmac.compare_digest(tag, _sign(self._receive_key, self._received, data)):
             raise AuthenticationError("wrongly signed")
@@ -58,7 +58,7 @@ class SignedConnection:
 
     def close(self) -> None:
         """Close the connection."""
-        self._connection.close()
+        self.connection.close()
 
 
 def _sign(key: bytes, number: int, data: bytes) -> bytes:

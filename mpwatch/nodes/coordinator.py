@@ -113,6 +113,8 @@ class _Member:
     leaves_at: float
     """When its time to wait for others is over."""
     tell_at: float
+    node: int | None = None
+    """Its group rank in the present attempt, or None if it waits."""
 
 
 class Coordinator:
@@ -159,7 +161,11 @@ class Coordinator:
 
     def _begin_attempt(self, members: Iterable[_Member], delay: float = 0.0) -> None:
         """From here on, a node of the attempt is known by its group rank."""
+        for member in self._members.values():
+            member.node = None
         self._round = list(members)
+        for rank, member in enumerate(self._round):
+            member.node = rank
         self._infos = {rank: replace(member.info, group_rank=rank) for rank, member in enumerate(self._round)}
         self._lost: dict[int, str] = {}  # the reason for each lost node
         self._attempt, self._delay = self._history.attempts, delay
@@ -229,10 +235,9 @@ class Coordinator:
         member = self._members.pop(number, None)
         if member is None:
             return []
-        if member in self._round and self.stage is not JobStage.JOINING:
-            node = self._round.index(member)
-            has_left = node in self._acknowledged and node in self._reports
-            return [] if has_left else self._lose(node, reason, now)
+        if member.node is not None and self.stage is not JobStage.JOINING:
+            has_left = member.node in self._acknowledged and member.node in self._reports
+            return [] if has_left else self._lose(member.node, reason, now)
         if self.stage is JobStage.JOINING and member.info.is_host:
             return self._finish("the node whose program runs the coordinator has left")
         if len(self._members) < self._min_nodes:
@@ -249,13 +254,14 @@ class Coordinator:
 
     def _list_waiting(self) -> list[_Member]:
         """Return the nodes that are not in the attempt."""
-        return [member for member in self._members.values() if self.stage is JobStage.JOINING or member not in self._round]
+        is_joining = self.stage is JobStage.JOINING
+        return [member for member in self._members.values() if is_joining or member.node is None]
 
     def _count_newcomers(self) -> int:
         """Return how many nodes wait to join for which there is room."""
         if self._stop_cause:
             return 0
-        newcomers = sum(member not in self._round for member in self._members.values())
+        newcomers = sum(member.node is None for member in self._members.values())
         return max(0, min(newcomers, self._max_nodes - len(self._active)))
 
     def _make_room(self, now: float) -> list[CoordinatorAction]:
@@ -276,8 +282,7 @@ class Coordinator:
             self._begin_at = now + self._last_call
         if count < self._expected_nodes and now < self._begin_at:
             return []
-        before = [member.number for member in self._round]
-        members = sorted(self._members.values(), key=lambda member: (member.number not in before, member.number))
+        members = sorted(self._members.values(), key=lambda member: (member.node is None, member.number))
         chosen = sorted(members[: self._max_nodes], key=_sort_key)
         self._begin_attempt(chosen)
         return self._start_attempt()
@@ -319,9 +324,9 @@ class Coordinator:
         if isinstance(message, NodeLeaving):
             return self.lose(number, message.reason, now)
         member = self._members.get(number)
-        if member is None or member not in self._round or self.stage is JobStage.FINISHED:
+        if member is None or member.node is None or self.stage is JobStage.FINISHED:
             return self.lose(number, "it has left", now) if isinstance(message, ShutdownAck) else []
-        node = self._round.index(member)
+        node = member.node
         if isinstance(message, ShutdownAck):
             self._acknowledged.add(node)
             has_left_early = self.stage is not JobStage.SHUTTING_DOWN and node not in self._reports
@@ -478,7 +483,6 @@ class Coordinator:
     def _summarize_attempt(self) -> AttemptSummary:
         return AttemptSummary(
             attempt=self._attempt,
-            has_started=True,
             history=self._history,
             node_infos=self._infos,
             first_ranks=self._first_ranks,

@@ -49,8 +49,6 @@ class AttemptSummary:
     """The facts that the coordinator knows about an attempt that is over."""
 
     attempt: int
-    has_started: bool
-    """Whether any ranks may have been started."""
     history: RestartHistory
     """The history before this attempt."""
     node_infos: Mapping[int, NodeInfo]
@@ -233,7 +231,7 @@ def _make_decision(
     return AttemptDecision(
         attempt=summary.attempt,
         next_step=next_step,
-        history=replace(summary.history, attempts=summary.attempt + summary.has_started),
+        history=replace(summary.history, attempts=summary.attempt + 1),
         root_cause_rank=root_cause_rank,
         failures=sent,
         failures_omitted=omitted_by_nodes + len(failures) - len(sent),
@@ -374,4 +372,4 @@ def _first_rank(summary: AttemptSummary, node: int) -> int:
 
 def _describe_waiting_nodes(summary: AttemptSummary) -> str:
     count = summary.waiting_nodes
-    return f"more nodes want to join: {count}" if count else "not all nodes of the round have joined"
+    return f"more nodes want to join: {count}" if count else "a node that wanted to join has left again"

@@ -279,7 +279,8 @@ class AttemptDecision:
 
     attempt: int
     next_step: NextStep
-    history: RestartHistory
+    history: RestartHistory = RestartHistory()
+    """What the coordinator goes on with."""
     root_cause_rank: int = -1
     """The rank that failed first. It is -1 if no rank has failed."""
     failures: tuple[Mapping[str, Any], ...] = ()

@@ -28,7 +28,6 @@ exited. If nothing comes from the coordinator, the watcher thread stops the rank
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
 
 from mpwatch.nodes.job_decision import describe_stop
 from mpwatch.nodes.messages import (
@@ -46,7 +45,6 @@ from mpwatch.nodes.messages import (
     RankRecord,
     RanksStalled,
     RanksStopped,
-    RestartHistory,
     ShutdownAck,
     StartAttempt,
     StepsHeld,
@@ -199,14 +197,12 @@ class NodeMachine:
         if self._stop_cause:
             return self._fail_job(describe_stop(self._stop_cause))
         self.stage = NodeStage.JOINING
-        history = RestartHistory(attempts=self.attempt + 1)
-        decision = AttemptDecision(self.attempt, NextStep.RE_RENDEZVOUS, history, reason=f"this node was lost: {reason}")
+        decision = AttemptDecision(self.attempt, NextStep.RE_RENDEZVOUS, reason=f"this node was lost: {reason}")
         return [ReportAttempt(decision), Rejoin()]
 
-    def _fail_job(self, reason: str, **facts: Any) -> list[NodeAction]:
+    def _fail_job(self, reason: str) -> list[NodeAction]:
         self.stage = NodeStage.FINISHED
-        history = RestartHistory(attempts=self.attempt + 1)
-        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, history, reason=reason, **facts))]
+        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, reason=reason))]
 
     # ---- the ranks of this node, and its caller
 

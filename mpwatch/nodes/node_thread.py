@@ -41,7 +41,6 @@ from mpwatch.nodes.messages import (
     NextStep,
     NodeInfo,
     Refused,
-    RestartHistory,
     StartAttempt,
 )
 from mpwatch.nodes.node_machine import (
@@ -117,7 +116,6 @@ class NodeThread:
         self._beats: deque[float] = deque()  # when those were sent that have not come back
         self._heard_at = self._beat_at = 0.0
         self._leave_at = math.inf
-        self._joined_at = 0.0
         self._is_acknowledged = False
         self._thread = threading.Thread(target=self._run, name="mpwatch-node")
 
@@ -174,8 +172,10 @@ class NodeThread:
             self.finish_within(0.0)
             self._join_thread()
             raise
-        finally:
-            self._wakeup.close()
+
+    def release(self) -> None:
+        """Release what the constructor has opened, after `close` and when the watcher has ended."""
+        self._wakeup.close()
 
     def _join_thread(self) -> None:
         if self._thread.native_id is not None:
@@ -236,7 +236,7 @@ class NodeThread:
         if monotonic() >= self._run_deadline:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
-            decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error))
+            decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, reason=str(error))
             self._local_ranks.notify_caller(ReportJob(decision))
         else:
             self._local_ranks.notify_caller(error)
@@ -314,10 +314,6 @@ class NodeThread:
             self._execute(self._machine.handle(message))
 
     def _log_wait(self, joined: Joined) -> None:
-        """The coordinator has sent a second Joined: the job still waits for nodes."""
-        if self._connection is None or not self._joined_at:
-            self._joined_at = monotonic()
-            return
         seconds = min(self._rendezvous.join_timeout, self._run_deadline - monotonic())
         text = "%d of %d nodes have joined at %s; waiting up to %.0f s for more"
         self._deferred_log.warning(text, joined.present, joined.needed, self._joining.endpoint, seconds)
@@ -348,14 +344,14 @@ class NodeThread:
     def _connect(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._joined_at = None, 0.0
+        self._connection = None
         until = min(monotonic() + self._rendezvous.join_timeout, self._run_deadline)
         connection, messages = self._joining.run(until)
         self._connection = connection
         self._beats.clear()
         self._beat_at = 0.0
-        self._joined_at = self._heard_at = monotonic()
-        for message in messages[1:]:  # the first one is Joined
+        self._heard_at = monotonic()
+        for message in messages[1:]:  # without the first Joined; another one says that the job still waits
             self._handle(message, self._heard_at)
 
     def _make_info(self, address: str, is_host: bool) -> NodeInfo:
@@ -384,18 +380,15 @@ class NodeThread:
             node_timeout=self._rendezvous.node_timeout,
             log_warning=self._log_warning,
         )
-        try:
-            server.start()
-        except RuntimeError as error:
-            server.close()
-            raise LaunchError(with_remedy("the thread of the coordinator cannot be started", error)) from error
+        server.start()
         return server
 
     def _wait_for_server(self) -> None:
         """On the node of the server: wait until the other nodes know the end of the job, or until this node must end."""
         server = self._joining.server
-        while server is not None and not server.join(SERVER_CHECK_SECONDS) and monotonic() < self._leave_at:
-            self._wakeup.drain()
+        while server is not None and not server.join(SERVER_CHECK_SECONDS):
+            if monotonic() >= self._leave_at:
+                return
 
     def _log_warning(self, text: str) -> None:
         self._deferred_log.warning("%s", text)

@@ -53,6 +53,7 @@ def run_multi_node(
         payload = resources.enter_context(closing(payload or pack_spec(spec)))
         run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
         node_thread = NodeThread(spec, run_deadline)
+        resources.callback(node_thread.release)
         watcher = Watcher(spec, event_bus, keep_ranks=False, node=node_thread)
         resources.callback(watcher.close_when_finished)
         resources.enter_context(closing(node_thread))

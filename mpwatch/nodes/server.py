@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
+from mpwatch.errors import LaunchError
 from mpwatch.nodes.coordinator import Close, Coordinator, CoordinatorAction, LogWarning, Send
 from mpwatch.nodes.frames import MAX_BYTES, Connection
 from mpwatch.nodes.json_codec import InvalidMessageError
@@ -23,6 +24,7 @@ from mpwatch.nodes.messages import Beat, Message, MessageToCoordinator, MessageT
 from mpwatch.os_support.clock import monotonic
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.wire.resource_errors import with_remedy
 
 HELLO_SECONDS = 10.0
 MAX_STRANGERS = 64
@@ -82,8 +84,12 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="mpwatch-coordinator", daemon=True)
 
     def start(self) -> None:
-        """Raises RuntimeError if there is no room for a thread."""
-        self._thread.start()
+        """Raises LaunchError; then the server is closed."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # there is no room for one more
+            self.close()
+            raise LaunchError(with_remedy("the thread of the coordinator cannot be started", error)) from error
 
     def post(self, function: Callable[[], Iterable[CoordinatorAction]]) -> None:
         """Let the thread call a function, and execute the actions that it returns."""
@@ -105,6 +111,14 @@ class Server:
         self._resources.close()
 
     def _run(self) -> None:
+        try:
+            self._serve_all()
+        finally:  # after a bug, too, the nodes see at once that the coordinator is gone
+            for peer in list(self._peers.values()):
+                self._remove(peer)
+            self._listener.close()
+
+    def _serve_all(self) -> None:
         check_seconds = min(1.0, self._node_timeout / CHECKS_PER_TIMEOUT)
         checked_at = monotonic()
         while not self._is_over():
@@ -122,9 +136,6 @@ class Server:
                 self._check_peers(now)
             if now >= self.coordinator.deadline:
                 self._execute(self.coordinator.handle_deadline(now))
-        for peer in list(self._peers.values()):
-            self._remove(peer)
-        self._listener.close()
 
     def _is_over(self) -> bool:
         is_done = self.coordinator.is_finished and not self._keeps_open

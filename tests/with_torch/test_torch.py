@@ -264,3 +264,15 @@ def test_the_death_of_a_rank_with_data_loader_workers_is_reported_at_once():
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
         mpwatch.run(iterate, 2, backend="gloo")
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_names_what_works():
+    with pytest.raises(mpwatch.RunFailedError, match='"gloo", or "auto"'):
+        mpwatch.run(dist.get_rank, 1, backend="nccl")
+
+
+def test_a_collective_without_a_process_group_says_how_to_have_one():
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(dist.barrier, 1)
+    assert "backend=" in caught.value.__cause__.__notes__[0]

@@ -3,7 +3,8 @@
     [ make: empty, but one can refer to it ][ fill: the contents that it has in the sender ][ put: its name in its module ]
 
 Nothing that has made a definition runs again: no decorator, no metaclass, no `__set_name__`. So nothing is lost of what they
-have done, whatever arguments they had. Definitions can refer to each other, since all are made before one is filled. And
+have done, whatever arguments they had. Only an `__init_subclass__` of an importable module runs, since it may register the
+class there. Definitions can refer to each other, since all are made before one is filled. And
 plain pickle, torch.save and the workers of a DataLoader find them in `__main__`.
 
 pickler.py has the sender's half. This half imports little, because each rank of a script needs it.

@@ -106,7 +106,7 @@ def test_all_nodes_agree_if_some_fail_after_a_request(requests, faults, seed):
     assert len({node.decision.next_step for node in job.alive()}) <= 1
 
 
-@pytest.mark.parametrize("n", [2, 100])
+@pytest.mark.parametrize("n", [2, 100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
     quiet, job = SimulatedJob(n), SimulatedJob(n)
     for number in range(3):

@@ -46,7 +46,6 @@ def decide(*reports, policy=ONCE, first_ranks=None, host=None, **facts):
     }
     known = {
         "attempt": 0,
-        "has_started": True,
         "history": RestartHistory(),
         "size": len(nodes),
         "min_nodes": len(nodes),
