@@ -1,6 +1,7 @@
 """`mpwatch.submit`: a run in a thread of its own. How it is awaited, stopped and looked into, and how it ends with a program."""
 
 import asyncio
+import atexit
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 import mpwatch
 from mpwatch import RunFailedError, WorkerState
+from mpwatch.events import WorkerStarted
 from support import failing, functions
 from support.process_state import SPAWN, children, is_alive
 from support.programs import call
@@ -166,12 +168,21 @@ def raise_while_a_run_goes_on():
 
 
 def end_just_after_submit():
-    mpwatch.submit(time.sleep, 2, args=(1000,))
+    """Ranks could start only when Python has begun to end."""
+    has_ended, has_started = threading.Event(), threading.Event()
+    atexit.register(lambda: has_ended.set() or has_started.wait(1))
+    mpwatch.submit(
+        time.sleep,
+        1,
+        args=(1000,),
+        env=lambda _: {"ENDED": str(has_ended.wait())},
+        on_event=lambda event: isinstance(event, WorkerStarted) and has_started.set(),
+    )
 
 
 def test_a_program_that_ends_just_after_submit_does_not_wait_for_its_run():
     began = time.monotonic()
-    ended = call(end_just_after_submit)
+    ended = call(end_just_after_submit, timeout=60)
     assert time.monotonic() - began < 60
     assert ended.stderr == ""
 
