@@ -23,6 +23,7 @@ from support.programs import ENV
 
 HERE = Path(__file__).parent
 TIMEOUT = 60.0  # seconds for a history, which takes two
+LOST_SECONDS = 10.0  # after which Ctrl-C has not been heard; a run ends within its grace period of 0.5 s
 EXIT_SECONDS = 1.0  # within which all processes must exit after the program
 MARK = "MPWATCH_CHAOS_MARK"
 
@@ -55,7 +56,7 @@ def run_history(history: History, folder: Path) -> Evidence:
     times = EventTimes(str(folder), len(history.plans))
     pipes = times.open_pipes()
     try:
-        _run_program(history, folder, mark, evidence)
+        _run_program(history, folder, mark, times, evidence)
         evidence.called_at, evidence.ended_at, evidence.timer_fired_at = map(times.read, (CALLED, ENDED, TIMER_FIRED))
         evidence.acted_at = times.read_ranks()
     finally:
@@ -68,7 +69,7 @@ def run_history(history: History, folder: Path) -> Evidence:
     return evidence
 
 
-def _run_program(history: History, folder: Path, mark: str, evidence: Evidence) -> None:
+def _run_program(history: History, folder: Path, mark: str, times: EventTimes, evidence: Evidence) -> None:
     ready_read, ready_write = os.pipe()
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err, open(ready_read, "rb") as ready:
         program = subprocess.Popen(
@@ -84,6 +85,8 @@ def _run_program(history: History, folder: Path, mark: str, evidence: Evidence) 
         if history.injection is None or not history.injection.from_interpreter:
             ready.read(1)
         _inject(history, program, evidence)
+        if history.fault is Fault.INTERRUPT and not _wait_for_exit(program.pid, LOST_SECONDS):
+            _repeat_lost_interrupt(program, times, evidence)
         if not _wait_for_exit(program.pid, TIMEOUT):
             evidence.stack_dump = _dump_stacks(program, mark, folder)
             program.kill()
@@ -112,6 +115,17 @@ def _inject(history: History, program: subprocess.Popen, evidence: Evidence) -> 
         evidence.injected_at.append(time.monotonic())
         os.kill(program.pid, number)  # if the program has exited, it is not yet reaped
         seconds = injection.gap
+
+
+def _repeat_lost_interrupt(program: subprocess.Popen, times: EventTimes, evidence: Evidence) -> None:
+    """Press Ctrl-C again if the first one came before the call.
+
+    CPython can lose it there: the import system ignores an exception in the callback that deletes a module's lock ("Exception
+    ignored in: <function _get_module_lock.<locals>.cb>"), and the start of the interpreter one in `import warnings`.
+    """
+    called_at = times.read(CALLED)
+    if called_at is not None and evidence.injected_at[-1] < called_at:
+        program.send_signal(signal.SIGINT)
 
 
 def _wait_for_exit(pid: int, seconds: float) -> bool:

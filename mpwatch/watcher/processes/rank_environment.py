@@ -69,9 +69,11 @@ def reserve_port() -> socket.socket:
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("", 0))
-    except OSError as error:
+    except BaseException as error:  # a KeyboardInterrupt too: no signal is deferred yet
         reserved.close()
-        raise LaunchError(with_remedy("no port could be reserved for MASTER_PORT", error)) from error
+        if isinstance(error, OSError):
+            raise LaunchError(with_remedy("no port could be reserved for MASTER_PORT", error)) from error
+        raise
     return reserved
 
 
