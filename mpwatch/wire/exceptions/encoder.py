@@ -9,7 +9,9 @@ order. They are sent one after the other, so that user code that crashes or hang
     locals    with debug="locals", the texts of the frames' variables, which take a `repr` of each.
 """
 
+import ast  # noqa: F401  traceback imports it at its first use, which would make a failure later by 3 ms
 import marshal
+import traceback
 from collections.abc import Callable, Iterator
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
@@ -166,9 +168,7 @@ def _get_notes(error: BaseException) -> list[str]:
 
 def _format_traceback(error: BaseException) -> str:
     try:
-        import traceback
-
         text = "".join(traceback.format_exception(error))
-    except BaseException:  # noqa: BLE001  a __str__ or a __notes__ may raise anything, and the import may fail by now
+    except BaseException:  # noqa: BLE001  a __str__ or a __notes__ may raise anything
         return ""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"

@@ -78,8 +78,8 @@ def loads(data: bytes) -> Any:
 
 
 def _dump_with_either(dump: Callable[[MakePickler], T]) -> T:
-    """Try plain pickle first if cloudpickle is not loaded, since its import takes a rank 11 ms."""
-    if "cloudpickle" not in sys.modules:
+    """Try plain pickle first if the pickler is not loaded: its import takes a rank 6 ms, and that of cloudpickle 11 ms."""
+    if "mpwatch.wire.pickling.pickler" not in sys.modules:
         try:
             return dump(_make_plain_pickler)
         except OSError:  # the file cannot be written
