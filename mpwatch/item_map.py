@@ -4,10 +4,9 @@
                              --- items -----------------------------------------------> |  over an item channel
                              <-- a value for each item -------------------------------- |  (wire/item_channel.py)
 
-A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If the call of
-`serve_items` fails in a rank, the item on which the rank was working counts as failed. After a failed call of `serve_items`,
-ItemMap puts the items that the rank has not begun back into the queue (watcher/item_queue.py), and calls `serve_items` in
-the rank again.
+A WorkerGroup with scope="worker" starts and watches the ranks, and restarts a rank that has died. If a call of `serve_items`
+fails, so does the item on which the rank was working. The rank's other items go back into the queue (watcher/item_queue.py),
+and `serve_items` is called again.
 
 ItemMap takes items from the iterable, and receives values from the ranks, only while the caller waits for the next value.
 """
@@ -24,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, Unpack, overload
@@ -53,7 +52,7 @@ from mpwatch.watcher.pack_call import pack_items
 from mpwatch.watcher.restarts.merge_results import merge_results_of_calls
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
-from mpwatch.wire.item_channel import ItemKind, TokenPipe, open_item_channel, receive_message, send_message
+from mpwatch.wire.item_channel import ItemKind, open_item_channel, receive_message, send_message
 from mpwatch.wire.messages import MAX_DESCRIPTORS
 from mpwatch.wire.pickling.packed import map_packed
 from mpwatch.wire.resource_errors import with_remedy
@@ -65,7 +64,6 @@ IndexedValue = tuple[int, Any]  # the index of an item, and its value or ItemFai
 
 BUFFER_PER_RANK = 256  # items
 REPR_LENGTH = 200  # of an item in an ItemFailure
-MAX_LOSSES_OF_ITEM = 3  # before the rank has begun it: after so many the item is to blame
 MAX_LOSSES_AT_START = 3  # for each rank, if no rank has loaded the function meanwhile
 NO_OPTIONS = {  # of WorkerGroup
     "backend": "ranks of map do not communicate",
@@ -75,7 +73,6 @@ NO_OPTIONS = {  # of WorkerGroup
     "scope": "each rank is restarted alone",
     "check": "use on_error",
 }
-ONE_ARGUMENT = "An item is one argument: use functools.partial for others, or items that are tuples"
 
 
 class SharedOptions(OutputOptions, total=False):
@@ -153,19 +150,18 @@ def map(
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
 
-    A rank gets the next items as soon as the rank is free. mpwatch starts the ranks at the first call of `next` on the
-    iterator, and stops them when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so
-    `fn` can load a model once and keep the model there. Do not keep a model in an attribute of `fn`, because the rank gets a
-    new copy of `fn` after an item has failed.
+    A rank gets the next items as soon as it is free. mpwatch starts the ranks at the first call of `next` on the iterator,
+    and stops them when the iterator ends or is closed. A rank keeps `current_worker().state` from item to item, so `fn` can
+    load a model once and keep it there. Do not keep a model in an attribute of `fn`, because the rank gets a new copy of
+    `fn` after an item has failed.
 
     An item fails if `fn` raises an exception, or if the rank dies while it works on the item. mpwatch restarts a rank that
     dies. A rank sends each value before the rank begins the next item, so at most one item fails when a rank dies. mpwatch
     calls `fn` again for an item only if the item has failed and `max_restarts` allows another try.
 
     The iterator takes items from `items`, and receives values from the ranks, only during a call of `next`. Between two
-    calls of `next`, a rank can work only on items that the rank has already received. A rank has at most two chunks of items
-    at a time (see `chunksize`). If the body of a `for` loop over the values raises an exception, the iterator and its ranks
-    stay alive. To stop the ranks when the body of the loop raises an exception, use
+    calls of `next`, a rank can work only on the items that it has already received. If the body of a `for` loop over the
+    values raises an exception, the iterator and its ranks stay alive, unless the loop is in
     `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
@@ -178,8 +174,8 @@ def map(
         on_error: with "raise", ItemFailedError is raised as soon as an item has failed. Then all ranks are stopped, and
             values that were not yielded are dropped. With "yield", an ItemFailure is yielded in place of the value of a
             failed item.
-        chunksize: number of items that are sent to a rank together, 256 at most. None means 1 at first, and later the number
-            of items that take about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
+        chunksize: the most items that are sent to a rank together. None means 256. There are as many as take about 20 ms: a
+            rank that has worked so long on its items gives back those that it has not begun.
         buffersize: with ordered=True, the maximum number of items that are in work, or whose values wait to be yielded. So
             this option limits how many later values are kept while an item is slow. If it is less than `nprocs`, some ranks
             have nothing to do. None means 256 for each rank.
@@ -240,56 +236,30 @@ def map(
 
 
 @dataclass(eq=False)
-class _Chunk:
-    """The items that were sent to a rank in one message."""
-
-    size: int
-    left: int
-    """How many of these items have no value yet."""
-    began_at: float
-    """When the rank could begin: when the items were sent, or when it had finished the previous chunk, if that was later."""
-
-
 class _Feed:
-    """A rank, and the items whose values ItemMap still expects from this rank."""
+    """A rank, and the items that were sent to it together and have no value yet."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.handle: RunHandle[None] | None = None  # the call of `serve_items`; None: there is none
-        self.called_at = 0.0  # CLOCK_MONOTONIC: when this call was made
-        self.channel: socket.socket | None = None
-        self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
-        self.has_loaded = False  # whether its call has loaded the function
-        self.takes_items = False  # whether it has loaded the function, and its end of the channel was not seen to be closed
-        self.tokens: TokenPipe | None = None
-        self.next_token = 0
-        self.tasks: deque[tuple[int, Task]] = deque()  # with their tokens, in the order in which they were sent
-        self.chunks: deque[_Chunk] = deque()  # of these tasks
+    rank: int
+    handle: RunHandle[None] | None = None  # the call of `serve_items`; None: there is none
+    called_at: float = 0.0  # CLOCK_MONOTONIC: when this call was made
+    channel: socket.socket | None = None
+    rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
+    has_loaded: bool = False  # whether the call has loaded the function
+    tasks: deque[Task] = field(default_factory=deque)
+    sent: int = 0  # how many items there were at first
+    has_begun: bool = False  # whether the rank has unpickled them
+
+    def takes_items(self) -> bool:
+        return self.has_loaded and self.channel is not None and not self.tasks
 
     def take_back(self) -> list[Task]:
-        """Take back the items that the rank has not begun, and return them. The rank skips items that were taken back."""
-        taken = set()
-        while self.tokens is not None and (token := self.tokens.take()) is not None:
-            taken.add(token)
-        tasks = [task for token, task in self.tasks if token in taken]
-        self.tasks = deque((token, task) for token, task in self.tasks if token not in taken)
-        count = len(tasks)
-        while count:  # they were the last ones
-            chunk = self.chunks[-1]
-            removed = min(count, chunk.left)
-            chunk.left -= removed
-            chunk.size -= removed
-            count -= removed
-            if not chunk.left:
-                self.chunks.pop()
+        tasks = list(self.tasks)
+        self.tasks.clear()
         return tasks
 
 
 class _EndedBySignalError(Exception):
-    """The exception that `end_by_signal` raises after this process has received a signal that ends the program.
-
-    `handles` contains a RunHandle for each call that `end_by_signal` has interrupted.
-    """
+    """A signal ends the program. `handles` are those of the calls that were interrupted for that."""
 
     def __init__(self, signum: int, handles: Sequence[RunHandle[Any]]) -> None:
         super().__init__(signum)
@@ -309,35 +279,19 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def end_by_signal(self, signum: int) -> NoReturn:
-        """Cancel the calls that have not begun, and interrupt the calls that have begun.
-
-        `end_by_signal` does not wait for the end of the interrupted calls, and always raises _EndedBySignalError.
-        """
+        """Cancel the calls that have not begun, interrupt the others without waiting for them, and raise."""
         handles = [handle for handle in list(self._handles) if not handle.cancel()]
         for handle in handles:
             handle._interrupt(signum, InterruptCause.SIGNAL)
         raise _EndedBySignalError(signum, handles)
 
     def explain_loss(self, rank: int, reason: str) -> None:
-        """Set the reason that mpwatch logs when it restarts this rank.
-
-        If the rank was lost while it had no call, `explain_loss` does nothing.
-        """
+        """Set the reason that mpwatch logs when it restarts this rank."""
         self._ranks.explain_loss(rank, reason)
 
 
 class ItemMap:
-    """One call of `map`.
-
-    Args:
-        fn: the function.
-        queue: the items.
-        make_view: makes the progress bar. It is called when the ranks are started.
-        options: the options of the WorkerGroup.
-        buffersize: see `map`. None means the default.
-        ordered: see `map`.
-        on_error: see `map`.
-    """
+    """One call of `map`. `options` are those of its WorkerGroup; `make_view` is called when the ranks are started."""
 
     def __init__(
         self,
@@ -381,7 +335,7 @@ class ItemMap:
                     yield waiting.pop(self._next_index - 1)
 
     def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index of each item with the item's value or ItemFailure, in the order in which the values arrive."""
+        """Yield the index of each item with its value or ItemFailure, in the order in which they arrive."""
         try:
             yield from self._run()
             return
@@ -415,7 +369,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give new items to free ranks. Return False if `_run` has no more outcomes to yield, else True."""
+        """Give items to free ranks. Return whether there are more outcomes to come."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -423,50 +377,23 @@ class ItemMap:
         for feed in self._feeds:
             if feed.handle is None and may_have_items:
                 self._start(feed)
-        self._share(end)
-        if self._take_back():
-            self._share(end)
+        for feed in self._feeds:
+            while feed.takes_items() and (tasks := self._queue.take_chunk(monotonic(), end)):
+                self._send(feed, tasks)  # or put them back, to be sent one by one
         has_items = self._queue.has_waiting or not self._queue.is_exhausted
         return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
-
-    def _share(self, end: int) -> None:
-        """Give items to free ranks.
-
-        If items take little time, a rank gets its next chunk of items before it has finished the previous chunk.
-        """
-        for chunks in (0, 1) if self._queue.may_prefetch else (0,):
-            for feed in self._feeds:
-                while feed.takes_items and len(feed.chunks) == chunks:
-                    tasks = self._queue.take_chunk(monotonic(), end)
-                    if not tasks:
-                        break
-                    self._send(feed, tasks)  # or put them back, to be sent one by one
-
-    def _take_back(self) -> bool:
-        """If a rank is idle, take back items that other ranks have not begun, and put these items into the queue.
-
-        Return True if `_take_back` has taken back any item.
-        """
-        if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
-            return False
-        tasks = [task for feed in self._feeds if len(feed.tasks) > 1 for task in feed.take_back()]
-        if tasks:
-            self._queue.put_back(sorted(tasks, key=lambda task: task.index))
-            self._queue.shrink_chunks()
-        return bool(tasks)
 
     def _start(self, feed: _Feed) -> None:
         """Call `serve_items` in a rank. If the rank has died, the WorkerGroup restarts the rank before the call."""
         try:
-            feed.tokens = TokenPipe()
             feed.channel, feed.rank_end = open_item_channel()
         except OSError as error:
             raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
-        feed.has_loaded = feed.takes_items = False
+        feed.has_loaded = False
         self._selector.register(feed.channel, selectors.EVENT_READ, feed)
         feed.called_at = monotonic()
         handle = feed.handle = self._group.submit(
-            serve_items, args=(feed.rank_end, feed.tokens), kwargs={"fn": self._fn}, ranks=feed.rank
+            serve_items, args=(feed.rank_end,), kwargs={"fn": self._fn}, ranks=feed.rank
         )
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
@@ -477,10 +404,8 @@ class ItemMap:
 
     def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
         assert feed.channel is not None  # it takes items
-        assert feed.tokens is not None
-        first = feed.next_token
         try:
-            payload = pack_items({"": first} | {f"items[{task.index}]": task.item for task in tasks})
+            payload = pack_items({f"items[{task.index}]": task.item for task in tasks})
         except LaunchError as error:
             self._refuse(feed, tasks, error)
             return
@@ -491,24 +416,18 @@ class ItemMap:
                 return
             kind = ItemKind.ITEM if len(tasks) == 1 else ItemKind.ITEMS
             try:
-                feed.tokens.write(first, len(tasks))
                 is_sent = send_message(feed.channel, kind, payload.body, payload.fds)
             except OSError as error:
                 raise LaunchError(with_remedy(f"items[{tasks[0].index}] cannot be sent to the rank", error)) from error
-        feed.next_token += len(tasks)
         if is_sent:
-            feed.tasks += enumerate(tasks, first)
-            feed.chunks.append(_Chunk(len(tasks), len(tasks), monotonic()))
+            feed.tasks.extend(tasks)
+            feed.sent, feed.has_begun = len(tasks), False
         else:
-            feed.takes_items = False  # its call is ending
+            feed.has_loaded = False  # its call is ending
             self._queue.put_back(tasks)
 
     def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
-        """Handle the items in `tasks`, which `_send` was not able to send to a rank in one message.
-
-        If there are several items, put the items back into the queue. Later, each of these items is sent in its own message.
-        With on_error="yield", a single item fails. With on_error="raise", raise `error` for a single item.
-        """
+        """Let several items that cannot be sent together be sent one by one. A single item fails."""
         if len(tasks) > 1:
             self._queue.put_back(tasks, singly=True)
         elif self._yields_failures:
@@ -517,10 +436,7 @@ class ItemMap:
             raise error
 
     def _receive(self) -> list[IndexedValue]:
-        """Wait until a value arrives or a call of `serve_items` ends.
-
-        Return the new values and ItemFailures, each with the index of its item.
-        """
+        """Wait until a value arrives or a call of `serve_items` ends, and return the new outcomes."""
         outcomes, self._early = self._early, []
         self._update_view()
         due_at, now = self._queue.due_at, monotonic()
@@ -549,7 +465,7 @@ class ItemMap:
             self._view.close(self._done_count, self._failed_count)
 
     def _read(self, feed: _Feed) -> list[IndexedValue]:
-        """Read all messages that a rank has sent, and return the new values and ItemFailures, with their indices."""
+        """Read all messages that a rank has sent."""
         outcomes = []
         while feed.channel is not None:
             try:
@@ -561,33 +477,23 @@ class ItemMap:
                 break
             kind, body, fds = message
             if kind is ItemKind.READY:
-                feed.has_loaded = feed.takes_items = True
+                feed.has_loaded = True
                 self._losses_at_start = 0
                 self._close_rank_end(feed)
-            elif kind is ItemKind.DIVIDE:
-                tasks = [feed.tasks.popleft()[1] for _ in range(feed.chunks.popleft().left)]
-                self._queue.put_back(tasks, singly=True)
+            elif kind is ItemKind.BEGUN:
+                feed.has_begun = True
+            elif kind is ItemKind.REST:
+                rest = feed.take_back()
+                self._queue.put_back(rest, singly=not feed.has_begun)
+                self._queue.shrink_chunks(feed.sent - len(rest))
             else:
-                outcomes += self._load(feed, self._take_task(feed), body, fds)
+                task = feed.tasks.popleft()  # a rank sends its values in the order of its items
+                if not feed.tasks:
+                    self._queue.enlarge_chunks(feed.sent)
+                outcomes += self._load(feed, task, body, fds)
         return outcomes
 
-    def _take_task(self, feed: _Feed) -> Task:
-        """Return the item to which the rank's newest value belongs, and remove the item from the rank's items.
-
-        A rank sends its values in the order of its items, so this method returns the first item that has no value yet.
-        """
-        chunk = feed.chunks[0]
-        chunk.left -= 1
-        if not chunk.left:
-            now = monotonic()
-            self._queue.add_duration(chunk.size, now - chunk.began_at)
-            feed.chunks.popleft()
-            if feed.chunks:
-                feed.chunks[0].began_at = now
-        return feed.tasks.popleft()[1]
-
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
-        """Return [(index, value)] with the unpickled value of the item. If the value cannot be unpickled, the item fails."""
         content: bytes | memoryview | OSError = body
         if fds is None:
             content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
@@ -604,11 +510,7 @@ class ItemMap:
         return self._fail_without_call(feed, task, loaded.error)
 
     def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
-        """Return [(index, ItemFailure)] for an item that failed with `error`, or [] if the item will be tried again.
-
-        Use this method if the item has failed, but no call of `serve_items` has failed. For example, the caller cannot
-        unpickle the item's value. An ItemFailure needs a ProcessFailure, so this method makes a new ProcessFailure.
-        """
+        """Let an item fail, although no call has failed, for example because its value cannot be unpickled."""
         worker = self._group.workers[feed.rank]
         elapsed = monotonic() - feed.called_at  # from the start of the call, as in a failure of the call itself
         failure = ProcessFailure(
@@ -628,13 +530,10 @@ class ItemMap:
         return self._fail(task, failure, result)
 
     def _end(self, feed: _Feed, handle: RunHandle[None]) -> list[IndexedValue]:
-        """Handle the end of a call of `serve_items`, and return the new values and ItemFailures."""
         outcomes = self._read(feed)
-        is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
-        unbegun = feed.take_back()
-        begun = [task for _, task in feed.tasks]  # there is one at most
-        feed.tasks.clear()
-        feed.chunks.clear()
+        tasks = feed.take_back()
+        # If a rank dies while it unpickles several items, any of them may be to blame. They are sent again one by one.
+        begun, unbegun = (tasks[:1], tasks[1:]) if feed.has_begun or feed.sent == 1 else ([], tasks)
         self._close_feed(feed)
         result = _get_result(handle)
         cause = result.root_cause
@@ -650,11 +549,7 @@ class ItemMap:
             if cause.exception is not None or self._losses_at_start == MAX_LOSSES_AT_START * len(self._feeds):
                 raise make_error(result)
         else:
-            if not begun and unbegun and is_first_alone:
-                unbegun[0].losses += 1
-                if cause.exception is not None or unbegun[0].losses == MAX_LOSSES_OF_ITEM:
-                    begun.append(unbegun.pop(0))  # it cannot be unpickled, or the rank dies while it unpickles the item
-            self._queue.put_back(unbegun, singly=not begun)
+            self._queue.put_back(unbegun, singly=not feed.has_begun)
             for task in begun:
                 item = name_item(task.index, _format_item(task.item))
                 self._group.explain_loss(feed.rank, f"{item} failed: {format_failure(cause)}")
@@ -662,7 +557,7 @@ class ItemMap:
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
-        """Return [(index, ItemFailure)] for a failed item, or [] if it will be tried again. Can raise ItemFailedError."""
+        """Return the item's failure, or nothing if it will be tried again. Can raise ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, monotonic())
         text = _format_item(task.item)
@@ -682,7 +577,6 @@ class ItemMap:
         return [(task.index, item_failure)]
 
     def _close_channel(self, feed: _Feed) -> None:
-        feed.takes_items = False
         if feed.channel is not None:
             self._selector.unregister(feed.channel)
             feed.channel.close()
@@ -697,9 +591,6 @@ class ItemMap:
         feed.handle = None
         self._close_channel(feed)
         self._close_rank_end(feed)
-        if feed.tokens is not None:
-            feed.tokens.close()
-            feed.tokens = None
 
     def _close_feeds(self) -> None:
         for feed in self._feeds:

@@ -17,11 +17,9 @@ from typing import Any
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.os_support.clock import monotonic
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
+from mpwatch.wire.item_channel import CHUNK_SECONDS
 
-CHUNK_SECONDS = 0.02  # how long the items of a chunk should take: a chunk costs the caller about 0.2 ms
 MAX_CHUNKSIZE = 256
-GROWTH = 2  # of the chunk size from one chunk to the next, at most
-WEIGHT = 0.3  # of the latest chunk in the estimate of the time that an item takes
 
 
 @dataclass(eq=False)
@@ -31,7 +29,6 @@ class Task:
     index: int
     item: Any
     attempts: int = 0  # how many times the item has failed
-    losses: int = 0  # how many ranks have died while this item was their next item
     is_single: bool = False  # whether the item must be sent without other items
     budget: RestartBudget | None = None
 
@@ -41,7 +38,7 @@ class ItemQueue:
 
     Args:
         items: iterated only as far as ranks need items.
-        chunksize: items for a rank at once, at most MAX_CHUNKSIZE. None: as many as take about CHUNK_SECONDS.
+        chunksize: the most items for a rank at once. None: MAX_CHUNKSIZE, but one at first.
         policy: how often an item is tried again, and after which failures.
     """
 
@@ -54,11 +51,10 @@ class ItemQueue:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._new: Iterator[tuple[int, Any]] = enumerate(items)
-        self._chunksize = chunksize
+        self._max_limit = chunksize or MAX_CHUNKSIZE
         self._policy = policy
         self._clock = clock
-        self._limit = min(chunksize or 1, MAX_CHUNKSIZE)
-        self._seconds_per_item: float | None = None
+        self._limit = chunksize or 1
         self._returned: deque[Task] = deque()
         self._delayed: list[tuple[float, int, Task]] = []  # a heap: due time, index
         self._next_index = 0
@@ -102,23 +98,13 @@ class ItemQueue:
             heapq.heappush(self._delayed, (now + decision.delay, task.index, task))
         return decision
 
-    def add_duration(self, count: int, seconds: float) -> None:
-        latest = seconds / count
-        known = self._seconds_per_item
-        self._seconds_per_item = latest if known is None else known + WEIGHT * (latest - known)
-        if self._chunksize is None:
-            wanted = int(CHUNK_SECONDS / max(self._seconds_per_item, CHUNK_SECONDS / MAX_CHUNKSIZE))
-            self._limit = max(1, min(wanted, self._limit * GROWTH))
+    def enlarge_chunks(self, size: int) -> None:
+        """A rank has done a chunk of this size in less than CHUNK_SECONDS."""
+        self._limit = max(self._limit, min(2 * size, self._max_limit))
 
-    def shrink_chunks(self) -> None:
-        """Make the next chunks small: some ranks are idle while others still have items."""
-        if self._chunksize is None:
-            self._limit = 1
-
-    @property
-    def may_prefetch(self) -> bool:
-        """Whether a rank gets its next chunk while it works on the present one, since it takes little time."""
-        return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
+    def shrink_chunks(self, done: int) -> None:
+        """A rank has done so many items of a chunk in CHUNK_SECONDS, and has given back the others."""
+        self._limit = max(1, done)
 
     @property
     def has_waiting(self) -> bool:

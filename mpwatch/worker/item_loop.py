@@ -1,9 +1,4 @@
-"""Calls the function of `mpwatch.map` in a rank, and sends each value to the caller immediately.
-
-`mpwatch.map` makes the ranks of a WorkerGroup call `serve_items`. If the user's function raises an exception for an item,
-the call of `serve_items` fails. If `mpwatch.map` continues after a failed call of `serve_items`, the rank calls
-`serve_items` again.
-"""
+"""Calls the function of `mpwatch.map` in a rank, and sends each value at once. See wire/item_channel.py."""
 
 from __future__ import annotations
 
@@ -13,7 +8,8 @@ import select
 import time
 from contextlib import closing
 
-from mpwatch.wire.item_channel import ItemKind, TokenPipe, receive_message, send_message
+from mpwatch.os_support.clock import monotonic
+from mpwatch.wire.item_channel import CHUNK_SECONDS, ItemKind, receive_message, send_message
 from mpwatch.wire.pickling import call_payload
 from mpwatch.worker import context
 from mpwatch.worker.main import pickle_value
@@ -23,33 +19,24 @@ RETRY_SECONDS = 0.01
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 
-def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any], object]) -> None:
-    """Call `fn` with each item that the caller sends, until there are no more items.
-
-    Args:
-        channel: this rank's end of an item channel.
-        tokens: the pipe with the tokens of the items.
-        fn: the function of `mpwatch.map`.
-    """
+def serve_items(channel: socket.socket, *, fn: Callable[[Any], object]) -> None:
+    """Call `fn` with each item that the caller sends, until there are no more items. What `fn` raises ends this call."""
     pid = os.getpid()
-    token: int | None = None  # the token that was taken last
-    with channel, closing(tokens):
+    with channel:
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         send_message(channel, ItemKind.READY)
         # Not in recvmsg(2): a process that sleeps there also wakes up when the caller has read what the rank sent.
         while poll.poll() and (items := _receive_items(channel)) is not None:
-            for number, item in items:
-                while token is None or token < number:
-                    token = tokens.take()
-                    if token is None:
-                        break
-                if token != number:  # the caller has taken the token of this item
-                    continue
+            give_back_at = monotonic() + CHUNK_SECONDS
+            for number, item in enumerate(items):
+                if number and monotonic() > give_back_at:
+                    send_message(channel, ItemKind.REST)
+                    break
                 context.heartbeat()
                 context.begin_call()  # each item has its own steps
                 value = _call(fn, item)
@@ -58,24 +45,21 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
                     return
 
 
-def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
-    """Return the next items with their tokens, or None if there are no more items. A token is the number of an item.
-
-    If a message with several items cannot be unpickled, send DIVIDE, and return an empty list. After DIVIDE, the caller
-    sends the items one by one. If a message with one item cannot be unpickled, raise the exception.
-    """
+def _receive_items(channel: socket.socket) -> Sequence[Any] | None:
+    """Return the next items, or None if there are no more. Several that cannot be unpickled are given back."""
     message = receive_message(channel)
     if message is None:
         return None
     kind, body, fds = message
     try:
-        first, *items = call_payload.unpack(body, fds, lambda _: 0).args
-        return list(enumerate(items, first))
+        items = call_payload.unpack(body, fds, lambda _: 0).args
     except Exception:
         if kind is ItemKind.ITEM:
             raise
-        send_message(channel, ItemKind.DIVIDE)
-        return []
+        send_message(channel, ItemKind.REST)
+        return ()
+    send_message(channel, ItemKind.BEGUN)
+    return items
 
 
 def _call(fn: Callable[[Any], object], item: object) -> object:
